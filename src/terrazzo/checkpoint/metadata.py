@@ -1,0 +1,129 @@
+"""What a checkpoint holds, described without its data.
+
+These are the types that planners, readers and writers exchange.  Names and fields are those of
+`torch.distributed.checkpoint.metadata`, so that planners and storage written for PyTorch work here; none of
+PyTorch's code is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from terrazzo.layout.box import Box
+
+STATE_DICT_TYPE: TypeAlias = dict[str, Any]
+
+# torch.memory_format objects refuse to be pickled, so they travel by name.
+_MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+    "preserve": torch.preserve_format,
+}
+_MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStorageMetadata:
+    """A box of a tensor: where it begins and how long it is along each dim."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+    @property
+    def box(self) -> Box:
+        return Box(tuple(self.offsets), tuple(self.sizes))
+
+
+@dataclass(slots=True)
+class TensorProperties:
+    """What a tensor is apart from its shape; only `dtype` matters to a checkpoint."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of a tensor (pinned memory is not asked for: the question costs a driver call)."""
+        return TensorProperties(dtype=tensor.dtype, layout=tensor.layout, requires_grad=tensor.requires_grad)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = _MEMORY_FORMAT_NAMES[self.memory_format]
+        return _properties_from_names, (self.dtype, self.layout, self.requires_grad, name, self.pin_memory)
+
+
+def _properties_from_names(
+    dtype: torch.dtype, layout: torch.layout, requires_grad: bool, memory_format: str, pin_memory: bool
+) -> TensorProperties:
+    return TensorProperties(dtype, layout, requires_grad, _MEMORY_FORMATS[memory_format], pin_memory)
+
+
+@dataclass(slots=True)
+class TensorStorageMetadata:
+    """A tensor in a checkpoint: its global shape and the chunks that cover it."""
+
+    properties: TensorProperties
+    size: torch.Size
+    chunks: Sequence[ChunkStorageMetadata]
+
+
+@dataclass(slots=True)
+class BytesStorageMetadata:
+    """A value in a checkpoint that is not a tensor."""
+
+
+STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
+
+
+@dataclass(slots=True)
+class StorageMeta:
+    """What a storage layer tells planners about itself."""
+
+    checkpoint_id: str | os.PathLike[str] | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Metadata:
+    """The table of contents of a checkpoint.
+
+    `state_dict_metadata` maps each name to what is stored under it.  A reader of a large checkpoint may hand
+    out a mapping that makes its entries when they are asked for, so treat it as read-only.
+    """
+
+    state_dict_metadata: Mapping[str, STORAGE_TYPES]
+    planner_data: Any = None
+    storage_data: Any = None
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class MetadataIndex:
+    """The name of one stored item: a key of the state dict and, for tensors, where a chunk begins.
+
+    `index` is a hint of the chunk's place in its list and takes no part in comparison.
+
+    >>> MetadataIndex("weight", (2, 0)) == MetadataIndex("weight", torch.Size([2, 0]), index=3)
+    True
+    """
+
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(hash=False, compare=False, default=None)
+
+    def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
+        set_field = object.__setattr__  # the class is frozen
+        set_field(self, "fqn", fqn)
+        set_field(self, "offset", None if offset is None else torch.Size(offset))
+        set_field(self, "index", index)

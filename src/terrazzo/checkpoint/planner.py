@@ -1,0 +1,201 @@
+"""What a checkpoint does, decided before it is done: plans, and the interface of those who make them.
+
+A *save planner* turns a state dict into a `SavePlan`, a list of `WriteItem`s; a storage writer carries it out and
+asks the planner for the data of each item.  A *load planner* turns a state dict and a checkpoint's `Metadata`
+into a `LoadPlan` of `ReadItem`s and hands out the tensors that a storage reader fills.
+
+Names, fields and the order of calls are those of `torch.distributed.checkpoint.planner`.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+
+from terrazzo.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+
+class WriteItemType(Enum):
+    """What an item to be written is."""
+
+    TENSOR = 1
+    SHARD = 2
+    BYTE_IO = 3
+
+
+class LoadItemType(Enum):
+    """What an item to be read is."""
+
+    TENSOR = 1
+    BYTE_IO = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BytesIOWriteData:
+    """The size of a value that is not a tensor, where it is known before writing."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWriteData:
+    """A chunk to be written, and the tensor that it is part of."""
+
+    chunk: ChunkStorageMetadata
+    properties: TensorProperties
+    size: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One thing that a rank writes."""
+
+    index: MetadataIndex
+    type: WriteItemType
+    tensor_data: TensorWriteData | None = None
+    bytes_io_data: BytesIOWriteData | None = None
+
+    def tensor_storage_size(self) -> int | None:
+        """The bytes of the chunk that is written; None for what is not a tensor.
+
+        >>> chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
+        >>> data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([4, 3]))
+        >>> WriteItem(MetadataIndex("w", (0, 0)), WriteItemType.SHARD, data).tensor_storage_size()
+        24
+        """
+        if self.tensor_data is None:
+            return None
+        return prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One box that a rank reads: from where in a stored chunk, to where in the state dict's tensor.
+
+    `dest_offsets` and `storage_offsets` are relative to the chunks that the two indices name.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: torch.Size
+    storage_index: MetadataIndex
+    storage_offsets: torch.Size
+    lengths: torch.Size
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes.  Iterating over a plan yields its items."""
+
+    items: list[WriteItem]
+    storage_data: Any = None
+    planner_data: Any = None
+    # False when a rank says "the same as last time" instead of sending its items again.
+    usable: bool = True
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return iter(self.items)
+
+
+@dataclass
+class LoadPlan:
+    """What one rank reads.  Iterating over a plan yields its items."""
+
+    items: list[ReadItem]
+    storage_data: Any = None
+    planner_data: Any = None
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        return iter(self.items)
+
+
+class SavePlanner(abc.ABC):
+    """Decides what each rank writes.
+
+    `save` makes these calls, in this order: `set_up_planner` and `create_local_plan` on every rank,
+    `create_global_plan` on the coordinator with the plans of all ranks, `finish_plan` on every rank with its part
+    of the global plan, then `resolve_data` on every rank, at least once for each item.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Keep what the later calls need: they are not given the state dict again."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write.  Whatever the global step needs to know goes into `planner_data`."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """From what each rank could write, what each will; and what the checkpoint then holds."""
+
+    @abc.abstractmethod
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """A last word on this rank's part of the global plan."""
+
+    @abc.abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of one item, for writing.
+
+        Called from any thread, any number of times, late: conversions that allocate belong here.  A tensor may be on any
+        device and need not be contiguous.
+        """
+
+
+class LoadPlanner(abc.ABC):
+    """Decides what each rank reads, and where to.
+
+    `load` makes these calls, in this order: `set_up_planner` and `create_local_plan` on every rank,
+    `create_global_plan` on the coordinator, `finish_plan` on every rank, then for each item either `load_bytes`, or
+    `resolve_tensor` followed by `commit_tensor`.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Keep what the later calls need: they are not given the state dict or the metadata again."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """A chance to change the plans of all ranks in one place."""
+
+    @abc.abstractmethod
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """A last word on this rank's part of the global plan."""
+
+    @abc.abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is not a tensor into the state dict, in place."""
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """A buffer for a reader to fill with the item's bytes, where it can work that way."""
+        raise NotImplementedError("LoadPlanner.resolve_bytes is not implemented")
+
+    @abc.abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The tensor that a reader fills with the item's data: where possible, memory of the state dict itself."""
+
+    @abc.abstractmethod
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Called when the tensor that `resolve_tensor` gave has been filled."""
