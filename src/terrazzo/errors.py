@@ -1,0 +1,83 @@
+"""Every exception that terrazzo raises on purpose.
+
+All derive from `TerrazzoError`, and each also from the built-in type that a caller of the same operation in
+PyTorch would have caught, so that existing `except` clauses keep working.  A message says what happened, to
+which name, on which rank, and what to do.
+"""
+
+
+class TerrazzoError(Exception):
+    """The root of terrazzo's exceptions."""
+
+
+# ------------------------------------------------------------------ layouts
+
+
+class LayoutError(TerrazzoError, ValueError):
+    """A placement, box or layout that cannot describe the tensor it was given for."""
+
+
+# ------------------------------------------------------------------ communication
+
+
+class CommError(TerrazzoError, RuntimeError):
+    """Communication between ranks failed."""
+
+
+# ------------------------------------------------------------------ distributed tensors
+
+
+class DTensorError(TerrazzoError, RuntimeError):
+    """An operation on a distributed tensor that cannot be carried out."""
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+class CheckpointError(TerrazzoError, RuntimeError):
+    """Saving, loading or inspecting a checkpoint failed.
+
+    When ranks failed together, `failures` holds one (rank, type of the error, message) for each of them, the
+    same on every rank.
+    """
+
+    failures: tuple[tuple[int, str, str], ...] = ()
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at the path, or a file that it refers to is gone."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """There is a checkpoint at the path already and overwriting it was forbidden."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Stored bytes are not the bytes that were written."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """What lies at the path is of no format, or of no version of a format, that this release can read."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The state dict to be loaded does not fit the checkpoint; all that does not fit is listed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.mismatched = mismatched
+
+
+class DivergentValueError(CheckpointError, ValueError):
+    """Ranks hold different values under one name that is meant to be the same everywhere."""
+
+
+class UnsupportedValueError(CheckpointError, TypeError):
+    """A value that cannot be stored as typed data, or was stored as code and may not be run."""
