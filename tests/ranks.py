@@ -48,6 +48,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.machinery import SourceFileLoader
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -70,7 +71,7 @@ _GRACE = 10.0  # seconds that the others get once one rank has failed: they may 
 _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _MAX_THREADS = 200  # a rank with more is replaced before the next test
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
-_PRELOAD = ("torch", "torch.distributed.tensor", "torch.testing", "numpy", "pytest")
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch.testing", "numpy", "pytest"]
 
 _TESTS = Path(__file__).resolve().parent
 
@@ -127,7 +128,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     request = _Request.of(fn, args)
     pool = _pools.get(world)
     if pool is None:
-        pool = _pools[world] = _World(world)
+        pool = _pools[world] = _World(world, request)
     intact = False
     try:
         outcomes = pool.call(request, timeout, grace=_GRACE)
@@ -149,7 +150,7 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     """
     __tracebackhide__ = True
     request = _Request.of(fn, args)
-    ranks = _World(world)
+    ranks = _World(world, request)
     try:
         return ranks.call(request, timeout, grace=timeout)
     finally:
@@ -189,11 +190,38 @@ class _Request:
         module = sys.modules[fn.__module__]
         return cls(fn.__module__, module.__file__ or "", fn.__qualname__, pickle.dumps(args))
 
+    def load(self) -> ModuleType:
+        """The module; one that is a test file is loaded from there, as it is in no package."""
+        if self.module in sys.modules or _TESTS not in Path(self.file).parents:
+            return importlib.import_module(self.module)
+        loader = _TestLoader(self.module, self.file)
+        spec = importlib.util.spec_from_loader(self.module, loader)
+        assert spec is not None
+        module = sys.modules[self.module] = importlib.util.module_from_spec(spec)
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return module
+
     def call(self) -> Any:
-        target: Any = _load(self.module, self.file)
+        target: Any = self.load()
         for name in self.function.split("."):
             target = getattr(target, name)
         return target(*pickle.loads(self.args))
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank is born with."""
+
+    rank: int
+    world: int
+    port: int
+    log: str
+    stacks: str
+    first: _Request
 
 
 @dataclass(frozen=True)
@@ -213,38 +241,24 @@ class _TestLoader(SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-def _load(name: str, file: str) -> ModuleType:
-    """The module of that name; one that is a test file is loaded from there, as it is in no package."""
-    if name in sys.modules or _TESTS not in Path(file).parents:
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_loader(name, _TestLoader(name, file))
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        _TestLoader(name, file).exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 # ------------------------------------------------------------------ the session's side
 
 
 class _World:
-    """The processes of one world, and the store through which they find each other."""
+    """The processes of one world, and the store through which they find each other.
 
-    def __init__(self, size: int) -> None:
+    They have loaded the module of the first request before its time limit begins.
+    """
+
+    def __init__(self, size: int, first: _Request) -> None:
         self.reusable = True
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
         try:
             for rank in range(size):
-                self._ranks.append(_Rank(rank, size, self._store.port, self._folder))
-            outcomes = self._collect(_START_LIMIT, grace=_GRACE)
-            _raise_failures(_Request(__name__, __file__, "<starting the ranks>", b""), outcomes)
+                self._ranks.append(_Rank(rank, size, self._store.port, self._folder, first))
+            _raise_failures(replace(first, function="(at the start)"), self._collect(_START_LIMIT, grace=_GRACE))
         except BaseException:
             self.close()
             raise
@@ -282,14 +296,13 @@ class _World:
 class _Rank:
     """One process, seen from the session."""
 
-    def __init__(self, index: int, world: int, port: int, folder: Path) -> None:
+    def __init__(self, index: int, world: int, port: int, folder: Path, first: _Request) -> None:
         self.index = index
         self._log = folder / f"{index}.log"
         self._stacks = folder / f"{index}.stacks"
         self._connection, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_serve, args=(theirs, index, world, port, str(self._log), str(self._stacks)), name=f"rank{index}"
-        )
+        start = _Start(index, world, port, str(self._log), str(self._stacks), first)
+        self._process = _context.Process(target=_serve, args=(theirs, start), name=f"rank{index}")
         self._process.start()
         theirs.close()
         self.sources: tuple[Connection | int, ...] = (self._connection, self._process.sentinel)
@@ -349,7 +362,7 @@ def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([*_PRELOAD, __name__])
+_context.set_forkserver_preload(_PRELOAD)
 _pools: dict[int, _World] = {}
 atexit.register(close_all)
 
@@ -357,15 +370,15 @@ atexit.register(close_all)
 # ------------------------------------------------------------------ the ranks' side
 
 
-def _serve(connection: Connection, rank: int, world: int, port: int, log: str, stacks: str) -> None:
+def _serve(connection: Connection, start: _Start) -> None:
     """The life of a rank: set up, then answer requests until the session closes the connection."""
-    _die_with_parent()
+    _die_with_session()
     os.setsid()  # an interrupt at the keyboard is for the session, which then ends its ranks
-    _write_to(log)
+    _write_to(start.log)
     faulthandler.enable()
-    with open(stacks, "w") as stacks_file:
+    with open(start.stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
-        connection.send_bytes(_answer(lambda: _join_world(rank, world, port)))
+        connection.send_bytes(_answer(lambda: _set_up(start)))
         # What was imported so far stays for ever; without it a collection between tests takes next to no time.
         gc.collect()
         gc.freeze()
@@ -379,8 +392,16 @@ def _serve(connection: Connection, rank: int, world: int, port: int, log: str, s
             connection.send_bytes(_answer(request.call))
 
 
-def _die_with_parent() -> None:
-    """Has the kernel kill this process when the fork server ends, which ends when the session does."""
+def _die_with_session() -> None:
+    """Has the kernel kill this process when the fork server ends, and lets that end when the session does.
+
+    The fork server ends once nobody holds its lifeline, a pipe that multiprocessing also hands to every process that
+    it forks, so that they can fork more. A rank gives it up: should it need a fork server, it gets its own.
+    """
+    lifeline = forkserver._forkserver._forkserver_alive_fd
+    if lifeline is not None:
+        os.close(lifeline)
+        forkserver._forkserver._forkserver_alive_fd = forkserver._forkserver._forkserver_address = None
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() == 1:  # it ended before the call above
@@ -397,20 +418,22 @@ def _write_to(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)
 
 
-def _join_world(rank: int, world: int, port: int) -> None:
+def _set_up(start: _Start) -> None:
+    """Joins the world and loads the module of the first request."""
     os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "RANK": str(start.rank),
+        "LOCAL_RANK": str(start.rank),
+        "WORLD_SIZE": str(start.world),
+        "LOCAL_WORLD_SIZE": str(start.world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(start.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world, timeout=timedelta(minutes=5))
+    start.first.load()
 
 
 def _set_back(environment: dict[str, str], folder: str) -> None:
