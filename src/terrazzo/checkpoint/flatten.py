@@ -1,0 +1,96 @@
+"""Nested state dicts as flat ones, and back.
+
+A flat state dict has one name per value: the path to it, joined with dots (`optim.state.w.exp_avg`), as in
+PyTorch's checkpoints.  Dicts are walked; lists are walked if they hold, at any depth, a tensor or a dict; all else is one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+import torch
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.errors import CheckpointError
+
+OBJ_PATH: TypeAlias = tuple[Any, ...]
+FLATTEN_MAPPING: TypeAlias = dict[str, OBJ_PATH]
+
+
+def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
+    """The flat form of a nested state dict, and the path of each of its names.
+
+    >>> flatten_state_dict({"optim": {"lr": 0.1, "groups": [{"wd": 0.0}]}, "betas": [1, 2]})[0]
+    {'optim.lr': 0.1, 'optim.groups.0.wd': 0.0, 'betas': [1, 2]}
+    """
+    flat: STATE_DICT_TYPE = {}
+    paths: FLATTEN_MAPPING = {}
+    for path, value in _leaves((), state_dict):
+        name = ".".join(map(str, path))
+        if name in flat:
+            raise CheckpointError(
+                f"two values of the state dict have the name {name!r}: at {list(paths[name])} and at {list(path)}; rename one"
+            )
+        flat[name] = value
+        paths[name] = path
+    return flat, paths
+
+
+def _leaves(path: OBJ_PATH, value: Any) -> Iterator[tuple[OBJ_PATH, Any]]:
+    if isinstance(value, Mapping):
+        if value or not path:
+            for key, item in value.items():
+                yield from _leaves((*path, key), item)
+            return
+    elif isinstance(value, list) and _is_walked(value):
+        for index, item in enumerate(value):
+            yield from _leaves((*path, index), item)
+        return
+    yield path, value
+
+
+def _is_walked(items: list[Any]) -> bool:
+    return any(
+        isinstance(item, (torch.Tensor, Mapping))
+        or hasattr(type(item), "__create_chunk_list__")
+        or (isinstance(item, list) and _is_walked(item))
+        for item in items
+    )
+
+
+def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> None:
+    """Put `value` at `path`, making dicts and lists on the way where there are none.
+
+    >>> root = {}
+    >>> set_element(root, ("a", 1, "b"), 5); root
+    {'a': [None, {'b': 5}]}
+    """
+    container: Any = root
+    for key, following in zip(path, path[1:], strict=False):
+        container = _descend(container, key, [] if type(following) is int else {})
+    last = path[-1]
+    if isinstance(container, list):
+        _extend_to(container, last)
+    container[last] = value
+
+
+def get_element(root: Mapping[str, Any], path: OBJ_PATH) -> Any:
+    """The value at `path`."""
+    container: Any = root
+    for key in path:
+        container = container[key]
+    return container
+
+
+def _descend(container: Any, key: Any, default: Any) -> Any:
+    if isinstance(container, list):
+        _extend_to(container, key)
+        if container[key] is None:
+            container[key] = default
+        return container[key]
+    return container.setdefault(key, default)
+
+
+def _extend_to(items: list[Any], index: int) -> None:
+    items.extend([None] * (index + 1 - len(items)))

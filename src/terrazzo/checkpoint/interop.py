@@ -1,0 +1,31 @@
+"""Seeing through PyTorch's own `ShardedTensor`, which predates `__create_chunk_list__`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from terrazzo.layout.box import Box
+
+_MODULE = "torch.distributed._shard.sharded_tensor"
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether `value` is a `ShardedTensor`; nothing can be one before its module has been imported."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def local_shards(value: Any) -> list[tuple[Box, Any]]:
+    """This rank's shards: where they lie, and their data."""
+    return [
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in value.local_shards()
+    ]
+
+
+def own_rank() -> tuple[int, ...]:
+    """The holders of a shard: a `ShardedTensor` keeps each on one rank."""
+    return (dist.get_rank(),)

@@ -1,0 +1,110 @@
+"""Rank 0 hands its full state dict to everybody, one tensor at a time.
+
+First the structure goes out (keys, values that are not tensors, shape and dtype of those that are), so that every
+rank knows what will follow and a fault found on rank 0 is raised on all of them; then each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.checkpoint.state_dict.tensors import is_distributed, map_paths
+from terrazzo.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """Stands for a tensor that will be broadcast."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_state(state: dict[str, Any], receive: Callable[[tuple[Any, ...], torch.Tensor], Any]) -> dict[str, Any]:
+    """Rank 0's nested `state` on every rank; what stands for each tensor is `receive(path, full tensor)`.
+
+    `receive` runs right after its tensor has arrived and the full tensor is then dropped, so memory stays at one
+    tensor above what `receive` keeps.  What it refuses is raised at the end, on every rank: leaving in the middle
+    would strand the others.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return map_paths(state, lambda path, value: receive(path, value) if _is_tensor(value) else value)
+    source = dist.get_rank() == 0
+    device = _wire_device()
+    structure = _agree_on_structure(state if source else None)
+    tensors = iter(_tensors(state) if source else ())
+    refused: list[str] = []
+
+    def take(path: tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, _Coming):
+            return value
+        if source:
+            whole = next(tensors).detach().to(device).contiguous()
+        else:
+            whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        try:
+            return receive(path, whole)
+        except CheckpointError as error:
+            refused.append(str(error))
+            return None
+
+    result: dict[str, Any] = map_paths(structure, take)
+    _raise_everywhere(refused)
+    return result
+
+
+def _agree_on_structure(state: dict[str, Any] | None) -> Any:
+    """Rank 0's structure, or its error, on every rank."""
+    message: list[Any] = [None]
+    if state is not None:
+        try:
+            message[0] = map_paths(state, _announce)
+        except CheckpointError as error:
+            message[0] = error
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], CheckpointError):
+        raise message[0]
+    return message[0]
+
+
+def _announce(path: tuple[Any, ...], value: Any) -> Any:
+    if is_distributed(value):
+        raise CheckpointError(
+            f"rank 0 cannot broadcast {'.'.join(map(str, path))}: it is distributed, "
+            "and broadcast_from_rank0 takes a full state dict"
+        )
+    return _Coming(tuple(value.shape), value.dtype) if _is_tensor(value) else value
+
+
+def _raise_everywhere(refused: list[str]) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, refused)
+    lines = [f"rank {rank}: {line}" for rank, found in enumerate(everyone) for line in found]
+    if lines:
+        raise CheckpointError("the broadcast state dict does not fit:\n  " + "\n  ".join(lines))
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_paths(state, lambda _, value: found.append(value) if _is_tensor(value) else None)
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _wire_device() -> torch.device:
+    """A device whose tensors the default group can broadcast, the CPU where possible."""
+    devices = dist.distributed_c10d._get_default_group()._device_types
+    cpu = torch.device("cpu")
+    if cpu in devices or not devices:
+        return cpu
+    kind = devices[0].type
+    return torch.device(kind, getattr(torch, kind).current_device())

@@ -1,0 +1,136 @@
+"""Seeing through the modules that PyTorch wraps around a model.
+
+DDP, `torch.compile`, activation checkpointing and FSDP1 each put a module of their own around the user's, and each
+has its own habit about whether that shows in the keys of `state_dict()`.  The table below says it once; the rest of
+the package knows only names without wrappers.  Classes are looked up among the modules already imported: if nobody
+imported FSDP1 there is no instance of it, and importing it here would cost every user a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.checkpoint.state_dict.options import StateDictOptions
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A module class that wraps one other module."""
+
+    source: str
+    class_name: str
+    inner: str
+    shown: bool  # whether `inner` appears in the keys of state_dict()
+
+    def matches(self, module: nn.Module) -> bool:
+        source = sys.modules.get(self.source)
+        return source is not None and isinstance(module, getattr(source, self.class_name))
+
+
+_FSDP1 = Wrapper(
+    "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module", False
+)
+_WRAPPERS = (
+    Wrapper("torch.nn.parallel.distributed", "DistributedDataParallel", "module", True),
+    Wrapper("torch.nn.parallel.data_parallel", "DataParallel", "module", True),
+    Wrapper("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod", True),
+    Wrapper(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+        False,
+    ),
+    _FSDP1,
+)
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """What kind of wrapper `module` is, or None."""
+    for wrapper in _WRAPPERS:
+        if wrapper.matches(module):
+            return wrapper
+    return None
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Put fully-sharded modules back into their sharded state, where parameters are the optimizer's own.
+
+    After a forward pass outside training the root keeps its gathered, temporary parameters registered.
+    """
+    for module in model.modules():
+        if _FSDP1.matches(module):
+            continue
+        reshard = getattr(type(module), "reshard", None)
+        if callable(reshard) and hasattr(type(module), "unshard"):
+            reshard(module)
+
+
+# ------------------------------------------------------------------ FSDP1
+
+
+def fsdp1_modules(model: nn.Module) -> list[Any]:
+    """The FSDP1 modules in `model`, the root first; usually none."""
+    return [module for module in model.modules() if _FSDP1.matches(module)]
+
+
+@contextlib.contextmanager
+def fsdp1_state(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
+    """Within this context FSDP1 modules of `model` give and take state in the form that `options` ask for."""
+    if not fsdp1_modules(model):
+        yield
+        return
+    from torch.distributed import fsdp
+
+    offload = options.cpu_offload
+    if options.full_state_dict:
+        kind = fsdp.StateDictType.FULL_STATE_DICT
+        model_config: Any = fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        optim_config: Any = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+    else:
+        kind = fsdp.StateDictType.SHARDED_STATE_DICT
+        model_config = fsdp.ShardedStateDictConfig(offload_to_cpu=offload)
+        optim_config = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=offload)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        with fsdp.FullyShardedDataParallel.state_dict_type(model, kind, model_config, optim_config):
+            yield
+
+
+def fsdp1_optim_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, by_index: dict[str, Any], options: StateDictOptions
+) -> dict[str, Any]:
+    """FSDP1's name-keyed form of an index-keyed optimizer state dict (empty on ranks that are not to have it)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with fsdp1_state(model, options):
+        return FullyShardedDataParallel.optim_state_dict(
+            model, optimizer, by_index, group=_fsdp1_group(fsdp1_modules(model)[0])
+        )
+
+
+def fsdp1_optim_to_load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, by_name: dict[str, Any], options: StateDictOptions
+) -> dict[str, Any]:
+    """The inverse of `fsdp1_optim_state`: what `optimizer.load_state_dict` takes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    everywhere = StateDictOptions(full_state_dict=options.full_state_dict)
+    with fsdp1_state(model, everywhere):
+        return FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, by_name, group=_fsdp1_group(fsdp1_modules(model)[0])
+        )
+
+
+def _fsdp1_group(module: Any) -> Any:
+    """The group FSDP1 gathers over; a hybrid-sharded module has two and picks for itself."""
+    if module.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        return None
+    return module.process_group

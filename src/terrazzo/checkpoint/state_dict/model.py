@@ -1,0 +1,221 @@
+"""Reading and writing a model's state under canonical names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from terrazzo.checkpoint.state_dict import interop
+from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
+from terrazzo.checkpoint.state_dict.names import Names
+from terrazzo.checkpoint.state_dict.options import StateDictOptions, ValueType, checked, submodule_prefixes
+from terrazzo.checkpoint.state_dict.tensors import gathered, is_distributed, laid_out_like, map_paths, on_cpu, write_full
+from terrazzo.errors import CheckpointError
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, ValueType]:
+    """The model's state dict under canonical names, whatever parallelism wraps it.
+
+    Tensors stay distributed unless `options.full_state_dict` asks for whole ones.
+
+    >>> sorted(get_model_state_dict(torch.nn.DataParallel(torch.nn.Linear(2, 2))))
+    ['bias', 'weight']
+    """
+    options = checked(options)
+    names = Names(model, options.dsd_fqn_modifiers)
+    with torch.no_grad():
+        with interop.fsdp1_state(model, options):
+            raw = model.state_dict()
+        state = {names.canonical(key): value for key, value in raw.items()}
+        if options.ignore_frozen_params:
+            for name in _frozen(names):
+                state.pop(name, None)
+        if submodules:
+            warn_about_submodules()
+            state = within_submodules(state, model, names, submodules, options.keep_submodule_prefixes)
+        return finished(state, options)
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]],
+    *,
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Load a state dict with canonical names into the model; returns `missing_keys` and `unexpected_keys`.
+
+    Values may be whole or distributed, in any layout: each rank takes its part.  With
+    `options.broadcast_from_rank0` only rank 0's dict counts.  `model_state_dict` itself is not modified.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> set_model_state_dict(model, {"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
+    <All keys matched successfully>
+    """
+    options = checked(options)
+    interop.reshard_all(model)
+    names = Names(model, options.dsd_fqn_modifiers)
+    state = _by_name(model, names, model_state_dict)
+    flattened_by_fsdp1 = bool(interop.fsdp1_modules(model))
+    # FSDP1 takes its parameters apart and puts them together itself.
+    targets = {} if flattened_by_fsdp1 else names.aliases()
+    _refuse_misfits(state, targets)
+
+    with torch.no_grad():
+        if options.broadcast_from_rank0:
+            state = broadcast_state(state, lambda path, whole: _placed_whole(path[0], whole, targets))
+        else:
+            state = {name: _placed(name, value, targets.get(name)) for name, value in state.items()}
+        to_assign = any(tensor.is_meta for tensor in targets.values())
+        if to_assign:
+            _share_assigned(state, targets)
+        elsewhere = StateDictOptions(full_state_dict=options.full_state_dict)
+        with interop.fsdp1_state(model, elsewhere):
+            return _load(model, state, names, strict=options.strict, assign=to_assign)
+
+
+# ------------------------------------------------------------------ shared with the optimizer side
+
+
+def finished(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """`state` gathered and moved as the options ask."""
+    if options.full_state_dict:
+        alone = not (dist.is_available() and dist.is_initialized())
+        keep = not options.cpu_offload or alone or dist.get_rank() == 0
+        return gathered(state, to_cpu=options.cpu_offload, keep=keep)
+    if options.cpu_offload:
+        moved: dict[str, Any] = map_paths(state, lambda _, value: on_cpu(value))
+        return moved
+    return state
+
+
+def within_submodules(
+    state: dict[str, Any], model: nn.Module, names: Names, submodules: set[nn.Module], keep_prefixes: bool
+) -> dict[str, Any]:
+    """The entries of a name-keyed dict that belong to `submodules`."""
+    chosen: dict[str, Any] = {}
+    for path in submodule_prefixes(model, submodules):
+        prefix = f"{names.canonical(path)}." if path else ""
+        for name, value in state.items():
+            if name.startswith(prefix):
+                chosen[name if keep_prefixes else name.removeprefix(prefix)] = value
+    return chosen
+
+
+def warn_about_submodules() -> None:
+    warnings.warn(
+        "`submodules` is deprecated; filter the keys of the whole state dict instead", FutureWarning, stacklevel=4
+    )
+
+
+# ------------------------------------------------------------------ details
+
+
+def _frozen(names: Names) -> list[str]:
+    return [
+        name
+        for name, tensor in names.aliases().items()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    ]
+
+
+def _by_name(model: nn.Module, names: Names, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """A fresh dict by canonical name, from one that may be keyed by submodule."""
+    if not any(isinstance(key, nn.Module) for key in state):
+        return dict(state)
+    warnings.warn("a state dict keyed by modules is deprecated; prefix its keys instead", FutureWarning, stacklevel=3)
+    paths = {module: path for path, module in submodule_prefixes(model, set(state)).items()}
+    result = {}
+    for module, entries in state.items():
+        prefix = f"{names.canonical(paths[module])}." if paths[module] else ""
+        result.update({prefix + name: value for name, value in entries.items()})
+    return result
+
+
+def _refuse_misfits(state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
+    """One error for all shapes that differ, before anything is written."""
+    misfits = [
+        f"{name}: {tuple(value.shape)} given, {tuple(targets[name].shape)} in the model"
+        for name, value in state.items()
+        if name in targets and isinstance(value, torch.Tensor) and value.shape != targets[name].shape
+    ]
+    if misfits:
+        raise CheckpointError("shapes differ between the state dict and the model:\n  " + "\n  ".join(misfits))
+
+
+def _placed(name: str, value: Any, target: torch.Tensor | None) -> Any:
+    """`value` in the layout of the model's tensor, ready for `Module.load_state_dict`."""
+    if target is None or not isinstance(value, torch.Tensor):
+        return value
+    if target.is_meta:
+        return _materialised(name, value, target)
+    if is_distributed(target) and not is_distributed(value):
+        write_full(target, value, name)
+        return target
+    return laid_out_like(value, target, name)
+
+
+def _placed_whole(name: str, whole: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> Any:
+    """The same for a tensor that has just been broadcast and should not outlive this call."""
+    target = targets.get(name)
+    if target is None:
+        return whole
+    if target.is_meta:
+        return _materialised(name, whole, target)
+    write_full(target, whole, name)
+    return target
+
+
+def _materialised(name: str, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A real tensor of the layout of the meta tensor `target`, holding `value` and sharing memory with nothing."""
+    if not is_distributed(target):
+        whole = laid_out_like(value, target, name)
+        return whole.to(target.dtype, copy=True)  # type: ignore[no-any-return]  # a tensor in, a tensor out
+    device = target.device_mesh.device_type  # type: ignore[attr-defined]  # duck-typed
+    result = torch.empty_like(target, device=device)
+    if is_distributed(value):
+        result.copy_(laid_out_like(value, result, name))
+    else:
+        write_full(result, value, name)
+    return result
+
+
+def _share_assigned(state: dict[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
+    """Loading by assignment would untie shared parameters: give all names of one the same new parameter.
+
+    Tensors that are real already are written in place and stay the objects that an optimizer may hold.
+    """
+    assigned: dict[int, Any] = {}
+    for name, target in targets.items():
+        if not isinstance(state.get(name), torch.Tensor):
+            continue
+        if not target.is_meta:
+            if state[name] is not target:
+                target.copy_(state[name])
+            state[name] = target
+        elif isinstance(target, nn.Parameter):
+            fresh = assigned.get(id(target))
+            state[name] = assigned[id(target)] = (
+                nn.Parameter(state[name], requires_grad=target.requires_grad) if fresh is None else fresh
+            )
+
+
+def _load(model: nn.Module, state: dict[str, Any], names: Names, *, strict: bool, assign: bool) -> Any:
+    """`model.load_state_dict`, with the keys and the report in canonical names."""
+    shown = {names.shown(name): value for name, value in state.items()}
+    report = model.load_state_dict(shown, strict=False, assign=assign)
+    missing = [names.canonical(key) for key in report.missing_keys]
+    unexpected = [names.canonical(key) for key in report.unexpected_keys]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the state dict does not fit {type(model).__name__}: "
+            f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+            "StateDictOptions(strict=False) loads what is there"
+        )
+    return type(report)(missing, unexpected)
