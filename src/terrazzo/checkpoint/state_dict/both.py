@@ -10,7 +10,7 @@ from torch import nn
 from terrazzo.checkpoint.state_dict.model import get_model_state_dict, set_model_state_dict
 from terrazzo.checkpoint.state_dict.optim import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.state_dict.options import Optimizers, OptimizerStateType, StateDictOptions, ValueType, as_tuple
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointMismatchError
 
 
 def get_state_dict(
@@ -60,7 +60,7 @@ def set_state_dict(
     from_rank0 = options is not None and options.broadcast_from_rank0
     if every:
         if not optim_state_dict and not from_rank0:
-            raise CheckpointError("optimizers were given, but optim_state_dict is empty")
+            raise CheckpointMismatchError("optimizers were given, but optim_state_dict is empty")
         set_optimizer_state_dict(model, every, optim_state_dict, options=options)
     if not model_state_dict and not from_rank0:
         return type(model.load_state_dict({}, strict=False))([], [])

@@ -14,8 +14,15 @@ from terrazzo.checkpoint.state_dict import interop
 from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
 from terrazzo.checkpoint.state_dict.names import Names
 from terrazzo.checkpoint.state_dict.options import StateDictOptions, ValueType, checked, submodule_prefixes
-from terrazzo.checkpoint.state_dict.tensors import gathered, is_distributed, laid_out_like, map_paths, on_cpu, write_full
-from terrazzo.errors import CheckpointError
+from terrazzo.checkpoint.state_dict.tensors import (
+    gathered,
+    is_distributed,
+    laid_out_like,
+    map_paths,
+    on_cpu,
+    write_full,
+)
+from terrazzo.errors import CheckpointMismatchError
 
 
 def get_model_state_dict(
@@ -140,13 +147,16 @@ def _by_name(model: nn.Module, names: Names, state: Mapping[Any, Any]) -> dict[s
 
 def _refuse_misfits(state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
     """One error for all shapes that differ, before anything is written."""
-    misfits = [
-        f"{name}: {tuple(value.shape)} given, {tuple(targets[name].shape)} in the model"
+    misfits = {
+        name: f"{name}: {tuple(value.shape)} given, {tuple(targets[name].shape)} in the model"
         for name, value in state.items()
         if name in targets and isinstance(value, torch.Tensor) and value.shape != targets[name].shape
-    ]
+    }
     if misfits:
-        raise CheckpointError("shapes differ between the state dict and the model:\n  " + "\n  ".join(misfits))
+        raise CheckpointMismatchError(
+            "shapes differ between the state dict and the model:\n  " + "\n  ".join(misfits.values()),
+            mismatched=tuple(misfits),
+        )
 
 
 def _placed(name: str, value: Any, target: torch.Tensor | None) -> Any:
@@ -213,9 +223,10 @@ def _load(model: nn.Module, state: dict[str, Any], names: Names, *, strict: bool
     missing = [names.canonical(key) for key in report.missing_keys]
     unexpected = [names.canonical(key) for key in report.unexpected_keys]
     if strict and (missing or unexpected):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"the state dict does not fit {type(model).__name__}: "
             f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
-            "StateDictOptions(strict=False) loads what is there"
+            "StateDictOptions(strict=False) loads what is there",
+            missing=tuple(missing),
         )
     return type(report)(missing, unexpected)

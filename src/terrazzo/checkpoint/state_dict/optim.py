@@ -20,7 +20,7 @@ from terrazzo.checkpoint.state_dict.model import finished, warn_about_submodules
 from terrazzo.checkpoint.state_dict.names import Names
 from terrazzo.checkpoint.state_dict.options import Optimizers, OptimizerStateType, StateDictOptions, as_tuple, checked
 from terrazzo.checkpoint.state_dict.tensors import is_distributed, laid_out_like, write_full
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 
 def get_optimizer_state_dict(
@@ -129,9 +129,7 @@ def _from_fsdp1(
     named = interop.fsdp1_optim_state(model, optimizer, by_index, options)
     return {
         STATE: {names.canonical(key): entries for key, entries in named.get(STATE, {}).items()},
-        GROUPS: [
-            {**group, PARAMS: [names.canonical(key) for key in group[PARAMS]]} for group in named.get(GROUPS, ())
-        ],
+        GROUPS: [{**group, PARAMS: [names.canonical(key) for key in group[PARAMS]]} for group in named.get(GROUPS, ())],
     }
 
 
@@ -155,9 +153,7 @@ def _within_submodules(
 class _Setter:
     """One `set_optimizer_state_dict`: gathers every fault first, then loads."""
 
-    def __init__(
-        self, names: Names, optimizers: tuple[torch.optim.Optimizer, ...], options: StateDictOptions
-    ) -> None:
+    def __init__(self, names: Names, optimizers: tuple[torch.optim.Optimizer, ...], options: StateDictOptions) -> None:
         self._optimizers = optimizers
         self._options = options
         self._params = names.aliases()
@@ -177,7 +173,7 @@ class _Setter:
             listed = set(nested[STATE]).union(*(group[PARAMS] for group in nested[GROUPS]))
             self._faults += [f"{name}: unexpected, the model has no such parameter" for name in sorted(listed - known)]
         if self._faults:
-            raise CheckpointError(
+            raise CheckpointMismatchError(
                 "the optimizer state dict does not fit:\n  "
                 + "\n  ".join(self._faults)
                 + "\nStateDictOptions(strict=False) loads what is there"
@@ -234,7 +230,9 @@ class _Setter:
         """The name under which the dict has `param`, which may have several; else its first."""
         aliases = self._aliases.get(id(param))
         if aliases is None:
-            raise CheckpointError(f"an optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model")
+            raise CheckpointError(
+                f"an optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model"
+            )
         return next((alias for alias in aliases if alias in listed), aliases[0])
 
     def _merge_group(self, group: dict[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -318,9 +316,7 @@ class _Setter:
         return max((name for name in self._params if rest.startswith(f"{name}.")), key=len, default=rest)
 
 
-def _install(
-    optimizer: torch.optim.Optimizer, state: dict[int, dict[Any, Any]], groups: list[dict[str, Any]]
-) -> None:
+def _install(optimizer: torch.optim.Optimizer, state: dict[int, dict[Any, Any]], groups: list[dict[str, Any]]) -> None:
     """`optimizer.load_state_dict`, without its cast of every floating tensor to the parameter's dtype.
 
     That cast would lose the float32 moments that an optimizer keeps for bfloat16 parameters.
@@ -374,9 +370,7 @@ def _set_with_fsdp1(
         nested = given if STATE in given and GROUPS in given else _nested_for_fsdp1(model, optimizer, given, names)
         shown = {
             STATE: {names.shown(name): dict(entries) for name, entries in nested[STATE].items()},
-            GROUPS: [
-                {**group, PARAMS: [names.shown(name) for name in group[PARAMS]]} for group in nested[GROUPS]
-            ],
+            GROUPS: [{**group, PARAMS: [names.shown(name) for name in group[PARAMS]]} for group in nested[GROUPS]],
         }
         optimizer.load_state_dict(interop.fsdp1_optim_to_load(model, optimizer, shown, options))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointMismatchError
 
 
 def is_distributed(value: object) -> bool:
@@ -69,7 +69,7 @@ def gathered(state: dict[str, Any], *, to_cpu: bool, keep: bool) -> dict[str, An
 def write_full(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
     """Copy this rank's part of `whole` into `target`, in place and without communication."""
     if tuple(target.shape) != tuple(whole.shape):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"{name}: the value has shape {tuple(whole.shape)}, the model's tensor has {tuple(target.shape)}"
         )
     if not is_distributed(target):
