@@ -1,10 +1,11 @@
-"""What all tests share: the persistent ranks end with the session, and tests that need a GPU run only where there is one."""
+"""What all tests share: ranks end with the session, and what needs a GPU runs only where there is one."""
 
 from __future__ import annotations
 
 import pytest
-import ranks
 import torch
+
+import ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,44 +27,29 @@ milliseconds.  `run_fresh` starts processes for one call, for tests in which ran
 
 from __future__ import annotations
 
-import ast
 import atexit
-import ctypes
-import faulthandler
-import gc
-import importlib
-import importlib.util
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from importlib.machinery import SourceFileLoader
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 # Ranks share few cores, and a fork server must have no threads: this has to be said before torch and numpy start any.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from _pytest.assertion.rewrite import rewrite_asserts
+from torch.distributed import TCPStore
+
+from rank_process import Reply, Request, Start, serve
 
 WORLDS = (1, 2, 4)
-SEED = 1234
 
 _START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on a busy machine
 _GRACE = 10.0  # seconds that the others get once one rank has failed: they may be waiting for it for ever
@@ -72,8 +57,6 @@ _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _MAX_THREADS = 200  # a rank with more is replaced before the next test
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch.testing", "numpy", "pytest"]
-
-_TESTS = Path(__file__).resolve().parent
 
 
 class RanksFailed(AssertionError):
@@ -125,7 +108,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     __tracebackhide__ = True
     if world not in WORLDS:
         raise ValueError(f"run_ranks serves worlds {WORLDS}, not {world}; run_fresh takes any")
-    request = _Request.of(fn, args)
+    request = Request.of(fn, args)
     pool = _pools.get(world)
     if pool is None:
         pool = _pools[world] = _World(world, request)
@@ -149,7 +132,7 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds.
     """
     __tracebackhide__ = True
-    request = _Request.of(fn, args)
+    request = Request.of(fn, args)
     ranks = _World(world, request)
     try:
         return ranks.call(request, timeout, grace=timeout)
@@ -163,7 +146,7 @@ def close_all() -> None:
         _pools.popitem()[1].close()
 
 
-def _raise_failures(request: _Request, outcomes: Sequence[Outcome]) -> None:
+def _raise_failures(request: Request, outcomes: Sequence[Outcome]) -> None:
     __tracebackhide__ = True
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
@@ -171,77 +154,7 @@ def _raise_failures(request: _Request, outcomes: Sequence[Outcome]) -> None:
         raise RanksFailed("\n".join([title, *map(str, outcomes)]))
 
 
-# ------------------------------------------------------------------ what travels
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A call: which function of which module, and its pickled arguments."""
-
-    module: str
-    file: str
-    function: str
-    args: bytes
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> _Request:
-        if "<" in fn.__qualname__:
-            raise ValueError(f"{fn.__qualname__} cannot be sent to ranks: define it at module level")
-        module = sys.modules[fn.__module__]
-        return cls(fn.__module__, module.__file__ or "", fn.__qualname__, pickle.dumps(args))
-
-    def load(self) -> ModuleType:
-        """The module; one that is a test file is loaded from there, as it is in no package."""
-        if self.module in sys.modules or _TESTS not in Path(self.file).parents:
-            return importlib.import_module(self.module)
-        loader = _TestLoader(self.module, self.file)
-        spec = importlib.util.spec_from_loader(self.module, loader)
-        assert spec is not None
-        module = sys.modules[self.module] = importlib.util.module_from_spec(spec)
-        try:
-            loader.exec_module(module)
-        except BaseException:
-            del sys.modules[self.module]
-            raise
-        return module
-
-    def call(self) -> Any:
-        target: Any = self.load()
-        for name in self.function.split("."):
-            target = getattr(target, name)
-        return target(*pickle.loads(self.args))
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What a rank is born with."""
-
-    rank: int
-    world: int
-    port: int
-    log: str
-    stacks: str
-    first: _Request
-
-
-@dataclass(frozen=True)
-class _Reply:
-    value: Any
-    error: str | None
-    threads: int
-
-
-class _TestLoader(SourceFileLoader):
-    """Loads a module as pytest does: a failing `assert` shows its values. Leaves no bytecode file."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        source = self.get_data(self.path)
-        tree = ast.parse(source, self.path)
-        rewrite_asserts(tree, source, self.path)
-        return compile(tree, self.path, "exec", dont_inherit=True)
-
-
-# ------------------------------------------------------------------ the session's side
+# ------------------------------------------------------------------ the processes
 
 
 class _World:
@@ -250,10 +163,10 @@ class _World:
     They have loaded the module of the first request before its time limit begins.
     """
 
-    def __init__(self, size: int, first: _Request) -> None:
+    def __init__(self, size: int, first: Request) -> None:
         self.reusable = True
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
         try:
             for rank in range(size):
@@ -263,7 +176,7 @@ class _World:
             self.close()
             raise
 
-    def call(self, request: _Request, timeout: float, grace: float) -> list[Outcome]:
+    def call(self, request: Request, timeout: float, grace: float) -> list[Outcome]:
         for rank in self._ranks:
             rank.send(request)
         return self._collect(timeout, grace)
@@ -296,18 +209,18 @@ class _World:
 class _Rank:
     """One process, seen from the session."""
 
-    def __init__(self, index: int, world: int, port: int, folder: Path, first: _Request) -> None:
+    def __init__(self, index: int, world: int, port: int, folder: Path, first: Request) -> None:
         self.index = index
         self._log = folder / f"{index}.log"
         self._stacks = folder / f"{index}.stacks"
         self._connection, theirs = _context.Pipe()
-        start = _Start(index, world, port, str(self._log), str(self._stacks), first)
-        self._process = _context.Process(target=_serve, args=(theirs, start), name=f"rank{index}")
+        start = Start(index, world, port, str(self._log), str(self._stacks), first)
+        self._process = _context.Process(target=serve, args=(theirs, start), name=f"rank{index}")
         self._process.start()
         theirs.close()
         self.sources: tuple[Connection | int, ...] = (self._connection, self._process.sentinel)
 
-    def send(self, request: _Request) -> None:
+    def send(self, request: Request) -> None:
         try:
             self._connection.send_bytes(pickle.dumps(request))
         except (BrokenPipeError, ConnectionResetError):
@@ -317,7 +230,7 @@ class _Rank:
         """Of a rank with something to read or that has died: what became of it, and how many threads it now has."""
         try:
             if self._connection.poll():
-                reply: _Reply = pickle.loads(self._connection.recv_bytes())
+                reply: Reply = pickle.loads(self._connection.recv_bytes())
                 return Outcome(self.index, reply.value, reply.error), reply.threads
         except (EOFError, ConnectionResetError):
             pass  # closed without a reply
@@ -365,103 +278,3 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 _pools: dict[int, _World] = {}
 atexit.register(close_all)
-
-
-# ------------------------------------------------------------------ the ranks' side
-
-
-def _serve(connection: Connection, start: _Start) -> None:
-    """The life of a rank: set up, then answer requests until the session closes the connection."""
-    _die_with_session()
-    os.setsid()  # an interrupt at the keyboard is for the session, which then ends its ranks
-    _write_to(start.log)
-    faulthandler.enable()
-    with open(start.stacks, "w") as stacks_file:
-        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
-        connection.send_bytes(_answer(lambda: _set_up(start)))
-        # What was imported so far stays for ever; without it a collection between tests takes next to no time.
-        gc.collect()
-        gc.freeze()
-        environment, folder = dict(os.environ), os.getcwd()
-        while True:
-            try:
-                request: _Request = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                os._exit(0)  # not through destructors, which may wait for other ranks
-            _set_back(environment, folder)
-            connection.send_bytes(_answer(request.call))
-
-
-def _die_with_session() -> None:
-    """Has the kernel kill this process when the fork server ends, and lets that end when the session does.
-
-    The fork server ends once nobody holds its lifeline, a pipe that multiprocessing also hands to every process that
-    it forks, so that they can fork more. A rank gives it up: should it need a fork server, it gets its own.
-    """
-    lifeline = forkserver._forkserver._forkserver_alive_fd
-    if lifeline is not None:
-        os.close(lifeline)
-        forkserver._forkserver._forkserver_alive_fd = forkserver._forkserver._forkserver_address = None
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before the call above
-        os._exit(1)
-
-
-def _write_to(log: str) -> None:
-    """Sends stdout and stderr, those of C++ too, to a file that each call begins anew."""
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
-
-
-def _set_up(start: _Start) -> None:
-    """Joins the world and loads the module of the first request."""
-    os.environ |= {
-        "RANK": str(start.rank),
-        "LOCAL_RANK": str(start.rank),
-        "WORLD_SIZE": str(start.world),
-        "LOCAL_WORLD_SIZE": str(start.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(start.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world, timeout=timedelta(minutes=5))
-    start.first.load()
-
-
-def _set_back(environment: dict[str, str], folder: str) -> None:
-    """Undoes what an earlier test may have changed for the whole process."""
-    if dict(os.environ) != environment:
-        os.environ.clear()
-        os.environ.update(environment)
-    os.chdir(folder)
-    os.ftruncate(1, 0)
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)
-    gc.collect()
-
-
-def _answer(call: Callable[[], Any]) -> bytes:
-    """The pickled reply: what the call returned or how it failed."""
-    value, error = None, None
-    try:
-        value = call()
-        pickle.dumps(value)  # a result that cannot travel is the function's failure
-    except BaseException as exception:  # SystemExit too: only os._exit and signals end a rank
-        value, error = None, "".join(traceback.format_exception(exception))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return pickle.dumps(_Reply(value, error, threads=len(os.listdir("/proc/self/task"))))

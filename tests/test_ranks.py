@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
+
+import ranks
 from ranks import RanksFailed, run_fresh, run_ranks
 
 

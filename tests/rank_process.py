@@ -1,0 +1,203 @@
+"""What a rank of `ranks.py` is: a process that answers requests to call a function, and the messages it exchanges."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.machinery import SourceFileLoader
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
+
+_SEED = 1234
+_TESTS = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call: which function of which module, and its pickled arguments."""
+
+    module: str
+    file: str
+    function: str
+    args: bytes
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> Request:
+        if "<" in fn.__qualname__:
+            raise ValueError(f"{fn.__qualname__} cannot be sent to ranks: define it at module level")
+        module = sys.modules[fn.__module__]
+        return cls(fn.__module__, module.__file__ or "", fn.__qualname__, pickle.dumps(args))
+
+    def load(self) -> ModuleType:
+        """The module; one that is a test file is loaded from there, as it is in no package."""
+        if self.module in sys.modules or _TESTS not in Path(self.file).parents:
+            return importlib.import_module(self.module)
+        loader = _TestLoader(self.module, self.file)
+        spec = importlib.util.spec_from_loader(self.module, loader)
+        assert spec is not None
+        module = sys.modules[self.module] = importlib.util.module_from_spec(spec)
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return module
+
+    def call(self) -> Any:
+        target: Any = self.load()
+        for name in self.function.split("."):
+            target = getattr(target, name)
+        return target(*pickle.loads(self.args))
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is born with."""
+
+    rank: int
+    world: int
+    port: int
+    log: str
+    stacks: str
+    first: Request
+
+
+@dataclass(frozen=True)
+class Reply:
+    value: Any
+    error: str | None
+    threads: int
+
+
+class _TestLoader(SourceFileLoader):
+    """Loads a module as pytest does: a failing `assert` shows its values. Leaves no bytecode file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        tree = ast.parse(source, self.path)
+        rewrite_asserts(tree, source, self.path)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+# ------------------------------------------------------------------ the life of a rank
+
+
+def serve(connection: Connection, start: Start) -> None:
+    """The life of a rank: set up, then answer requests until the session closes the connection."""
+    _die_with_session()
+    os.setsid()  # an interrupt at the keyboard is for the session, which then ends its ranks
+    _write_to(start.log)
+    faulthandler.enable()
+    with open(start.stacks, "w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        connection.send_bytes(_answer(lambda: _set_up(start)))
+        # What was imported so far stays for ever; without it a collection between tests takes next to no time.
+        gc.collect()
+        gc.freeze()
+        environment, folder = dict(os.environ), os.getcwd()
+        while True:
+            try:
+                request: Request = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                os._exit(0)  # not through destructors, which may wait for other ranks
+            _set_back(environment, folder)
+            connection.send_bytes(_answer(request.call))
+
+
+def _die_with_session() -> None:
+    """Has the kernel kill this process when the fork server ends, and lets that end when the session does.
+
+    The fork server ends once nobody holds its lifeline, a pipe that multiprocessing also hands to every process that
+    it forks, so that they can fork more. A rank gives it up: should it need a fork server, it gets its own.
+    """
+    server: Any = forkserver._forkserver  # multiprocessing has no public way to do this
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = server._forkserver_address = None
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() == 1:  # it ended before the call above
+        os._exit(1)
+
+
+def _write_to(log: str) -> None:
+    """Sends stdout and stderr, those of C++ too, to a file that each call begins anew."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _set_up(start: Start) -> None:
+    """Joins the world and loads the module of the first request."""
+    os.environ |= {
+        "RANK": str(start.rank),
+        "LOCAL_RANK": str(start.rank),
+        "WORLD_SIZE": str(start.world),
+        "LOCAL_WORLD_SIZE": str(start.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(start.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world, timeout=timedelta(minutes=5))
+    start.first.load()
+
+
+def _set_back(environment: dict[str, str], folder: str) -> None:
+    """Undoes what an earlier test may have changed for the whole process."""
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder)
+    os.ftruncate(1, 0)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    gc.collect()
+
+
+def _answer(call: Callable[[], Any]) -> bytes:
+    """The pickled reply: what the call returned or how it failed."""
+    value, error = None, None
+    try:
+        value = call()
+        pickle.dumps(value)  # a result that cannot travel is the function's failure
+    except BaseException as exception:  # SystemExit too: only os._exit and signals end a rank
+        frames = exception.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        value, error = None, "".join(traceback.format_exception(exception.with_traceback(frames)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return pickle.dumps(Reply(value, error, threads=len(os.listdir("/proc/self/task"))))
