@@ -5,6 +5,8 @@ PyTorch would have caught, so that existing `except` clauses keep working.  A me
 which name, on which rank, and what to do.
 """
 
+from dataclasses import dataclass
+
 
 class TerrazzoError(Exception):
     """The root of terrazzo's exceptions."""
@@ -24,11 +26,45 @@ class CommError(TerrazzoError, RuntimeError):
     """Communication between ranks failed."""
 
 
+class CommTimeout(CommError, TimeoutError):
+    """Communication between ranks did not finish within its time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """What went wrong on one rank."""
+
+    rank: int
+    type: str  # the name of the exception's class
+    message: str
+
+
+class RankError(CommError):
+    """Work that ranks do together failed on some of them; every rank raises the same error.
+
+    `failures` has one entry per rank that failed.  On such a rank `__cause__` is its own exception.
+    """
+
+    def __init__(self, failures: tuple[RankFailure, ...], what: str = "") -> None:
+        self.failures = failures
+        self.what = what
+        count = f"{len(failures)} rank" + ("s" if len(failures) != 1 else "")
+        lines = [f"rank {failure.rank}: {failure.type}: {failure.message}" for failure in failures]
+        super().__init__("\n  ".join([f"{what or 'work done together'} failed on {count}:", *lines]))
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[tuple[RankFailure, ...], str]]:
+        return type(self), (self.failures, self.what)
+
+
 # ------------------------------------------------------------------ distributed tensors
 
 
 class DTensorError(TerrazzoError, RuntimeError):
     """An operation on a distributed tensor that cannot be carried out."""
+
+
+class MixedTensorError(DTensorError, TypeError):
+    """Plain tensors and DTensors met in one operation."""
 
 
 # ------------------------------------------------------------------ checkpoints

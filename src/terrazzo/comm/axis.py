@@ -1,0 +1,120 @@
+"""The axis: a line of ranks that communicate, as one dim or several dims of a device mesh taken together."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import CommError
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Axis:
+    """Ranks in a line, seen from one of them.
+
+    The position of a rank in `ranks` is its rank in `group`.
+    """
+
+    group: ProcessGroup | None  # None exactly if the axis has one rank
+    size: int
+    index: int  # the position of this rank
+    ranks: tuple[int, ...]  # global ranks in the order of their positions
+    name: str
+    device_type: str
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, ranks {list(self.ranks)}, here {self.index})"
+
+
+# Axes by mesh object: meshes that are equal need not share process groups, and a mesh that is gone must not keep its.
+_axes_by_mesh: dict[int, tuple["weakref.ref[DeviceMesh]", dict[tuple[int, ...], Axis]]] = {}
+
+
+def axis_of(mesh: DeviceMesh, dims: int | tuple[int, ...]) -> Axis:
+    """The axis of this rank along one mesh dim, or along several taken together (the first is outermost).
+
+    Several dims may need a process group that does not exist yet; then all ranks of the axis have to ask for it at
+    the same point of the program, as with every collective.
+    """
+    entry = _axes_by_mesh.get(id(mesh))
+    if entry is None or entry[0]() is not mesh:
+        entry = _axes_by_mesh[id(mesh)] = (weakref.ref(mesh, _forget(id(mesh))), {})
+    axes = entry[1]
+    key = (dims,) if isinstance(dims, int) else dims
+    axis = axes.get(key)
+    if axis is None:
+        axis = axes[key] = _build_axis(mesh, key)
+    return axis
+
+
+def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
+    def forget(reference: "weakref.ref[DeviceMesh]") -> None:
+        entry = _axes_by_mesh.get(mesh_id)
+        if entry is not None and entry[0] is reference:
+            del _axes_by_mesh[mesh_id]
+
+    return forget
+
+
+def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise CommError(f"rank {dist.get_rank()} is not part of the mesh {mesh}, so it has no axis in it")
+    if not dims or len(set(dims)) != len(dims) or not all(0 <= dim < mesh.ndim for dim in dims):
+        raise CommError(f"{dims} are not distinct dims of the {mesh.ndim}-dim mesh {mesh}")
+    ranks_of_mesh = mesh.mesh
+    line = ranks_of_mesh[tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))]
+    kept = sorted(dims)
+    ranks = tuple(line.permute([kept.index(dim) for dim in dims]).reshape(-1).tolist())
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    return Axis(
+        group=_group_of(mesh, dims, ranks) if len(ranks) > 1 else None,
+        size=len(ranks),
+        index=ranks.index(dist.get_rank()),
+        ranks=ranks,
+        name="+".join(names[dim] for dim in dims),
+        device_type=mesh.device_type,
+    )
+
+
+def _group_of(mesh: DeviceMesh, dims: tuple[int, ...], ranks: tuple[int, ...]) -> ProcessGroup:
+    """A group whose ranks are `ranks` in this order: an existing one where there is one."""
+    default = distributed_c10d._get_default_group()
+    candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)]
+    if any(device.type == mesh.device_type for device in default._device_types):
+        candidates.append(default)
+    for group in candidates:
+        if tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    return _new_group(mesh.device_type, ranks)
+
+
+# How often a group of these ranks was made here; part of its name, because a store remembers the names of old groups.
+_groups_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+def _new_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
+    # Either dist.new_group is called by every rank of the world, or it names the group by how many groups this process
+    # is in.  But an axis is made by its own ranks only, and that count differs between them once there is a group of
+    # some of them: they would wait for each other under different names.  So the name is made of what all of them know.
+    _groups_made[device_type, ranks] += 1
+    name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_groups_made[device_type, ranks]}"
+    world = distributed_c10d._world
+    default = distributed_c10d._get_default_group()
+    group: ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        world.pg_backend_config[default],
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=default._get_backend(default._device_types[0]).options._timeout,
+        group_desc="terrazzo_axis",
+    )
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group

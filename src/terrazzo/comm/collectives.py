@@ -1,0 +1,411 @@
+"""The collectives, on plain tensors and without autograd: take and return dense local tensors, never touch the input.
+
+Any dtype, any device, uneven and empty parts.  Each comes in two forms: `all_gather(...)` returns the tensor, and
+`all_gather_start(...)` a `Pending` whose `wait()` returns it.  On an axis of one rank the result is the input itself.
+
+Whatever is to be reduced in a way that a backend does not do exactly (see `wire`) is moved to where it is needed and
+reduced there by torch, in the order of the ranks.  So max and min keep NaN, bool and int16 work, and all ranks get
+identical bits.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from terrazzo.comm import observe, wire
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.pending import Pending
+from terrazzo.errors import CommError
+from terrazzo.layout.chunking import chunk_sizes
+
+_OPS = ("sum", "avg", "product", "max", "min")
+
+# What torch itself does not reduce on one device.
+_IRREDUCIBLE = frozenset(
+    [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+    + [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
+
+# Up to this many bytes on all ranks together, all-gather and all-reduce are one all-to-all on CPU: latency counts, not
+# bandwidth.
+_ONE_ROUND_BYTES = 1 << 17
+
+
+# ------------------------------------------------------------------ all-reduce
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The reduction of `x` over the ranks, on every rank; `op` is sum, avg, product, max or min."""
+    return _all_reduce(x, axis, op, False).wait()
+
+
+def all_reduce_start(x: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
+    """`all_reduce`, started."""
+    return _all_reduce(x, axis, op, True)
+
+
+def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tensor]:
+    n = axis.size
+    if n == 1:
+        return Pending("all_reduce", axis, None, x)
+    _check_reducible(x.dtype, op)
+    nbytes = x.nbytes
+    if observe.observers:
+        observe.report("all_reduce", axis, 2 * (n - 1) * nbytes // n, op, async_op)
+    x = _dense(x)
+    if x.is_cpu and nbytes * n <= _ONE_ROUND_BYTES:
+        stack = x.new_empty((n, *x.shape))
+        work = _start_gather(axis, stack, x)
+        return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
+    native_op = "sum" if op == "avg" else op
+    if wire.reduces(x.dtype, native_op):
+        result = x.clone()
+        work = wire.all_reduce(axis, result, native_op)
+        return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op == "avg" else None)
+    sizes = chunk_sizes(x.numel(), n)
+    mine = _start_reduce_scatter(x.view(-1), axis, 0, sizes, op)
+    shape = x.shape
+    return Pending(
+        "all_reduce", axis, None, x, lambda: _start_all_gather(mine.wait(), axis, 0, sizes).wait().view(shape)
+    )
+
+
+# ------------------------------------------------------------------ all-gather
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of all ranks concatenated along `dim`; `sizes[i]` is the length of part i there."""
+    return _all_gather(x, axis, dim, sizes, False).wait()
+
+
+def all_gather_start(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Pending[Tensor]:
+    """`all_gather`, started."""
+    return _all_gather(x, axis, dim, sizes, True)
+
+
+def _all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], async_op: bool) -> Pending[Tensor]:
+    if axis.size == 1:
+        return Pending("all_gather", axis, None, x)
+    _check_part("all_gather", x, axis, dim, sizes, sizes[axis.index])
+    if observe.observers:
+        total = prod(x.shape[:dim]) * sum(sizes) * prod(x.shape[dim + 1 :]) * x.element_size()
+        observe.report("all_gather", axis, (axis.size - 1) * total // axis.size, None, async_op)
+    return _start_all_gather(_dense(x), axis, dim, sizes)
+
+
+def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Pending[Tensor]:
+    n = axis.size
+    lead = prod(x.shape[:dim])
+    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+    if sizes.count(sizes[0]) == n:
+        if lead == 1:
+            out = x.new_empty(shape)
+            return Pending("all_gather", axis, _start_gather(axis, out, x), out)
+        stack = x.new_empty((n, *x.shape))
+        work = _start_gather(axis, stack, x)
+        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape))
+    row = lead * prod(x.shape[dim + 1 :])
+    numels = [size * row for size in sizes]
+    flat = x.new_empty(sum(numels))
+    work = wire.all_to_all(axis, flat, _repeat(x, n), numels, [x.numel()] * n)
+    if lead == 1:
+        return Pending("all_gather", axis, work, flat.view(shape))
+    return Pending("all_gather", axis, work, flat, lambda: _concatenate(flat, numels, x.shape, dim, sizes))
+
+
+# ------------------------------------------------------------------ reduce-scatter
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str = "sum") -> Tensor:
+    """This rank's part of the reduction of `x` over the ranks; `sizes[i]` is the length of part i along `dim`."""
+    return _reduce_scatter(x, axis, dim, sizes, op, False).wait()
+
+
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str = "sum") -> Pending[Tensor]:
+    """`reduce_scatter`, started."""
+    return _reduce_scatter(x, axis, dim, sizes, op, True)
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str, async_op: bool) -> Pending[Tensor]:
+    if axis.size == 1:
+        return Pending("reduce_scatter", axis, None, x)
+    _check_reducible(x.dtype, op)
+    _check_part("reduce_scatter", x, axis, dim, sizes, sum(sizes))
+    if observe.observers:
+        observe.report("reduce_scatter", axis, (axis.size - 1) * x.nbytes // axis.size, op, async_op)
+    return _start_reduce_scatter(x, axis, dim, sizes, op)
+
+
+def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str) -> Pending[Tensor]:
+    n = axis.size
+    own_shape = (*x.shape[:dim], sizes[axis.index], *x.shape[dim + 1 :])
+    flat = _flat_parts(x, dim, sizes)
+    native_op = "sum" if op == "avg" else op
+    if wire.has_reduce_scatter(x) and wire.reduces(x.dtype, native_op) and sizes.count(sizes[0]) == n:
+        out = x.new_empty(own_shape)
+        work = wire.reduce_scatter(axis, out, flat, native_op)
+        return Pending("reduce_scatter", axis, work, out, (lambda: out.div_(n)) if op == "avg" else None)
+    row = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
+    own = sizes[axis.index] * row
+    received = x.new_empty(n * own)
+    work = wire.all_to_all(axis, received, flat, [own] * n, [size * row for size in sizes])
+    return Pending("reduce_scatter", axis, work, received, lambda: _reduce(received.view(n, *own_shape), op))
+
+
+# ------------------------------------------------------------------ all-to-all and exchange
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+) -> Tensor:
+    """Part i of `x` along `split_dim` goes to rank i; what comes is concatenated along `concat_dim`, another dim.
+
+    `concat_sizes[i]` is the length of rank i's tensor along `concat_dim`.
+    """
+    return _all_to_all(x, axis, split_dim, split_sizes, concat_dim, concat_sizes, False).wait()
+
+
+def all_to_all_start(
+    x: Tensor,
+    axis: Axis,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+) -> Pending[Tensor]:
+    """`all_to_all`, started."""
+    return _all_to_all(x, axis, split_dim, split_sizes, concat_dim, concat_sizes, True)
+
+
+def _all_to_all(
+    x: Tensor,
+    axis: Axis,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    async_op: bool,
+) -> Pending[Tensor]:
+    if axis.size == 1:
+        return Pending("all_to_all", axis, None, x)
+    n, index = axis.size, axis.index
+    _check_part("all_to_all", x, axis, split_dim, split_sizes, sum(split_sizes))
+    _check_part("all_to_all", x, axis, concat_dim, concat_sizes, concat_sizes[index])
+    if split_dim == concat_dim:
+        raise CommError(f"all_to_all on {axis} splits and concatenates dim {split_dim}; the two must differ")
+    shape = list(x.shape)
+    shape[split_dim], shape[concat_dim] = split_sizes[index], 1
+    row = prod(shape)  # what comes is this much for each element along concat_dim
+    if observe.observers:
+        rest = prod([length for dim, length in enumerate(x.shape) if dim not in (split_dim, concat_dim)])
+        kept = sum([a * b for a, b in zip(split_sizes, concat_sizes, strict=True)])
+        moved = (sum(split_sizes) * sum(concat_sizes) - kept) * rest * x.element_size()
+        observe.report("all_to_all", axis, moved // n, None, async_op)
+    flat = _flat_parts(x, split_dim, split_sizes)
+    sent_row = x.numel() // x.shape[split_dim] if x.shape[split_dim] else 0
+    numels = [size * row for size in concat_sizes]
+    out = x.new_empty(sum(numels))
+    work = wire.all_to_all(axis, out, flat, numels, [size * sent_row for size in split_sizes])
+    return Pending("all_to_all", axis, work, out, lambda: _concatenate(out, numels, shape, concat_dim, concat_sizes))
+
+
+def exchange(
+    pieces: Sequence[Tensor | None],
+    axis: Axis,
+    recv_shapes: Sequence[Sequence[int] | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Send `pieces[i]` to rank i, and return what comes from each rank, of the given shapes (None: nothing).
+
+    Nothing comes as an empty tensor.  The piece of a rank for itself is handed through as it is, not copied.
+    """
+    return _exchange(pieces, axis, recv_shapes, dtype, device, False).wait()
+
+
+def exchange_start(
+    pieces: Sequence[Tensor | None],
+    axis: Axis,
+    recv_shapes: Sequence[Sequence[int] | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Pending[list[Tensor]]:
+    """`exchange`, started."""
+    return _exchange(pieces, axis, recv_shapes, dtype, device, True)
+
+
+def _exchange(
+    pieces: Sequence[Tensor | None],
+    axis: Axis,
+    recv_shapes: Sequence[Sequence[int] | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    async_op: bool,
+) -> Pending[list[Tensor]]:
+    n, index = axis.size, axis.index
+    own, own_shape = pieces[index], recv_shapes[index]
+    if len(pieces) != n or len(recv_shapes) != n or _shape_or_none(own) != _shape_or_none(own_shape):
+        raise CommError(
+            f"exchange on {axis} needs a piece and a shape per rank, the same shape for what a rank keeps: "
+            f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {_shape_or_none(own)} as {own_shape}"
+        )
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    if n == 1:
+        return Pending("exchange", axis, None, [nothing if own is None else own])
+    # Empty pieces for oneself keep what stays off the wire.
+    sent = [nothing if piece is None or i == index else _dense(piece).view(-1) for i, piece in enumerate(pieces)]
+    sent_numels = [piece.numel() for piece in sent]
+    numels = [0 if shape is None or i == index else prod(shape) for i, shape in enumerate(recv_shapes)]
+    if observe.observers:
+        observe.report("exchange", axis, sum(sent_numels) * nothing.element_size(), None, async_op)
+    out = torch.empty(sum(numels), dtype=dtype, device=device)
+    work = wire.all_to_all(axis, out, torch.cat(sent), numels, sent_numels)
+
+    def finish() -> list[Tensor]:
+        received = list(out.split_with_sizes(numels))
+        for i, shape in enumerate(recv_shapes):
+            if i == index:
+                received[i] = nothing if own is None else own
+            elif shape is not None:
+                received[i] = received[i].view(tuple(shape))
+        return received
+
+    return Pending("exchange", axis, work, [], finish)
+
+
+# ------------------------------------------------------------------ from one rank to all
+
+
+def broadcast(x: Tensor, axis: Axis, src: int) -> Tensor:
+    """A copy of the `x` of position `src`, on every rank; all give a tensor of the same shape and dtype."""
+    if axis.size == 1:
+        return x
+    if observe.observers:
+        observe.report("broadcast", axis, (axis.size - 1) * x.nbytes // axis.size, None, False)
+    out = _dense(x).clone() if axis.index == src else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return Pending("broadcast", axis, wire.broadcast(axis, out, src), out).wait()
+
+
+def scatter(
+    parts: Sequence[Tensor] | None,
+    axis: Axis,
+    src: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The part that position `src` has for this rank, of the given shape; parts may differ in shape."""
+    if (parts is not None) != (axis.index == src) or (parts is not None and len(parts) != axis.size):
+        raise CommError(f"scatter on {axis} takes one part per rank from position {src}, and None from the others")
+    if parts is not None and tuple(parts[src].shape) != tuple(shape):
+        raise CommError(f"scatter on {axis}: position {src} keeps {tuple(parts[src].shape)}, not {tuple(shape)}")
+    if parts is not None and axis.size == 1:
+        return parts[0]
+    out = torch.empty(prod(shape), dtype=dtype, device=device)
+    if parts is None:
+        sent, sent_numels = out.new_empty(0), [0] * axis.size
+    else:
+        sent = torch.cat([_dense(part).view(-1) for part in parts])
+        sent_numels = [part.numel() for part in parts]
+    if observe.observers:
+        nbytes = (sent.numel() - out.numel()) * out.element_size() if parts is not None else 0
+        observe.report("scatter", axis, nbytes, None, False)
+    numels = [out.numel() if i == src else 0 for i in range(axis.size)]
+    work = wire.all_to_all(axis, out, sent, numels, sent_numels)
+    return Pending("scatter", axis, work, out.view(tuple(shape))).wait()
+
+
+# ------------------------------------------------------------------ moving and reducing
+
+
+def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work:
+    """All parts one after the other in `out`, all as large as the dense `x`."""
+    if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
+        numels = [x.numel()] * axis.size
+        return wire.all_to_all(axis, out.view(-1), _repeat(x, axis.size), numels, numels)
+    return wire.all_gather(axis, out, x)
+
+
+def _repeat(x: Tensor, n: int) -> Tensor:
+    return x.view(-1).expand(n, -1).reshape(-1)
+
+
+def _reduce(stack: Tensor, op: str) -> Tensor:
+    """The reduction along dim 0, as torch does it: NaN stays, half precision accumulates in single."""
+    if op == "sum":
+        return stack.sum(0, dtype=stack.dtype)
+    if op == "avg":
+        return stack.mean(0)
+    if op == "product":
+        return stack.prod(0, dtype=stack.dtype)
+    return stack.amax(0) if op == "max" else stack.amin(0)
+
+
+def _check_reducible(dtype: torch.dtype, op: str) -> None:
+    if op not in _OPS:
+        raise CommError(f"{op!r} is no reduction; there are {', '.join(_OPS)}")
+    exact = not dtype.is_floating_point and not dtype.is_complex
+    if dtype in _IRREDUCIBLE or (op == "avg" and exact) or (op in ("max", "min") and dtype.is_complex):
+        raise CommError(f"torch has no {op} of {dtype}: convert the tensor first")
+
+
+# ------------------------------------------------------------------ shapes and buffers
+
+
+def _detached(x: Tensor) -> Tensor:
+    """The values of `x`, stored as they show, without history."""
+    if x.requires_grad and torch.is_grad_enabled():
+        x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The values of `x` in row-major order, without history."""
+    return _detached(x).contiguous()
+
+
+def _flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim`, each flattened in row-major order, one after the other."""
+    x = _detached(x)
+    if prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1)
+    if sizes.count(sizes[0]) == len(sizes):
+        return x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0).reshape(-1)
+    flat = x.new_empty(x.numel())
+    start = 0
+    for part in x.split_with_sizes(list(sizes), dim):
+        stop = start + part.numel()
+        flat[start:stop].view(part.shape).copy_(part)
+        start = stop
+    return flat
+
+
+def _concatenate(flat: Tensor, numels: Sequence[int], shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
+    """Parts that lie in `flat` one after the other, of `shape` but for their `sizes` along `dim`, as one tensor."""
+    before, after = tuple(shape[:dim]), tuple(shape[dim + 1 :])
+    if prod(before) == 1:
+        return flat.view(*before, sum(sizes), *after)
+    parts = flat.split_with_sizes(list(numels))
+    return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
+
+
+def _check_part(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], length: int) -> None:
+    """Sizes that do not fit would make ranks wait for bytes that nobody sends."""
+    if len(sizes) != axis.size or not 0 <= dim < x.ndim or x.shape[dim] != length:
+        raise CommError(
+            f"{kind} on {axis}: a tensor of shape {tuple(x.shape)} does not fit sizes {tuple(sizes)} along dim {dim}"
+        )
+
+
+def _shape_or_none(piece: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if piece is None else tuple(piece.shape if isinstance(piece, Tensor) else piece)
