@@ -33,7 +33,8 @@ def broadcast_state(state: dict[str, Any], receive: Callable[[tuple[Any, ...], t
     would strand the others.
     """
     if not dist.is_available() or not dist.is_initialized():
-        return map_paths(state, lambda path, value: receive(path, value) if _is_tensor(value) else value)
+        alone: dict[str, Any] = map_paths(state, lambda path, v: receive(path, v) if _is_tensor(v) else v)
+        return alone
     source = dist.get_rank() == 0
     device = _wire_device()
     structure = _agree_on_structure(state if source else None)

@@ -84,16 +84,19 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
 @contextlib.contextmanager
 def fsdp1_state(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
     """Within this context FSDP1 modules of `model` give and take state in the form that `options` ask for."""
-    if not fsdp1_modules(model):
+    modules = fsdp1_modules(model)
+    if not modules:
         yield
         return
     from torch.distributed import fsdp
 
-    offload = options.cpu_offload
+    # Asked to offload what is on the CPU already, FSDP1 reads memory that it has freed.
+    offload = options.cpu_offload and modules[0].compute_device.type != "cpu"
     if options.full_state_dict:
         kind = fsdp.StateDictType.FULL_STATE_DICT
-        model_config: Any = fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
-        optim_config: Any = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        only_rank0 = options.cpu_offload
+        model_config: Any = fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=only_rank0)
+        optim_config: Any = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=only_rank0)
     else:
         kind = fsdp.StateDictType.SHARDED_STATE_DICT
         model_config = fsdp.ShardedStateDictConfig(offload_to_cpu=offload)

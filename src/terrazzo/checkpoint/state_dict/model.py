@@ -72,12 +72,12 @@ def set_model_state_dict(
     flattened_by_fsdp1 = bool(interop.fsdp1_modules(model))
     # FSDP1 takes its parameters apart and puts them together itself.
     targets = {} if flattened_by_fsdp1 else names.aliases()
-    _refuse_misfits(state, targets)
 
     with torch.no_grad():
-        if options.broadcast_from_rank0:
+        if options.broadcast_from_rank0:  # what does not fit is found, and agreed on, as it arrives
             state = broadcast_state(state, lambda path, whole: _placed_whole(path[0], whole, targets))
         else:
+            _refuse_misfits(state, targets)
             state = {name: _placed(name, value, targets.get(name)) for name, value in state.items()}
         to_assign = any(tensor.is_meta for tensor in targets.values())
         if to_assign:

@@ -161,6 +161,7 @@ class _Setter:
         for name, tensor in self._params.items():
             self._aliases.setdefault(id(tensor), []).append(name)
         self._faults: list[str] = []
+        self._taken: set[int] = set()
 
     def load(self, given: Mapping[str, Any]) -> None:
         if self._options.broadcast_from_rank0:
@@ -288,7 +289,14 @@ class _Setter:
         elif like.shape != value.shape and like.dim() > 0:
             self._faults.append(f"{where}: shape {tuple(value.shape)} given, {tuple(like.shape)} in the optimizer")
             return value
-        return laid_out_like(value, like, where)
+        return self._unshared(laid_out_like(value, like, where))
+
+    def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """FSDP1 gives all parameters of one module the same `step` tensor; an optimizer would count in it for each."""
+        if id(tensor) in self._taken:
+            return tensor.clone()
+        self._taken.add(id(tensor))
+        return tensor
 
     # -------------------------------------------------------------- broadcasting
 
