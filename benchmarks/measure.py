@@ -1,0 +1,87 @@
+"""Measures one case on one rank: implementations take turns, and a sample is as long as the slowest rank took."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Case, Prepared, Setting
+
+QUICK_REPETITIONS = 3
+SAMPLE_SECONDS = 0.005  # long against the clock, short against what disturbs a machine
+MAX_CALLS = 100_000
+
+
+def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
+    """The samples of every implementation, in the order in which they were taken; equal on all ranks."""
+    implementations = case.function(setting)
+    runs = {name: i.run if isinstance(i, Prepared) else i for name, i in implementations.items()}
+    prepare = {name: i.before if isinstance(i, Prepared) else _nothing for name, i in implementations.items()}
+    names = list(runs)
+    timed = case.unit == "s"
+    calls = {name: _calls_per_sample(runs[name]) if timed and prepare[name] is _nothing else 1 for name in names}
+    repetitions = min(QUICK_REPETITIONS, case.repetitions) if setting.quick else case.repetitions
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # so that collecting before every sample takes no time
+    try:
+        for repetition in range(repetitions):
+            turn = repetition % len(names)
+            for name in names[turn:] + names[:turn]:
+                prepare[name]()
+                sample = _time(runs[name], calls[name]) if timed else _value(runs[name])
+                samples[name].append(sample)
+    finally:
+        gc.unfreeze()
+    return {name: _slowest_rank(values) for name, values in samples.items()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _calls_per_sample(run: Callable[[], object]) -> int:
+    """How many calls make a sample, the same number on every rank. Also warms up."""
+    calls = 1
+    for _ in range(3):  # the first call may build what later ones find
+        seconds = _slowest_rank([_time(run, calls)])[0]
+        calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
+    return calls
+
+
+def _time(run: Callable[[], object], calls: int) -> float:
+    """Seconds of one call, averaged over several, from a moment at which all ranks are there."""
+    gc.collect()
+    gc.disable()
+    try:
+        _meet()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - start) / calls
+    finally:
+        gc.enable()
+
+
+def _value(run: Callable[[], object]) -> float:
+    _meet()
+    value = run()
+    if not isinstance(value, int | float):
+        raise TypeError(f"an implementation of a case that is not timed returns its sample, not {type(value).__name__}")
+    return float(value)
+
+
+def _meet() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _slowest_rank(values: list[float]) -> list[float]:
+    shared = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return [float(value) for value in shared]
