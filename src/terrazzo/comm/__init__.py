@@ -1,1 +1,22 @@
-"""Talking between ranks: axes of a mesh, collectives (plain and differentiable), and a control plane for bytes."""
+"""Talking between ranks: axes of a mesh, collectives (plain and differentiable), and a control plane for bytes.
+
+`terrazzo.comm.collectives` works on plain tensors; `terrazzo.comm.differentiable` has the same operations typed for
+autograd.  Names are shared between the two, so they are used through their modules.
+"""
+
+from terrazzo.comm import collectives, differentiable
+from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.observe import CommEvent, Observer, add_observer, remove_observer
+from terrazzo.comm.pending import Pending
+
+__all__ = [
+    "Axis",
+    "CommEvent",
+    "Observer",
+    "Pending",
+    "add_observer",
+    "axis_of",
+    "collectives",
+    "differentiable",
+    "remove_observer",
+]

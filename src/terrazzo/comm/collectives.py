@@ -335,7 +335,7 @@ def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work:
 
 
 def _repeat(x: Tensor, n: int) -> Tensor:
-    return x.view(-1).expand(n, -1).reshape(-1)
+    return x.view(-1).expand(n, -1).contiguous().view(-1)
 
 
 def _reduce(stack: Tensor, op: str) -> Tensor:
