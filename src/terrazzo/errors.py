@@ -63,6 +63,10 @@ class DTensorError(TerrazzoError, RuntimeError):
     """An operation on a distributed tensor that cannot be carried out."""
 
 
+class RandomStateError(DTensorError):
+    """The random generators of the ranks are not in step."""
+
+
 class MixedTensorError(DTensorError, TypeError):
     """Plain tensors and DTensors met in one operation."""
 

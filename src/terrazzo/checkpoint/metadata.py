@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from terrazzo.layout.box import Box
+from terrazzo.layout.chunk import ChunkStorageMetadata
 
 STATE_DICT_TYPE: TypeAlias = dict[str, Any]
 
@@ -26,18 +26,6 @@ _MEMORY_FORMATS = {
     "preserve": torch.preserve_format,
 }
 _MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkStorageMetadata:
-    """A box of a tensor: where it begins and how long it is along each dim."""
-
-    offsets: torch.Size
-    sizes: torch.Size
-
-    @property
-    def box(self) -> Box:
-        return Box(tuple(self.offsets), tuple(self.sizes))
 
 
 @dataclass(slots=True)

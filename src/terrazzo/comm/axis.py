@@ -51,6 +51,22 @@ def axis_of(mesh: DeviceMesh, dims: int | tuple[int, ...]) -> Axis:
     return axis
 
 
+_axes_over: dict[tuple[tuple[int, ...], str], tuple[ProcessGroup, Axis]] = {}
+
+
+def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
+    """The axis of these global ranks, of no mesh in particular; all of them have to ask for it together at first."""
+    default = distributed_c10d._get_default_group()
+    found = _axes_over.get((ranks, device_type))
+    if found is None or found[0] is not default:
+        everyone = tuple(dist.get_process_group_ranks(default)) == ranks
+        group = None if len(ranks) == 1 else default if everyone else _new_group(device_type, ranks)
+        name = f"ranks {','.join(map(str, ranks))}"
+        found = (default, Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type))
+        _axes_over[ranks, device_type] = found
+    return found[1]
+
+
 def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
     def forget(reference: "weakref.ref[DeviceMesh]") -> None:
         entry = _axes_by_mesh.get(mesh_id)

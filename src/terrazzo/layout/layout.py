@@ -1,0 +1,194 @@
+"""Who holds what: a global shape, a mesh, and one placement per mesh dimension.
+
+A `Layout` is immutable and interned, so that plans can be keyed by identity.  Nothing here communicates: the mesh is
+only asked for its shape and for this rank's coordinate.  When several mesh dimensions shard one tensor dimension,
+`order` says which cuts first; the mesh's own order is the default, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from terrazzo.errors import LayoutError
+from terrazzo.layout.box import Box
+from terrazzo.layout.chunking import chunk_sizes, chunk_span
+from terrazzo.layout.placement import Partial, Placement, Replicate, Shard
+
+
+class MeshLike(Protocol):
+    """The part of `DeviceMesh` that a layout needs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def get_coordinate(self) -> Any: ...
+
+
+_pool: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Layout:
+    """An interned description of a distributed tensor; make one with `Layout.of`.
+
+    Besides what it was made from, it keeps what every operation asks for: `local_shape` (on this rank), `dual` (the
+    layout of a gradient), and `varying` (the mesh dims on which ranks hold different values).
+    """
+
+    __slots__ = (
+        "mesh",
+        "placements",
+        "shape",
+        "order",
+        "ndim",
+        "mesh_shape",
+        "coord",
+        "local_shape",
+        "varying",
+        "dual",
+        "is_replicated",
+        "__weakref__",
+    )
+    mesh: Any
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    order: tuple[int, ...]
+    ndim: int
+    mesh_shape: tuple[int, ...]
+    coord: tuple[int, ...] | None
+    local_shape: torch.Size
+    varying: tuple[int, ...]
+    dual: Layout
+    is_replicated: bool
+
+    @staticmethod
+    def of(
+        mesh: Any, placements: Iterable[Placement], shape: Sequence[int], order: Sequence[int] | None = None
+    ) -> Layout:
+        """The layout of a tensor of `shape`, one placement per dimension of `mesh`."""
+        placements, shape = tuple(placements), tuple(shape)
+        natural = tuple(range(len(placements)))
+        order = natural if order is None else _canonical_order(tuple(order), placements, natural)
+        key = (mesh, placements, shape, order)
+        found = _pool.get(key)
+        if found is None:
+            checked = _checked(mesh, placements, shape)
+            if checked != placements:
+                return Layout.of(mesh, checked, shape, order)
+            built = _build(mesh, placements, shape, order)
+            with _lock:
+                found = _pool.get(key)
+                if found is None:
+                    _pool[key] = found = built
+        return found
+
+    def with_placements(self, placements: Iterable[Placement], order: Sequence[int] | None = None) -> Layout:
+        """The same tensor placed otherwise on the same mesh."""
+        return Layout.of(self.mesh, placements, self.shape, order)
+
+    def with_shape(self, shape: Sequence[int]) -> Layout:
+        """The same placements for a tensor of another shape."""
+        return Layout.of(self.mesh, self.placements, shape, self.order)
+
+    def shard_order(self, dim: int) -> tuple[int, ...]:
+        """The mesh dims that cut tensor dimension `dim`, outermost first."""
+        return tuple(m for m in self.order if self.placements[m].is_shard(dim))
+
+    def box(self, coord: Sequence[int] | None = None) -> Box:
+        """The part of the global tensor held at `coord` (this rank's by default)."""
+        at = self.coord if coord is None else coord
+        if at is None:
+            return Box((0,) * self.ndim, (0,) * self.ndim)
+        offsets, lengths = [0] * self.ndim, list(self.shape)
+        for m in self.order:
+            placement = self.placements[m]
+            if isinstance(placement, Shard):
+                d = placement.dim
+                offset, lengths[d] = chunk_span(lengths[d], self.mesh_shape[m], at[m])
+                offsets[d] += offset
+        return Box(tuple(offsets), tuple(lengths))
+
+    def part_sizes(self, mesh_dims: Sequence[int], dim: int, length: int | None = None) -> tuple[int, ...]:
+        """Lengths along `dim` that the ranks of `mesh_dims` (outermost first) hold when they alone cut `length`."""
+        sizes: tuple[int, ...] = (self.shape[dim] if length is None else length,)
+        for m in mesh_dims:
+            sizes = tuple(part for whole in sizes for part in chunk_sizes(whole, self.mesh_shape[m]))
+        return sizes
+
+    def __repr__(self) -> str:
+        marks = ", ".join(str(p) for p in self.placements)
+        order = "" if self.order == tuple(range(len(self.order))) else f", order={list(self.order)}"
+        return f"Layout([{marks}] of {list(self.shape)} on {list(self.mesh_shape)}{order})"
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Layout.of, (self.mesh, self.placements, tuple(self.shape), self.order))
+
+
+def _canonical_order(
+    order: tuple[int, ...], placements: tuple[Placement, ...], natural: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Only the relative order of mesh dims that cut one tensor dim matters; all else takes its natural place."""
+    if sorted(order) != list(natural):
+        raise LayoutError(f"order must be a permutation of the mesh dims {list(natural)}, got {list(order)}")
+    by_dim: dict[int, list[int]] = {}
+    for m in order:
+        placement = placements[m]
+        if isinstance(placement, Shard):
+            by_dim.setdefault(placement.dim, []).append(m)
+    if all(ms == sorted(ms) for ms in by_dim.values()):
+        return natural
+    result = list(natural)
+    for ms in by_dim.values():
+        for slot, m in zip(sorted(ms), ms, strict=True):
+            result[slot] = m
+    return tuple(result)
+
+
+def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            f"{len(placements)} placements {list(placements)} for a mesh of {len(mesh.shape)} dimensions "
+            f"{tuple(mesh.shape)}: give one placement per mesh dimension"
+        )
+    result: list[Placement] = []
+    for p in placements:
+        if not isinstance(p, (Shard, Replicate, Partial)):
+            raise LayoutError(f"{p!r} is not a placement; use Shard(dim), Replicate() or Partial(reduce_op)")
+        if isinstance(p, Shard):
+            dim = p.dim + len(shape) if p.dim < 0 else p.dim
+            if not 0 <= dim < len(shape):
+                raise LayoutError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")
+            p = Shard(dim)
+        result.append(p)
+    return tuple(result)
+
+
+_REPLICATE = Replicate()
+
+
+def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...], order: tuple[int, ...]) -> Layout:
+    built = object.__new__(Layout)
+    coord = mesh.get_coordinate()
+    built.mesh, built.placements, built.order = mesh, placements, order
+    built.shape, built.ndim = torch.Size(shape), len(shape)
+    built.mesh_shape = tuple(mesh.shape)
+    built.coord = None if coord is None else tuple(coord)
+    built.local_shape = torch.Size((0,)) if coord is None else torch.Size(built.box().lengths)
+    built.varying = tuple(m for m, p in enumerate(placements) if p is not _REPLICATE)
+    built.is_replicated = not built.varying
+    if any(isinstance(p, Partial) for p in placements):
+        built.dual = Layout.of(mesh, [_REPLICATE if isinstance(p, Partial) else p for p in placements], shape, order)
+    else:
+        built.dual = built
+    return built

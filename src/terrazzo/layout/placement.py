@@ -1,0 +1,137 @@
+"""How one mesh dimension holds a tensor: sharded, replicated, or as terms still to be reduced.
+
+Placements are interned: two equal placements are one object, so that layouts built from them compare by identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import LayoutError
+
+REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+
+
+class Placement:
+    """The base of `Shard`, `Replicate` and `Partial`; not made directly."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is a `Shard` (of `dim`, when given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether every rank of the mesh dimension holds the whole tensor."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is a `Partial` (with `reduce_op`, when given)."""
+        return False
+
+    def __copy__(self) -> Placement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable")
+
+
+class Shard(Placement):
+    """Each rank of the mesh dimension holds one chunk of tensor dimension `dim`, cut as `torch.chunk` cuts.
+
+    Sizes that do not divide are first class: trailing ranks hold a shorter chunk or an empty one.
+
+    >>> Shard(0) is Shard(0), Shard(1).is_shard(1)
+    (True, True)
+    """
+
+    __slots__ = ("dim",)
+    dim: int
+    _pool: dict[int, Shard] = {}
+
+    def __new__(cls, dim: int) -> Shard:
+        found = cls._pool.get(dim)
+        if found is None:
+            if not isinstance(dim, int) or isinstance(dim, bool):
+                raise LayoutError(f"Shard needs an int dimension, got {dim!r}")
+            found = object.__new__(cls)
+            object.__setattr__(found, "dim", int(dim))
+            found = cls._pool.setdefault(int(dim), found)
+        return found
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Shard, (self.dim,))
+
+
+class Replicate(Placement):
+    """Each rank of the mesh dimension holds the whole tensor.
+
+    >>> Replicate() is Replicate(), Replicate().is_replicate()
+    (True, True)
+    """
+
+    __slots__ = ()
+    _only: Replicate | None = None
+
+    def __new__(cls) -> Replicate:
+        if cls._only is None:
+            cls._only = object.__new__(cls)
+        return cls._only
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Replicate, ())
+
+
+class Partial(Placement):
+    """Each rank of the mesh dimension holds a term; the tensor is their elementwise reduction by `reduce_op`.
+
+    >>> Partial().reduce_op, Partial("max").is_partial("sum")
+    ('sum', False)
+    """
+
+    __slots__ = ("reduce_op",)
+    reduce_op: str
+    _pool: dict[str, Partial] = {}
+
+    def __new__(cls, reduce_op: str = "sum") -> Partial:
+        found = cls._pool.get(reduce_op)
+        if found is None:
+            if reduce_op not in REDUCE_OPS:
+                raise LayoutError(f"Partial knows the reductions {', '.join(REDUCE_OPS)}, not {reduce_op!r}")
+            found = object.__new__(cls)
+            object.__setattr__(found, "reduce_op", reduce_op)
+            found = cls._pool.setdefault(reduce_op, found)
+        return found
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Partial, (self.reduce_op,))

@@ -1,0 +1,33 @@
+"""Distributed tensors: one tensor whose elements live on the ranks of a device mesh.
+
+The names and behaviours are those of `torch.distributed.tensor`; `DeviceMesh` and `init_device_mesh` are PyTorch's own.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terrazzo.layout import Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dtensor import DTensor  # isort: skip
+from terrazzo.tensor import autograd, foreach, indexing, random_ops  # noqa: F401  (they register what they handle)
+from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
+
+foreach.install()
+autograd.install_function_bridge()
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+]

@@ -1,0 +1,42 @@
+"""The way through PyTorch's C++: composites that know no DTensor decompose there and come back one aten operation at a time.
+
+A DTensor's autograd graph lives on its local tensor, so what arrives here has passed C++ autograd without a trace. The
+thread state from before is restored, so that the operations on the locals record the graph as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.names import canonical_name
+
+_DispatchKey = torch._C.DispatchKey
+# Autocast has acted on the composite's own inputs already; the pieces must not be cast again.
+_AUTOCAST = torch._C.DispatchKeySet(_DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(_DispatchKey.AutocastCUDA)
+
+
+def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Let C++ take `func` apart."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One aten operation on DTensors, called from C++."""
+    from terrazzo.tensor.rules import has_rule
+
+    name, _ = canonical_name(op)
+    if (
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        and not has_rule(name)
+        and op is not torch.ops.aten.detach.default
+    ):
+        return op.decompose(*args, **kwargs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
+    with torch._C._RestorePythonTLSSnapshot(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # type: ignore[attr-defined]
+        return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))

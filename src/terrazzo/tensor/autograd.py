@@ -1,0 +1,222 @@
+"""Autograd's entry points, for graphs that live on local tensors.
+
+`torch.autograd.backward` and `grad` are given the locals. `torch.autograd.Function.apply`, which C++ would run without a
+trace because the wrappers themselves require no gradient, is bridged: a twin class runs the user's forward and backward on
+DTensors, and is itself applied to the locals.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.dispatch import special
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+Function = torch.autograd.Function
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, torch.Tensor) or value is None else tuple(value)
+
+
+def _local_of(value: Any) -> Any:
+    return value._local if isinstance(value, DTensor) else value
+
+
+def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
+    """The local root and its gradient. A scalar loss of any placement starts with one: that is its dual's value."""
+    if not isinstance(output, DTensor):
+        return output, gradient
+    if gradient is None:
+        if output.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return output._local, torch.ones_like(output._local)
+    if not isinstance(gradient, DTensor):
+        if gradient.dim() == 0 and output.dim() == 0:
+            return output._local, gradient
+        raise DTensorError(f"the gradient of a DTensor must be a DTensor, got {type(gradient).__name__}")
+    dual = output._layout.dual
+    if gradient._layout is not dual:
+        gradient = gradient.redistribute(dual.mesh, dual.placements)
+    return output._local, gradient._local
+
+
+@special("backward")
+def backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if func is not torch.autograd.backward:
+        tensor, *rest = args
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        given = dict(zip(names, rest, strict=False)) | dict(kwargs)
+        gradient = given.pop("gradient", None)
+        torch.autograd.backward((tensor,), None if gradient is None else (gradient,), **given)
+        return
+    _backward(*args, **kwargs)
+
+
+def _backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    outputs = _as_tuple(tensors)
+    given = (None,) * len(outputs) if grad_tensors is None else _as_tuple(grad_tensors)
+    roots = [_root(o, g) for o, g in zip(outputs, given, strict=True)]
+    wanted = None if inputs is None else [_local_of(i) for i in _as_tuple(inputs)]
+    torch.autograd.backward(
+        [r[0] for r in roots], [r[1] for r in roots], retain_graph, create_graph, inputs=wanted
+    )
+
+
+@special("grad")
+def grad(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _grad(*args, **kwargs) if func is torch.autograd.grad else NotImplemented
+
+
+def _grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    if is_grads_batched:
+        raise DTensorError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors: loop over the batch")
+    outs, ins = _as_tuple(outputs), _as_tuple(inputs)
+    given = (None,) * len(outs) if grad_outputs is None else _as_tuple(grad_outputs)
+    roots = [_root(o, g) for o, g in zip(outs, given, strict=True)]
+    found = torch.autograd.grad(
+        [r[0] for r in roots], [_local_of(i) for i in ins], [r[1] for r in roots], retain_graph, create_graph,
+        allow_unused=allow_unused, materialize_grads=materialize_grads,
+    )  # fmt: skip
+    return tuple(
+        wrap(g, i._layout.dual) if g is not None and isinstance(i, DTensor) else g for g, i in zip(found, ins, strict=True)
+    )
+
+
+@special("_has_compatible_shallow_copy_type")
+def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return all(isinstance(a, DTensor) for a in args)
+
+
+# ------------------------------------------------------------------ user functions
+
+
+class _Context:
+    """What the user's forward and backward see as `ctx`: saves locals, gives DTensors back."""
+
+    # `_real` is only there while forward or backward runs: kept, it would tie node and proxy into a cycle, and saved
+    # tensors would live until the garbage collector finds it.
+    def __init__(self, count: int) -> None:
+        self.__dict__.update(_real=None, _count=count, _layouts=())
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.__dict__["_layouts"] = tuple(t._layout if isinstance(t, DTensor) else None for t in tensors)
+        self._real.save_for_backward(*[_local_of(t) for t in tensors])
+
+    save_for_forward = save_for_backward
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        saved = self._real.saved_tensors
+        layouts = self._layouts or (None,) * len(saved)
+        return tuple(
+            wrap(t, layout) if t is not None and layout is not None else t for t, layout in zip(saved, layouts, strict=True)
+        )
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._real.mark_dirty(*[_local_of(t) for t in tensors])
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._real.mark_non_differentiable(*[_local_of(t) for t in tensors])
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._real.set_materialize_grads(value)
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        needed: tuple[bool, ...] = self._real.needs_input_grad[-self._count :] if self._count else ()
+        return needed
+
+
+_bridges: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+_bridges_lock = threading.Lock()
+_own_setup_context = torch.autograd.function._SingleLevelFunction.setup_context
+
+
+def _bridge_of(user: type) -> type:
+    with _bridges_lock:
+        found = _bridges.get(user)
+        if found is None:
+            found = _bridges[user] = _make_bridge(user)
+    return found
+
+
+def _make_bridge(user: Any) -> type:
+    def forward(ctx: Any, report: list[Any], layouts: Any, *flat: Any) -> Any:
+        proxy = ctx.proxy = _Context(len(flat))
+        proxy.__dict__["_real"] = ctx
+        args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
+        if user.setup_context is not _own_setup_context:
+            result = user.forward(*args)
+            user.setup_context(proxy, tuple(args), result)
+        else:
+            result = user.forward(proxy, *args)
+        outs = result if isinstance(result, tuple) else (result,)
+        ctx.layouts = layouts
+        ctx.out_layouts = [o._layout if isinstance(o, DTensor) else None for o in outs]
+        proxy.__dict__["_real"] = None
+        report.append((ctx.out_layouts, isinstance(result, tuple)))
+        return tuple(_local_of(o) for o in outs)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = [
+            wrap(g, layout.dual) if g is not None and layout is not None else g
+            for g, layout in zip(grads, ctx.out_layouts, strict=True)
+        ]
+        ctx.proxy.__dict__["_real"] = ctx
+        try:
+            result = user.backward(ctx.proxy, *given)
+        finally:
+            ctx.proxy.__dict__["_real"] = None
+        result = result if isinstance(result, tuple) else (result,)
+        return (None, None, *(_input_grad(g, layout) for g, layout in zip(result, ctx.layouts, strict=False)))
+
+    def _input_grad(gradient: Any, layout: Any) -> Any:
+        if isinstance(gradient, DTensor):
+            if layout is None:
+                raise DTensorError(f"{user.__name__}.backward returned a DTensor for an input that is none")
+            dual = layout.dual
+            return (gradient if gradient._layout is dual else gradient.redistribute(dual.mesh, dual.placements))._local
+        if isinstance(gradient, torch.Tensor) and layout is not None:
+            raise DTensorError(f"{user.__name__}.backward returned a plain tensor for a DTensor input")
+        return gradient
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "_terrazzo_bridge": True}
+    return type(user.__name__, (Function,), members)
+
+
+_torch_apply = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    for a in args:
+        if isinstance(a, DTensor):
+            break
+    else:
+        return _torch_apply(cls, *args, **kwargs)
+    # The saver of non-reentrant checkpointing only keeps its inputs; a bridge would keep copies of other tensors.
+    if kwargs or getattr(cls, "_terrazzo_bridge", False) or cls.__name__ == "_NoopSaveInputs":
+        return _torch_apply(cls, *args, **kwargs)
+    report: list[Any] = []
+    layouts = [a._layout if isinstance(a, DTensor) else None for a in args]
+    outs = _torch_apply(_bridge_of(cls), report, layouts, *[_local_of(a) for a in args])
+    out_layouts, is_tuple = report[0]
+    wrapped = tuple(wrap(o, layout) if layout is not None else o for o, layout in zip(outs, out_layouts, strict=True))
+    return wrapped if is_tuple else wrapped[0]
+
+
+def install_function_bridge() -> None:
+    """Let `torch.autograd.Function.apply` take DTensors; calls without any go straight on."""
+    Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]

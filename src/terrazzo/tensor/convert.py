@@ -1,0 +1,217 @@
+"""From local tensors to DTensors and back, between placements, and between meshes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
+from terrazzo.layout.chunk import ChunkStorageMetadata
+from terrazzo.layout.transition import LOCAL_STEPS, Step
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.redistribute import redistribute_local, run_step, start_step
+
+
+def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """`mesh`, or that of the enclosing `with mesh:`."""
+    if mesh is not None:
+        return mesh
+    try:
+        found: DeviceMesh = _mesh_resources.get_current_mesh()
+    except RuntimeError:
+        raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
+    return found
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    if isinstance(local, DTensor):
+        raise DTensorError("from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew")
+    mesh = current_mesh(mesh)
+    placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    if local.device.type != mesh.device_type and local.device.type != "meta":
+        local = local.to(mesh.device_type)
+    if shape is None:
+        shape = _even_shape(local, mesh, placed)
+    layout = Layout.of(mesh, placed, tuple(shape))
+    if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
+        raise DTensorError(
+            f"rank {dist.get_rank()}: a local tensor of shape {tuple(local.shape)} is not this rank's part of a tensor of "
+            f"shape {tuple(shape)} placed {list(placed)}, which is {tuple(layout.local_shape)}; pass shape= when ranks hold "
+            "parts of different sizes"
+        )
+    local = local.view_as(local) if local.requires_grad else local.detach()
+    if run_check and layout.coord is not None:
+        local = _checked(local, layout)
+    return wrap(local, layout)
+
+
+def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+    shape = list(local.shape)
+    for m, p in enumerate(placements):
+        if isinstance(p, Shard):
+            if not -len(shape) <= p.dim < len(shape):
+                raise DTensorError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
+            shape[p.dim] *= mesh.size(m)
+    return shape
+
+
+def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Compare dtype and shape across the mesh; replicas take the first rank's values."""
+    from terrazzo.comm.collectives import all_gather, broadcast
+
+    everyone = axis_of(layout.mesh, tuple(range(len(layout.mesh_shape))))
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
+    mine = torch.tensor([dtypes.index(local.dtype) if local.dtype in dtypes else -1, *layout.shape], device=local.device)
+    rows = all_gather(mine.unsqueeze(0), everyone, 0, (1,) * everyone.size)
+    for i, row in enumerate(rows):
+        if not torch.equal(row, mine):
+            raise DTensorError(
+                f"from_local: rank {everyone.ranks[i]} holds a part of another dtype or global shape than rank "
+                f"{dist.get_rank()}: {row.tolist()} against {mine.tolist()} (dtype code, then global shape)"
+            )
+    for m, p in enumerate(layout.placements):
+        if isinstance(p, Replicate):
+            with torch.no_grad():
+                first = broadcast(local.detach(), axis_of(layout.mesh, m), 0)
+            local = local + (first - local.detach()) if local.requires_grad else first
+    return local
+
+
+class _GradTo(torch.autograd.Function):
+    """Identity whose gradient arrives in one layout and is needed in another."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, arrives: Layout, needed: Layout) -> torch.Tensor:
+        ctx.layouts = (arrives, needed)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        arrives, needed = ctx.layouts
+        return redistribute_local(grad, arrives, needed), None, None
+
+
+def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    local, layout = tensor._local, tensor._layout
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return local.detach() if local.requires_grad else local
+    if grad_placements is not None:
+        arrives = layout.with_placements(tuple(grad_placements), layout.order)
+        if arrives is not layout.dual:
+            result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
+            return result
+    return local.view_as(local)
+
+
+def full_tensor(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    return to_local(redistribute(tensor, None, None), grad_placements)
+
+
+def redistribute(
+    tensor: DTensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    order: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> DTensor:
+    src = tensor._layout
+    if mesh is not None and mesh != src.mesh:
+        from terrazzo.tensor.cross_mesh import redistribute_across
+
+        placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+        return redistribute_across(tensor, Layout.of(mesh, placed, src.shape, order))
+    placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
+    dst = Layout.of(src.mesh, placed, src.shape, order)
+    if dst is src:
+        local = tensor._local
+        return wrap(local.view_as(local) if local.requires_grad else local, dst)
+    if async_op:
+        return _redistribute_later(tensor, dst)
+    return wrap(redistribute_local(tensor._local, src, dst), dst)
+
+
+def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
+    """Start the first communication now; the rest happens when the result's local tensor is first used."""
+    src, local = tensor._layout, tensor._local
+    finish = _start(local, src, dst)
+    result: DTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
+        DTensor, dst.shape, dtype=local.dtype, device=local.device
+    )
+    result._layout, result._memo = dst, None
+    lock = threading.Lock()
+    done: list[torch.Tensor] = []
+    grad_mode = torch.is_grad_enabled()
+
+    def resolve() -> torch.Tensor:
+        with lock:
+            if not done:
+                with torch.set_grad_enabled(grad_mode):
+                    done.append(finish())
+            return done[0]
+
+    result._pending = resolve
+    return result
+
+
+def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor]:
+    steps = plan_transition(src, dst)
+    first = next((i for i, s in enumerate(steps) if _communicates(s, src)), None)
+    if first is None:
+        return lambda: redistribute_local(local, src, dst)
+    for step in steps[:first]:
+        local = run_step(local, step, src.mesh, ())
+    pending = start_step(local, steps[first], src.mesh)
+
+    def finish() -> torch.Tensor:
+        result = run_step(local, steps[first], src.mesh, (), pending)
+        for step in steps[first + 1 :]:
+            result = run_step(result, step, src.mesh, ())
+        return result
+
+    return finish
+
+
+def _communicates(step: Step, layout: Layout) -> bool:
+    return not isinstance(step, LOCAL_STEPS) and axis_of(layout.mesh, step.mesh_dims).size > 1
+
+
+def chunk_list(tensor: DTensor) -> list[Any]:
+    layout = tensor._layout
+    if any(p.is_partial() for p in layout.placements):
+        raise DTensorError(
+            f"a DTensor placed {list(layout.placements)} holds terms, which have no place in a checkpoint: redistribute it to "
+            "Shard or Replicate first"
+        )
+    if layout.coord is None:
+        return []
+    box = layout.box()
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
+
+
+def rebuild(
+    local: torch.Tensor, layout: Layout, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
+) -> DTensor:
+    """Undo `DTensor.__reduce_ex__`."""
+    result = wrap(local.requires_grad_(requires_grad), layout)
+    result.__dict__.update(state)
+    if is_parameter:
+        result._is_param = True
+    return result
+
+
+__all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "rebuild", "redistribute", "to_local"]

@@ -1,0 +1,115 @@
+"""Redistribution from one mesh to another: other shapes, other ranks, subsets and supersets.
+
+The ranks of both meshes exchange intersections of boxes. A rank that holds what it needs keeps it; otherwise the replicas
+of a box take turns as senders. The gradient of a replicated value is replicated, so the backward of a transfer is the
+transfer the other way, not its transpose.
+
+Ranks outside a mesh take part with an empty local tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.comm.axis import axis_over
+from terrazzo.comm.collectives import exchange
+from terrazzo.layout import Box, Layout, Partial, Placement, Replicate
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.redistribute import redistribute_local
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What this rank sends to and receives from each rank of `ranks`, in coordinates of its old and new local part."""
+
+    ranks: tuple[int, ...]
+    send: tuple[Box | None, ...]
+    receive: tuple[Box | None, ...]
+    shape: tuple[int, ...]
+
+
+def _holders(layout: Layout) -> dict[int, Box]:
+    """Global rank -> the box that it holds."""
+    ranks = layout.mesh.mesh
+    return {int(ranks[coord]): layout.box(coord) for coord in product(*(range(n) for n in layout.mesh_shape))}
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
+    """The transfer of rank `me` between two layouts without terms."""
+    have, want = _holders(src), _holders(dst)
+    ranks = tuple(sorted({*have, *want}))
+    owners: dict[Box, list[int]] = {}
+    for rank, box in have.items():
+        if not box.is_empty:
+            owners.setdefault(box, []).append(rank)
+    # sender[(receiver, box)]: every rank works the same table out.
+    send: list[Box | None] = [None] * len(ranks)
+    receive: list[Box | None] = [None] * len(ranks)
+    for turn, receiver in enumerate(sorted(want)):
+        for box, holders in owners.items():
+            common = want[receiver].intersect(box)
+            if common is None or common.is_empty:
+                continue
+            sender = receiver if receiver in holders else holders[turn % len(holders)]
+            if sender == me:
+                send[ranks.index(receiver)] = common.relative_to(box)
+            if receiver == me:
+                receive[ranks.index(sender)] = common.relative_to(want[receiver])
+    shape = tuple(want[me].lengths) if me in want else (0,)
+    return Transfer(ranks, tuple(send), tuple(receive), shape)
+
+
+def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+    me = dist.get_rank()
+    plan = plan_transfer(src, dst, me)
+    if me not in plan.ranks:
+        return local.new_empty((0,))
+    axis = axis_over(plan.ranks, dst.mesh.device_type)
+    local = local.detach()
+    pieces = [None if box is None else local[box.slices()] for box in plan.send]
+    shapes = [None if box is None else box.lengths for box in plan.receive]
+    arrived = exchange(pieces, axis, shapes, local.dtype, local.device)
+    result = local.new_zeros(plan.shape)
+    for box, piece in zip(plan.receive, arrived, strict=True):
+        if box is not None:
+            result[box.slices()] = piece
+    return result
+
+
+class _Transferred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+        ctx.layouts = (src, dst)
+        return _transfer(local, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        src, dst = ctx.layouts
+        return _Transferred.apply(grad, dst, src), None, None
+
+
+def _without_terms(placements: Sequence[Placement]) -> list[Placement]:
+    return [Replicate() if isinstance(p, Partial) else p for p in placements]
+
+
+def redistribute_across(tensor: DTensor, dst: Layout) -> DTensor:
+    """`tensor` as `dst`, whose mesh is another one; every rank of both meshes has to call this."""
+    src = tensor._layout
+    local = tensor._local
+    if src.dual is not src:
+        if src.coord is not None:
+            local = redistribute_local(local, src, src.dual)
+        src = src.dual
+    plain = dst.with_placements(_without_terms(dst.placements), dst.order)
+    moved = _Transferred.apply(local, src, plain)
+    if plain is not dst and dst.coord is not None:
+        moved = redistribute_local(moved, plain, dst)
+    return wrap(moved, dst)

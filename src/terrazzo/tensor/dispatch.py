@@ -1,0 +1,218 @@
+"""What happens the first time a function meets these layouts.
+
+In this order: functions with a meaning of their own (`specials`), the operation's rule, the body of a function written in
+Python, the decomposition of the composites listed in `decompositions`, and last replicate-and-run (`fallback`).
+A call that a rule covers leaves a plan behind; the next call with the same key runs that.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.aten import run_composite
+from terrazzo.tensor.dtensor import DTensor, Unkeyable, key_of, per_thread, plans, wrap
+from terrazzo.tensor.fallback import replicate_and_run
+from terrazzo.tensor.inplace import run_in_place
+from terrazzo.tensor.names import canonical_name
+from terrazzo.tensor.planner import make_plan
+from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
+from terrazzo.tensor.runners import first_run, in_place_runner, keeping_view_marks
+from terrazzo.tensor.spec import Call, Operand
+
+PLAN_LIMIT = 16384
+"""Cached plans at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""
+
+Special = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+specials: dict[str, Special] = {}
+"""Functions by canonical name (in-place ones with their underscore) that are not a computation on locals."""
+
+_skip_one_hop = torch._C._skip_one_hop_torch_function  # type: ignore[attr-defined]  # not in torch's stubs
+
+
+def special(*names: str) -> Callable[[Special], Special]:
+    """Register a handler; it may return NotImplemented to let the usual way go on."""
+
+    def register(function: Special) -> Special:
+        for name in names:
+            specials[name] = function
+        return function
+
+    return register
+
+
+def remember(key: tuple[Any, ...] | None, plan: Any) -> None:
+    """Cache a plan, within bounds."""
+    if key is None:
+        return
+    if len(plans) >= PLAN_LIMIT:
+        plans.clear()
+    plans[key] = plan
+
+
+def call_without_plan(
+    func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[Any, ...] | None
+) -> Any:
+    """Run `func`, and cache how when that is possible."""
+    name, inplace = canonical_name(func)
+    handler = specials.get(name + "_" if inplace else name)
+    if handler is not None:
+        result = handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if kwargs.get("out") is not None:
+        return _with_out(func, args, kwargs)
+    if key is None:
+        admitted = admit_plain_tensors(name, func, args, kwargs)
+        if admitted is not None:
+            return func(*admitted[0], **admitted[1])
+    call, loc, kw = describe(name, inplace, func, args, kwargs)
+    if not call.operands:
+        return func(*loc, **kw)
+    check_one_mesh(call)
+    python_body = isinstance(func, types.FunctionType)
+    if inplace or (python_body and kwargs.get("inplace")):
+        if python_body:
+            return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+        return run_in_place(call, args, loc, kw, kwargs, key, remember)
+    spec = apply_rule(call)
+    if spec is not None:
+        plan = make_plan(call, spec)
+        assert plan is not None
+        if name in VALUE_KEYED:
+            _key_by_value(func)
+            key = None
+        result, run = first_run(name, plan, func, args, loc, kw, dict(kwargs))
+        remember(key, keeping_view_marks(run) if spec.is_view else run)
+        return result
+    decomposition = DECOMPOSITIONS.get(name)
+    if decomposition is not None:
+        result = decomposition(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if python_body:
+        return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+    if name in COMPOSITES:
+        return run_composite(func, args, kwargs)
+    return replicate_and_run(name, func, args, kwargs)
+
+
+def _key_by_value(func: Any) -> None:
+    from terrazzo.tensor.dtensor import float_values_matter
+
+    float_values_matter.add(func)
+
+
+def describe(
+    name: str, inplace: bool, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, list[Any], dict[str, Any]]:
+    """The call as rules see it, and its arguments with locals in place of DTensors."""
+    operands: list[Operand] = []
+
+    def walk(value: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
+        if isinstance(value, DTensor):
+            operand = Operand(value._layout, path)
+            operands.append(operand)
+            return operand, value._local
+        if type(value) in (list, tuple):
+            pairs = [walk(v, (*path, i)) for i, v in enumerate(value)]
+            return type(value)([p[0] for p in pairs]), type(value)([p[1] for p in pairs])
+        return value, value
+
+    pairs = [walk(a, (i,)) for i, a in enumerate(args)]
+    named = {k: walk(v, (k,)) for k, v in kwargs.items()}
+    call = Call(name, func, tuple(p[0] for p in pairs), {k: v[0] for k, v in named.items()}, operands, inplace)
+    return call, [p[1] for p in pairs], {k: v[1] for k, v in named.items()}
+
+
+def check_one_mesh(call: Call) -> None:
+    meshes = {o.layout.mesh for o in call.operands}
+    if len(meshes) > 1:
+        raise DTensorError(
+            f"{call.name}: its DTensors live on different meshes, {', '.join(str(m) for m in meshes)}; bring them to one "
+            "with x.redistribute(mesh, placements)"
+        )
+
+
+def admit_plain_tensors(
+    name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """Plain tensors as replicated DTensors where that is allowed (scalars, `implicit_replication`); None: there are none."""
+    mesh_layout = _first_layout(list(args) + list(kwargs.values()))
+    if mesh_layout is None:
+        return None
+    mesh = mesh_layout.mesh
+    found = False
+
+    def walk(value: Any, where: str) -> Any:
+        nonlocal found
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if value.dim() and not per_thread.implicit_replication:
+                raise MixedTensorError(
+                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets DTensors. "
+                    "Either make it one (distribute_tensor(t, mesh, placements), or DTensor.from_local for each rank's "
+                    "part), or run the call inside terrazzo.tensor.experimental.implicit_replication() if every rank "
+                    "holds the same value"
+                )
+            found = True
+            layout = Layout.of(mesh, (Replicate(),) * len(mesh_layout.mesh_shape), tuple(value.shape))
+            return wrap(value, layout)
+        if type(value) in (list, tuple):
+            return type(value)([walk(v, f"{where}[{i}]") for i, v in enumerate(value)])
+        return value
+
+    new_args = [walk(a, f"argument {i}") for i, a in enumerate(args)]
+    new_kwargs = {k: walk(v, f"argument {k!r}") for k, v in kwargs.items()}
+    return (new_args, new_kwargs) if found else None
+
+
+def _first_layout(values: Sequence[Any]) -> Layout | None:
+    for v in values:
+        if isinstance(v, DTensor):
+            return v._layout
+        if type(v) in (list, tuple):
+            found = _first_layout(v)
+            if found is not None:
+                return found
+    return None
+
+
+def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    out = kwargs["out"]
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    for target, value in zip(outs, results, strict=True):
+        if not isinstance(target, DTensor) or not isinstance(value, DTensor):
+            raise MixedTensorError(
+                f"{canonical_name(func)[0]}: out= and the inputs must all be DTensors, out is {type(target).__name__}"
+            )
+        if target.shape != value.shape:
+            if target.numel():
+                raise DTensorError(
+                    f"{canonical_name(func)[0]}: out has shape {tuple(target.shape)}, the result {tuple(value.shape)}"
+                )
+            become(target, value.to(target.dtype))
+        else:
+            with torch.no_grad():
+                target.copy_(value)
+    return out
+
+
+def become(target: DTensor, value: DTensor) -> None:
+    """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch._C.TensorBase.data.__set__(target, wrap(value._local.detach(), value._layout))  # type: ignore[attr-defined]
+    target._local, target._layout, target._memo = value._local, value._layout, value._memo
+
+
+def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The hot path's entry for code that already knows that DTensors are among the arguments."""
+    return DTensor.__torch_function__(func, (DTensor,), args, dict(kwargs))
+
+
+__all__ = ["Unkeyable", "become", "call_without_plan", "describe", "key_of", "remember", "run_again", "special", "specials"]

@@ -1,0 +1,566 @@
+"""The distributed tensor: a plain local tensor with a layout.
+
+`DTensor` is a wrapper subclass with the global shape.  Its `_local` is an ordinary tensor that carries the autograd graph,
+its `_layout` says what part of the global tensor that is.  `__torch_function__` below is the hot path of the whole package:
+build a key from the function, the layouts and the static arguments, look the plan up, run it on the locals.  Everything
+that happens once per key lives in `dispatch`, `planner` and `rules`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout, Placement
+
+Plan = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]], Any]
+
+plans: dict[tuple[Any, ...], Plan] = {}
+"""Cached plans by key; `dispatch` fills it and keeps it bounded."""
+
+float_values_matter: set[Any] = set()
+"""Functions whose plan depends on the value of a float argument, not only on its being one."""
+
+_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # not in torch's stubs
+_PLAIN_KEYS = frozenset(
+    [int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), torch.Size]
+)
+_TRUE, _FALSE = object(), object()
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class _CopiedView:
+    """Marks, in a DTensor's memo, a view of which a redistribution had to make a copy: writing to it would be lost."""
+
+    def __repr__(self) -> str:
+        return "copied view"
+
+
+COPIED_VIEW = _CopiedView()
+
+
+class PerThread(threading.local):
+    """What is set per thread: whether plain tensors in a call count as replicated."""
+
+    implicit_replication = False
+
+
+per_thread = PerThread()
+
+
+def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+    """A DTensor around `local`, sharing it and its graph."""
+    result: DTensor = _make(DTensor, layout.shape, dtype=local.dtype, device=local.device)
+    result._local = local
+    result._layout = layout
+    result._memo = None
+    return result
+
+
+class Unkeyable(TypeError):
+    """An argument that no plan can be cached for (unhashable, or a plain tensor)."""
+
+
+def key_of(value: Any, key: list[Any], func: Any) -> Any:
+    """Append what identifies `value` in a plan's key; return it with locals in place of DTensors."""
+    kind = type(value)
+    if kind is DTensor:
+        key.append(value._layout)
+        return value._local
+    if kind in _PLAIN_KEYS:
+        key.append(value)
+        return value
+    if kind is bool:
+        key.append(_TRUE if value else _FALSE)
+        return value
+    if kind is float or kind is complex:
+        key.append((kind, value) if func in float_values_matter else kind)
+        return value
+    if kind is list or kind is tuple:
+        if value and type(value[0]) is DTensor:
+            try:
+                key.append(tuple([x._layout for x in value]))
+                key.append(kind)
+                return [x._local for x in value]
+            except AttributeError:
+                pass
+        key.append(kind)
+        key.append(len(value))
+        return kind([key_of(x, key, func) for x in value])
+    if kind is slice:
+        for part in (value.start, value.stop, value.step):
+            if not (part is None or type(part) is int):
+                raise Unkeyable("slice bounds that are tensors")
+        key.append((slice, value.start, value.stop, value.step))
+        return value
+    if isinstance(value, DTensor):  # nn.Parameter does not make a subclass of ours, users may
+        key.append(value._layout)
+        return value._local
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and not value.requires_grad:
+            key.append("0-d")
+            return value
+        raise Unkeyable("a plain tensor")
+    if isinstance(value, torch.Generator):
+        raise Unkeyable("a generator")
+    try:
+        hash(value)
+    except TypeError:
+        raise Unkeyable(f"an unhashable {kind.__name__}") from None
+    key.append(value)
+    return value
+
+
+class DTensor(torch.Tensor):
+    """A tensor whose elements live on the ranks of a `DeviceMesh`.
+
+    Made by `distribute_tensor`, `DTensor.from_local` or the factories of `terrazzo.tensor`, not by its constructor.
+    It behaves as one tensor: every operation gives what the same operation on one device would give.
+    """
+
+    __slots__ = ("_local", "_layout", "_memo", "_grad_wrapper", "_pending")
+    _local: torch.Tensor
+    _layout: Layout
+    _memo: Any
+    _grad_wrapper: DTensor | None
+    _pending: Callable[[], torch.Tensor]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise DTensorError(
+            "DTensor has no public constructor: use distribute_tensor(tensor, mesh, placements) for a global tensor or "
+            "DTensor.from_local(local, mesh, placements) for each rank's part"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        key = [func]
+        loc = []
+        kw = {}
+        try:
+            for a in args:
+                t = type(a)
+                if t is DTensor:
+                    key.append(a._layout)
+                    loc.append(a._local)
+                elif t in _PLAIN_KEYS:
+                    key.append(a)
+                    loc.append(a)
+                else:
+                    loc.append(key_of(a, key, func))
+            if kwargs:
+                for name, a in kwargs.items():
+                    key.append(name)
+                    kw[name] = key_of(a, key, func)
+            hashable = tuple(key)
+            plan = plans.get(hashable)
+        except Unkeyable:
+            hashable, plan = None, None
+        if plan is not None:
+            return plan(func, args, loc, kw, kwargs or kw)
+        from terrazzo.tensor.dispatch import call_without_plan
+
+        return call_without_plan(func, types, args, kwargs or {}, hashable)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from terrazzo.tensor.aten import dispatch_aten
+
+        return dispatch_aten(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        # Slots that are rarely used stay unset, so that wrapping stays cheap; an unset slot ends up here.
+        if name == "_local":
+            local = self._local = self._pending()
+            return local
+        if name == "_grad_wrapper":
+            return None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that holds the tensor."""
+        mesh: DeviceMesh = self._layout.mesh
+        return mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dimension."""
+        return self._layout.placements
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # a getset in torch's stubs
+        return self._layout.shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return self._layout.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._layout.shape if dim is None else self._layout.shape[dim]
+
+    def dim(self) -> int:
+        return self._layout.ndim
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self._layout.shape.numel()
+
+    nelement = numel
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = global_stride(self._local, self._layout.shape)
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self._local.is_contiguous(memory_format=memory_format)
+
+    def is_floating_point(self) -> bool:
+        return self._local.is_floating_point()
+
+    def is_complex(self) -> bool:
+        return self._local.is_complex()
+
+    def is_inference(self) -> bool:
+        return self._local.is_inference()
+
+    def is_signed(self) -> bool:
+        return self._local.is_signed()
+
+    def element_size(self) -> int:
+        return self._local.element_size()
+
+    def get_device(self) -> int:
+        return self._local.get_device()
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._layout.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DTensor(local_tensor={self._local!r}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self._layout.ndim == 0:
+            return format(self.item(), spec)
+        return repr(self) if not spec else object.__format__(self, spec)
+
+    # ------------------------------------------------------------------ conversions
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The DTensor whose part on this rank is `local_tensor`; differentiable.
+
+        Without `shape` every rank must hold a part of the same size. `run_check=True` compares the parts across ranks
+        and gives replicas the first rank's data. `stride` is accepted for compatibility: strides follow the local
+        tensor.
+        """
+        from terrazzo.tensor.convert import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
+        from terrazzo.tensor.convert import to_local
+
+        return to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh; differentiable."""
+        from terrazzo.tensor.convert import full_tensor
+
+        return full_tensor(self, grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same tensor placed otherwise, on the same mesh or on another; differentiable.
+
+        Without `placements` it is replicated. With `async_op=True` the communication runs until the result is used.
+        """
+        from terrazzo.tensor.convert import redistribute
+
+        return redistribute(self, device_mesh, placements, async_op=async_op)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The boxes of the global tensor that this rank holds, for checkpoints."""
+        from terrazzo.tensor.convert import chunk_list
+
+        return chunk_list(self)
+
+    # ------------------------------------------------------------------ autograd
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        g = self._local.grad
+        if g is None:
+            return None
+        w = self._grad_wrapper
+        if w is None or w._local is not g:
+            w = self._grad_wrapper = wrap(g, self._layout.dual)
+        return w
+
+    @grad.setter
+    def grad(self, value: DTensor | None) -> None:
+        if value is None:
+            self._local.grad = None
+            self._grad_wrapper = None
+            return
+        if not isinstance(value, DTensor):
+            raise DTensorError(
+                f"the gradient of a DTensor must be a DTensor, got {type(value).__name__}: wrap it with "
+                "DTensor.from_local or distribute_tensor"
+            )
+        if value._layout is not self._layout.dual:
+            value = value.redistribute(self.device_mesh, self._layout.dual.placements)
+        self._local.grad = value._local
+        self._grad_wrapper = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        return wrap(self._local.data, self._layout)
+
+    @data.setter
+    def data(self, value: DTensor) -> None:
+        if not isinstance(value, DTensor):
+            raise DTensorError(f"DTensor.data can only be set to a DTensor, got {type(value).__name__}")
+        local = value._local.detach()
+        if value._layout.shape == self._layout.shape and local.dtype == self._local.dtype:
+            self._local.data = local
+            self._layout = value._layout
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch._C.TensorBase.data.__set__(self, wrap(local, value._layout))  # type: ignore[attr-defined]
+            self._local.data = local
+            self._layout = value._layout
+        self._memo = None
+        self._grad_wrapper = None
+
+    def detach(self) -> DTensor:
+        return wrap(self._local.detach(), self._layout)
+
+    def detach_(self) -> DTensor:
+        self._local.detach_()
+        return self
+
+    def retain_grad(self) -> None:
+        self._local.retain_grad()
+
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if inputs is not None or gradient is not None or self._layout.shape.numel() != 1:
+            torch.autograd.backward((self,), gradient, retain_graph, create_graph, inputs=inputs)
+            return
+        local = self._local
+        keep = create_graph if retain_graph is None else retain_graph
+        _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        dual = self._layout.dual
+
+        def on_local(grad: torch.Tensor) -> torch.Tensor | None:
+            result = hook(wrap(grad, dual))
+            if result is None:
+                return None
+            if result._layout is not dual:
+                result = result.redistribute(dual.mesh, dual.placements)
+            local: torch.Tensor = result._local
+            return local
+
+        return self._local.register_hook(on_local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        me = weakref.ref(self)
+        return self._local.register_post_accumulate_grad_hook(lambda _local: hook(me()))
+
+    # ------------------------------------------------------------------ values and copies
+
+    def item(self) -> Any:
+        return self._one_value("item").item()
+
+    def tolist(self) -> Any:
+        return self.full_tensor().detach().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self._one_value("bool"))
+
+    def __int__(self) -> int:
+        return int(self._one_value("int"))
+
+    def __float__(self) -> float:
+        return float(self._one_value("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._one_value("complex"))
+
+    def __index__(self) -> int:
+        return self._one_value("index").__index__()
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    def _one_value(self, what: str) -> torch.Tensor:
+        if self._layout.shape.numel() != 1:
+            raise RuntimeError(
+                f"{what}() needs a tensor with one element, this DTensor has shape {tuple(self._layout.shape)}"
+            )
+        if self._layout.is_replicated:
+            return self._local.detach()
+        return self.detach().full_tensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            found: DTensor = memo[id(self)]
+            return found
+        if not self._local.is_leaf:
+            raise RuntimeError("only DTensors created by the user (graph leaves) can be deep-copied")
+        local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
+        if self._local.grad is not None:
+            local.grad = self._local.grad.detach().clone()
+        result = wrap(local, self._layout)
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from terrazzo.tensor.convert import rebuild
+
+        state = {k: v for k, v in self.__dict__.items() if k != "_is_param"}
+        return (
+            rebuild,
+            (self._local.detach(), self._layout, self._local.requires_grad, bool(self.__dict__.get("_is_param")), state),
+        )
+
+    # ------------------------------------------------------------------ what has no meaning on one rank's part
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_raw_access("numpy()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_raw_access("conversion to a numpy array")
+
+    def data_ptr(self) -> NoReturn:
+        _no_raw_access("data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        _no_raw_access("untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        _no_raw_access("storage()")
+
+    def _typed_storage(self) -> NoReturn:
+        _no_raw_access("typed storage")
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_raw_access("DLPack export")
+
+    def __dlpack_device__(self) -> NoReturn:
+        _no_raw_access("DLPack export")
+
+    def share_memory_(self) -> NoReturn:
+        _no_raw_access("share_memory_()")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_raw_access("set_()")
+
+    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_raw_access("resize_()")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
+
+
+def _no_raw_access(what: str) -> NoReturn:
+    raise DTensorError(
+        f"{what} has no meaning for a DTensor, whose elements live on several ranks: use .to_local() for this rank's "
+        "part or .full_tensor() for the whole"
+    )
+
+
+def _forward_to_local(name: str, settable: bool = False) -> property:
+    def get(self: DTensor) -> Any:
+        return getattr(self._local, name)
+
+    def put(self: DTensor, value: Any) -> None:
+        setattr(self._local, name, value)
+
+    return property(get, put if settable else None)
+
+
+for _name in (
+    *("dtype", "device", "is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf"),
+    *("itemsize", "_version", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr", "retains_grad", "output_nr", "grad_fn"),
+    *("is_xla", "is_mtia", "is_ipu", "is_vulkan", "is_maia"),
+):
+    setattr(DTensor, _name, _forward_to_local(_name))
+
+
+def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global tensor with the dims in the order in which the local tensor keeps them."""
+    order = range(len(shape))
+    if not local.is_contiguous():
+        order = sorted(order, key=lambda d: (-local.stride(d), d))  # type: ignore[assignment]
+    strides, step = [0] * len(shape), 1
+    for d in reversed(list(order)):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)

@@ -1,0 +1,132 @@
+"""DTensors from nothing: each rank makes only its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout, Placement, Replicate
+from terrazzo.tensor import random
+from terrazzo.tensor.convert import current_mesh
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+
+def _shape(size: Sequence[Any]) -> tuple[int, ...]:
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        return tuple(size[0])
+    return tuple(size)
+
+
+def _make(
+    shape: tuple[int, ...],
+    fill: Callable[[Layout, torch.dtype], torch.Tensor],
+    requires_grad: bool,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    if layout is not torch.strided:
+        raise DTensorError(f"DTensors are strided, layout={layout} is not available")
+    mesh = current_mesh(device_mesh)
+    placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    described = Layout.of(mesh, placed, shape)
+    local = fill(described, dtype or torch.get_default_dtype())
+    return wrap(local, described).requires_grad_(requires_grad)
+
+
+def _filled(value: Any) -> Callable[[Layout, torch.dtype | None], torch.Tensor]:
+    def fill(layout: Layout, dtype: torch.dtype | None) -> torch.Tensor:
+        local = torch.full(tuple(layout.local_shape), value, dtype=dtype, device=layout.mesh.device_type)
+        # Terms of a sum must add up to the value: the first rank holds it, the others the neutral element.
+        for m, p in enumerate(layout.placements):
+            if p.is_partial("sum") and layout.coord is not None and layout.coord[m]:
+                local.zero_()
+            elif p.is_partial("product") and layout.coord is not None and layout.coord[m]:
+                local.fill_(1)
+        return local
+
+    return fill
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of zeros: `zeros(2, 3, ...)` or `zeros((2, 3), ...)`."""
+    return _make(_shape(size), _filled(0), requires_grad, dtype, layout, device_mesh, placements)
+
+
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of ones."""
+    return _make(_shape(size), _filled(1), requires_grad, dtype, layout, device_mesh, placements)
+
+
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor with no particular values."""
+
+    def fill(described: Layout, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(described.local_shape), dtype=kind, device=described.mesh.device_type)
+
+    return _make(_shape(size), fill, requires_grad, dtype, layout, device_mesh, placements)
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor filled with one value; its dtype is the value's unless given."""
+    kind = torch.full((), fill_value).dtype if dtype is None else dtype
+    return _make(_shape((size,)), _filled(fill_value), requires_grad, kind, layout, device_mesh, placements)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Uniform values in [0, 1) that depend on `torch.manual_seed` and the global index only, not on the placements."""
+    return _make(_shape(size), random.uniform, requires_grad, dtype, layout, device_mesh, placements)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Standard normal values that depend on `torch.manual_seed` and the global index only, not on the placements."""
+    return _make(_shape(size), random.normal, requires_grad, dtype, layout, device_mesh, placements)

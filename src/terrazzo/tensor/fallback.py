@@ -1,0 +1,113 @@
+"""Replicate-and-run: what every operation can fall back on.
+
+The operands are gathered on every rank, the caller's function runs there on the whole tensors, and the results are replicated
+DTensors. It is right for any deterministic function, it costs what the gathers cost, and it says so once per operation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Layout, Replicate, moved_bytes
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.runners import mark_copied, refuse_copied_view
+from terrazzo.tensor.structure import map_tensors
+
+_warned: set[str] = set()
+
+
+class ReplicationWarning(UserWarning):
+    """An operation without a sharding rule gathered its operands."""
+
+
+def replicate_and_run(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` on the whole tensors, on every rank."""
+    gathered = _Gathered(name)
+    full_args = [gathered.walk(a) for a in args]
+    full_kwargs = {k: gathered.walk(v) for k, v in kwargs.items()}
+    gathered.warn()
+    result = func(*full_args, **full_kwargs)
+    return gathered.wrap(result)
+
+
+def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same for functions that write their first argument."""
+    target = args[0]
+    refuse_copied_view(target)
+    gathered = _Gathered(name)
+    full_target = gathered.walk(target)
+    if full_target is target._local or full_target.is_leaf:
+        full_target = full_target.clone()
+    full_args = [full_target, *(gathered.walk(a) for a in args[1:])]
+    full_kwargs = {k: gathered.walk(v) for k, v in kwargs.items()}
+    gathered.warn()
+    func(*full_args, **full_kwargs)
+    layout = target._layout
+    replicated = Layout.of(layout.mesh, (Replicate(),) * len(layout.placements), layout.shape)
+    target._local.copy_(redistribute_local(full_target, replicated, layout))
+    return target
+
+
+class _Gathered:
+    """The operands of one call, replicated, and what that moved."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes = 0
+        self.layout: Layout | None = None
+        self.copies: set[int] = set()
+
+    def walk(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return self._replicate(value)
+        if isinstance(value, (list, tuple)):
+            items = [self.walk(v) for v in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return {k: self.walk(v) for k, v in value.items()}
+        return value
+
+    def _replicate(self, value: DTensor) -> torch.Tensor:
+        layout = value._layout
+        if self.layout is None:
+            self.layout = layout
+        if layout.is_replicated:
+            return value._local
+        target = layout.with_placements((Replicate(),) * len(layout.placements))
+        self.bytes += moved_bytes(layout, target, value._local.element_size())
+        full = redistribute_local(value._local, layout, target)
+        self.copies.add(_storage(full))
+        return full
+
+    def warn(self) -> None:
+        if self.bytes and self.name not in _warned:
+            _warned.add(self.name)
+            warnings.warn(
+                f"{self.name} has no sharding rule: its operands were replicated, {self.bytes} bytes received by each rank in "
+                "this call. Said once per operation; terrazzo.tensor.debug.CommDebugMode shows every byte",
+                ReplicationWarning,
+                stacklevel=5,
+            )
+
+    def wrap(self, value: Any) -> Any:
+        return map_tensors(value, self._wrap_one)
+
+    def _wrap_one(self, local: torch.Tensor) -> DTensor:
+        assert self.layout is not None
+        mesh = self.layout.mesh
+        result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
+        if local._is_view() and self.copies and _storage(local) in self.copies:
+            mark_copied(result)
+        return result
+
+
+def _storage(t: torch.Tensor) -> int:
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(t)  # sparse and other layouts without a storage alias nothing

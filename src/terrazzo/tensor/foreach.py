@@ -1,0 +1,219 @@
+"""Lists of tensors at once: `_foreach_*` and `_fused_*`, on which optimizers and clipping rest.
+
+The lists are unwrapped once. Elementwise updates run on the locals when the tensors of one position are placed alike and none
+holds terms, which is what optimizers do; anything else goes tensor by tensor through the ordinary operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.layout import Layout, Partial, Replicate
+from terrazzo.tensor.dispatch import specials
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.names import canonical_name
+from terrazzo.tensor.rules.pointwise import is_pointwise
+
+_ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])
+
+
+def install() -> None:
+    """Register a handler for every list operation that this torch has."""
+    for name in dir(torch.ops.aten):
+        if name.startswith("_foreach_") and not name.endswith("_out"):
+            specials[name] = _foreach
+    for name in dir(torch):
+        if name.startswith("_foreach_"):
+            specials[name] = _foreach
+    for name in _ELEMENTWISE_FUSED:
+        specials[name] = specials[name + "_"] = _fused
+    specials["_foreach_norm"] = _norms
+    specials["_foreach_max"] = _one_by_one
+    specials["_amp_foreach_non_finite_check_and_unscale_"] = _unscale
+    specials["_amp_update_scale_"] = _update_scale
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _locals(value: Any) -> Any:
+    if _is_list(value):
+        try:
+            return [x._local for x in value]
+        except AttributeError:
+            return [x._local if isinstance(x, DTensor) else x for x in value]
+    return value._local if isinstance(value, DTensor) else value
+
+
+def _placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether the locals can be updated as they are."""
+    try:
+        layouts = [x._layout for x in first]
+    except AttributeError:
+        return False
+    checked: set[int] = set()
+    for layout in layouts:
+        if id(layout) not in checked:
+            checked.add(id(layout))
+            if layout.dual is not layout:
+                return False
+    for other in others:
+        if _is_list(other):
+            if len(other) != len(layouts):
+                return False
+            for x, layout in zip(other, layouts, strict=True):
+                if not isinstance(x, DTensor):
+                    if x.dim():
+                        return False
+                elif x._layout is not layout and not (x._layout.ndim == 0 and x._layout.is_replicated):
+                    return False
+        elif isinstance(other, DTensor) and not (other._layout.ndim == 0 and other._layout.is_replicated):
+            return False
+    return True
+
+
+def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name, inplace = canonical_name(func)
+    single = name.removeprefix("_foreach_")
+    first = args[0]
+    others = [*args[1:], *kwargs.values()]
+    differentiable = torch.is_grad_enabled() and any(
+        x.requires_grad for v in (first, *others) if _is_list(v) for x in v
+    )
+    if differentiable or not (is_pointwise(single) or single in ("copy", "zero", "clone")) or not _placed_alike(first, others):
+        return _one_by_one(func, args, kwargs)
+    local_kwargs = {k: _locals(v) for k, v in kwargs.items()} if kwargs else {}
+    result = func(*[_locals(a) for a in args], **local_kwargs)
+    if inplace:
+        return first if result is not None else None
+    return type(result)([wrap(r, x._layout) for r, x in zip(result, first, strict=True)])
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The ordinary operation for each position of the lists."""
+    name, inplace = canonical_name(func)
+    single = name.removeprefix("_foreach_") + ("_" if inplace else "")
+    method = getattr(torch.Tensor, single, None) or getattr(torch, single)
+    count = len(args[0])
+    if name == "_foreach_pow" and not _is_list(args[0]):
+        count, method = len(args[1]), torch.pow
+    lists = [v for v in (*args, *kwargs.values()) if type(v) in (list, tuple)]
+    if any(len(v) != count for v in lists):
+        return NotImplemented
+
+    def at(value: Any, i: int) -> Any:
+        return value[i] if type(value) in (list, tuple) else value
+
+    def position(i: int) -> Any:
+        own = [at(a, i) for a in args]
+        named = {k: at(v, i) for k, v in kwargs.items()}
+        if single in ("addcmul", "addcdiv", "addcmul_", "addcdiv_"):
+            scalars = own[3:] + [named.pop(k) for k in ("value", "scalars") if k in named]
+            return method(*own[:3], value=scalars[0] if scalars else 1)
+        if single in ("add", "add_", "sub", "sub_") and len(own) == 2 and "alpha" in named and not isinstance(
+            own[1], torch.Tensor
+        ):
+            return method(own[0], own[1] * named["alpha"])
+        if single in ("clamp_max", "clamp_min", "maximum", "minimum", "clamp_max_", "clamp_min_", "maximum_", "minimum_"):
+            return _bounded(single, own[0], own[1])
+        return method(*own, **named)
+
+    results = [position(i) for i in range(count)]
+    if inplace:
+        return None if isinstance(func, torch._ops.OpOverload) else args[0]
+    return tuple(results) if isinstance(args[0], tuple) else results
+
+
+def _bounded(single: str, x: Any, bound: Any) -> Any:
+    """maximum and minimum take numbers in lists, clamp_min and clamp_max tensors: one meaning, several spellings."""
+    base = single.rstrip("_")
+    upper = base in ("clamp_max", "minimum")
+    result = torch.clamp(x, max=bound) if upper else torch.clamp(x, min=bound)
+    return x.copy_(result) if single.endswith("_") else result
+
+
+def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    first = args[0]
+    others = [*args[1:], *kwargs.values()]
+    state_steps = [v for v in others if _is_list(v) and isinstance(v[0], torch.Tensor) and v[0].dim() == 0]
+    rest = [v for v in others if not any(v is s for s in state_steps)]
+    if not _placed_alike(first, rest):
+        first_layouts = [x._layout for x in first]
+        if any(isinstance(p, Partial) for layout in first_layouts for p in layout.placements):
+            return NotImplemented
+        args = [first, *[_placed_like(a, first) for a in args[1:]]]
+        kwargs = {k: _placed_like(v, first) for k, v in kwargs.items()}
+    return func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
+
+
+def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:
+    """Gradients that are placed otherwise are brought to their parameters' layout."""
+    if not _is_list(value) or len(value) != len(first):
+        return value
+    return [
+        x.redistribute(p.device_mesh, p.placements) if isinstance(x, DTensor) and x.shape == p.shape else x
+        for x, p in zip(value, first, strict=True)
+    ]
+
+
+def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Local norms, then one reduction per mesh and set of mesh dims for all tensors together."""
+    tensors = args[0]
+    ord_ = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if not all(isinstance(x, DTensor) for x in tensors) or (
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    ):
+        return _one_by_one(func, args, kwargs)
+    tensors = [x if x._layout.dual is x._layout else x.redistribute() for x in tensors]
+    results = list(func([x._local for x in tensors], *args[1:], **kwargs))
+    groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if x._layout.varying:
+            groups.setdefault((x._layout.mesh, x._layout.varying), []).append(i)
+    for (mesh, dims), members in groups.items():
+        axis = axis_of(mesh, dims)
+        if axis.size == 1:
+            continue
+        local = torch.stack([results[i] for i in members])
+        if ord_ == float("inf"):
+            joined = all_reduce(local, axis, "max")
+        elif ord_ == float("-inf"):
+            joined = all_reduce(local, axis, "min")
+        elif ord_ == 0:
+            joined = all_reduce(local, axis)
+        else:
+            joined = all_reduce(local**ord_, axis) ** (1.0 / ord_)
+        for i, value in zip(members, joined.unbind(), strict=True):
+            results[i] = value
+    scalars: dict[Any, Layout] = {}
+    wrapped = []
+    for x, value in zip(tensors, results, strict=True):
+        mesh = x._layout.mesh
+        layout = scalars.get(mesh)
+        if layout is None:
+            layout = scalars[mesh] = Layout.of(mesh, (Replicate(),) * len(x._layout.mesh_shape), ())
+        wrapped.append(wrap(value, layout))
+    return tuple(wrapped)
+
+
+def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """GradScaler's unscaling: an overflow on one rank is an overflow on all."""
+    grads, found_inf, inv_scale = args
+    func([_locals(g) for g in grads], _locals(found_inf), _locals(inv_scale))
+    found = _locals(found_inf)
+    done: set[tuple[int, tuple[int, ...]]] = set()
+    for g in grads:
+        layout = g._layout
+        if layout.varying and (id(layout.mesh), layout.varying) not in done:
+            done.add((id(layout.mesh), layout.varying))
+            found.copy_(all_reduce(found, axis_of(layout.mesh, layout.varying), "max"))
+
+
+def _update_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})

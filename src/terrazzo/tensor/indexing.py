@@ -1,0 +1,336 @@
+"""`x[...]` and `x[...] = value`.
+
+Basic indices (ints, slices, None, Ellipsis) become one view rule: a dim taken whole keeps its shards, a dim that is cut or
+selected is gathered. Assignment through basic indices never gathers: each rank writes what falls into its own box.
+Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Box, Layout, Partial, Replicate
+from terrazzo.tensor.dispatch import run_again, special
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.fallback import replicate_and_run_in_place
+from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.runners import refuse_copied_view
+from terrazzo.tensor.spec import Call, Operand, Spec
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return tuple(index) if isinstance(index, tuple) else (index,)
+
+
+def _is_basic(index: Sequence[Any]) -> bool:
+    return all(i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool)) for i in index)
+
+
+def _consumes(i: Any) -> int:
+    """How many dims of the tensor one index item takes."""
+    if i is None or i is Ellipsis or isinstance(i, bool):
+        return 0
+    if isinstance(i, (torch.Tensor, Operand)) and _is_mask(i):
+        return i.ndim
+    return 1
+
+
+def _is_mask(i: Any) -> bool:
+    return isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+
+
+def expanded(index: Any, ndim: int) -> list[Any]:
+    """The index with the Ellipsis, and what it leaves out at the end, written as full slices."""
+    items = list(_as_tuple(index))
+    taken = sum(_consumes(i) for i in items)
+    if taken > ndim:
+        raise IndexError(f"too many indices for a tensor of {ndim} dimensions")
+    fill = [slice(None)] * (ndim - taken)
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
+    return items + fill if at is None else [*items[:at], *fill, *items[at + 1 :]]
+
+
+@rule("__getitem__")
+def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
+    if not isinstance(input, Operand):
+        return None
+    items = _as_tuple(index)
+    if isinstance(index, list) or not _is_basic(items) or sum(i is Ellipsis for i in items) > 1:
+        return None
+    ins: list[int | None] = [None] * input.ndim
+    out: list[int | None] = []
+    shape: list[int] = []
+    d = 0
+    for i in expanded(items, input.ndim):
+        if i is None:
+            out.append(None)
+            shape.append(1)
+            continue
+        n = input.shape[d]
+        if isinstance(i, slice):
+            if i.step is not None and i.step <= 0:
+                return None
+            start, stop, step = i.indices(n)
+            length = len(range(start, stop, step))
+            whole = length == n and step == 1
+            ins[d] = d if whole else None
+            out.append(ins[d])
+            shape.append(length)
+        elif not -n <= i < n:
+            raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
+        d += 1
+    # The caller's own slices are right for the locals too: a dim that stays sharded is one that the index takes whole,
+    # but its bounds may be global numbers, so they are written as a full slice.
+    local_index = tuple(
+        slice(None) if isinstance(i, slice) and ins[k] is not None else i for i, k in _with_dims(items, input.ndim)
+    )
+    return Spec(
+        [tuple(ins)],
+        [tuple(out)],
+        [tuple(shape)],
+        linear=[(0,)],
+        moves_only=True,
+        is_view=True,
+        localize=lambda chosen: lambda func, loc, kw: loc[0][local_index],
+    )
+
+
+def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:
+    """Each item of the expanded index with the dim that it takes (0 for those that take none)."""
+    result, d = [], 0
+    for i in expanded(items, ndim):
+        result.append((i, 0 if i is None else d))
+        d += _consumes(i)
+    return result
+
+
+@special("__getitem__")
+def get(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    target, index = args
+    if not isinstance(target, DTensor):
+        return _index_plain(target, index)
+    items = _as_tuple(index)
+    if any(isinstance(i, DTensor) and i.ndim == 0 and not _is_mask(i) for i in items) or any(
+        isinstance(i, slice) and any(isinstance(v, torch.Tensor) for v in (i.start, i.stop, i.step)) for i in items
+    ):
+        return run_again(func, (target, _with_plain_ints(index)), kwargs)
+    if isinstance(index, list) or not _is_basic(items):
+        return _advanced(target, index)
+    return NotImplemented
+
+
+def _index_plain(target: torch.Tensor, index: Any) -> Any:
+    raise DTensorError(
+        "a plain tensor is indexed with a DTensor: index a DTensor, or use index.full_tensor() for the plain one"
+    )
+
+
+def _with_plain_ints(index: Any) -> Any:
+    def plain(i: Any) -> Any:
+        if isinstance(i, DTensor) and i.ndim == 0 and not _is_mask(i):
+            return int(i)
+        if isinstance(i, slice):
+            return slice(*(int(v) if isinstance(v, torch.Tensor) else v for v in (i.start, i.stop, i.step)))
+        return i
+
+    return tuple(plain(i) for i in index) if isinstance(index, tuple) else plain(index)
+
+
+def _replicated(layout: Layout) -> Layout:
+    return layout.with_placements((Replicate(),) * len(layout.placements))
+
+
+def _full(value: Any, like: Layout) -> Any:
+    """An index item on every rank."""
+    if isinstance(value, DTensor):
+        return redistribute_local(value._local.detach(), value._layout, _replicated(value._layout))
+    return value
+
+
+def _advanced(target: DTensor, index: Any) -> DTensor:
+    """Index tensors: dims taken whole keep their shards when no mask or index touches them."""
+    layout = target._layout
+    items = [_full(i, layout) for i in _as_tuple(index)] if not isinstance(index, list) else [index]
+    items = [torch.as_tensor(i) if isinstance(i, list) else i for i in items]
+    items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
+    touched, d = set(), 0
+    for i in expanded(tuple(items), layout.ndim):
+        n = _consumes(i)
+        if not (isinstance(i, slice) and i == slice(None)):
+            touched.update(range(d, d + n))
+        d += n
+    placements = [
+        Replicate() if (isinstance(p, Partial) or p.is_replicate() or p.dim in touched) else p  # type: ignore[attr-defined]
+        for p in layout.placements
+    ]
+    if any(isinstance(p, Partial) for p in layout.placements):
+        placements = [p if isinstance(p, Partial) else q for p, q in zip(layout.placements, placements, strict=True)]
+    kept = layout.with_placements(placements, layout.order)
+    varying = tuple(m for m in kept.varying)
+    local = redistribute_local(target._local, layout, kept, varying)
+    if varying and local.requires_grad and torch.is_grad_enabled():
+        from terrazzo.tensor.runners import cast_fresh
+
+        dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
+        local = cast_fresh(local, dims, layout.mesh) if dims else local
+    picked = local[tuple(items)]
+    # Where each kept dim went is read off a probe on the meta device: strides name the source dim.
+    shape, out_dims = _probe(layout.shape, items)
+    placed = [p if not p.is_shard() else _moved_shard(p, out_dims) for p in kept.placements]
+    return wrap(picked, Layout.of(layout.mesh, placed, shape, layout.order))
+
+
+def layout_device(target: DTensor) -> torch.device:
+    return target._local.device
+
+
+def _moved_shard(placement: Any, out_dims: dict[int, int]) -> Any:
+    return type(placement)(out_dims[placement.dim])
+
+
+def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The shape of the indexed tensor, and where each dim that is taken whole goes.
+
+    Advanced indices are broadcast together; their dims stand where the first one stood if they are neighbours, in front
+    if not.
+    """
+    full = expanded(tuple(items), len(shape))
+    advanced = [k for k, i in enumerate(full) if isinstance(i, (torch.Tensor, bool))]
+    ints_advance = [k for k, i in enumerate(full) if isinstance(i, int) and not isinstance(i, bool)]
+    adv = sorted(advanced + ints_advance) if advanced else []
+    shapes: list[tuple[int, ...]] = []
+    for k in adv:
+        i = full[k]
+        if isinstance(i, bool):
+            shapes.append((int(i),))
+        elif isinstance(i, int):
+            shapes.append(())
+        elif _is_mask(i):
+            shapes.append((int(i.sum()),))
+        else:
+            shapes.append(tuple(i.shape))
+    joined = tuple(torch.broadcast_shapes(*shapes)) if adv else ()
+    neighbours = bool(adv) and adv == list(range(adv[0], adv[-1] + 1))
+    out: list[tuple[int, int | None]] = []
+    d = 0
+    placed = not adv
+    if adv and not neighbours:
+        out += [(n, None) for n in joined]
+        placed = True
+    for k, i in enumerate(full):
+        if k in adv:
+            if not placed:
+                out += [(n, None) for n in joined]
+                placed = True
+        elif i is None:
+            out.append((1, None))
+        elif isinstance(i, slice):
+            length = len(range(*i.indices(shape[d])))
+            out.append((length, d))
+        d += _consumes(i)
+    return tuple(n for n, _ in out), {src: k for k, (_, src) in enumerate(out) if src is not None}
+
+
+# ------------------------------------------------------------------ assignment
+
+
+@special("__setitem__")
+def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    target, index, value = args
+    if not isinstance(target, DTensor):
+        raise DTensorError("a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor")
+    refuse_copied_view(target)
+    items = tuple(_with_plain_ints(i) for i in _as_tuple(index))
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
+        from terrazzo.tensor.dispatch import admit_plain_tensors
+
+        admitted = admit_plain_tensors("__setitem__", func, (target, 0, value), {})
+        assert admitted is not None
+        value = admitted[0][2]
+    terms = any(isinstance(p, Partial) for p in target._layout.placements)
+    if _is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
+        _assign_box(target, items, value)
+    else:
+        plain_index = tuple(_full(i, target._layout) for i in items) if not isinstance(index, list) else index
+        replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
+
+
+def _assign(target: torch.Tensor, index: Any, value: Any) -> None:
+    target[index] = value
+
+
+def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
+    """Write what of the indexed region lies in this rank's box."""
+    layout = target._layout
+    box: Box = layout.box()
+    local_index: list[Any] = []
+    region: list[int] = []  # lengths of the region's dims, globally
+    mine: list[slice] = []  # which of them are this rank's
+    d = 0
+    for i in expanded(items, layout.ndim):
+        if i is None:
+            local_index.append(None)
+            region.append(1)
+            mine.append(slice(0, 1))
+            continue
+        n, first, length = layout.shape[d], box.offsets[d], box.lengths[d]
+        if isinstance(i, slice):
+            start, stop, step = i.indices(n)
+            wanted = range(start, stop, step)
+            lo = max(0, -(-(first - start) // step))
+            hi = min(len(wanted), max(lo, -(-(first + length - start) // step)))
+            hi = max(lo, hi)
+            if hi > lo:
+                local_index.append(slice(wanted[lo] - first, wanted[hi - 1] - first + 1, step))
+            else:
+                local_index.append(slice(0, 0))
+            region.append(len(wanted))
+            mine.append(slice(lo, hi))
+        else:
+            if not -n <= i < n:
+                raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
+            at = i % n - first
+            if not 0 <= at < length:
+                _write_nothing(target, value)
+                return
+            local_index.append(at)
+        d += 1
+    if layout.coord is None:
+        return
+    target._local[tuple(local_index)] = _my_part(value, region, mine, layout)
+
+
+def _write_nothing(target: DTensor, value: Any) -> None:
+    """A rank outside the region still takes part in bringing the value to every rank, and in its backward."""
+    if isinstance(value, DTensor):
+        local = _my_part(value, [], [], target._layout)
+        target._local[:0] = local.sum() * 0
+
+
+def _my_part(value: Any, region: Sequence[int], mine: Sequence[slice], layout: Layout) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        varying = layout.varying
+        local = redistribute_local(value._local, value._layout, _replicated(value._layout), varying)
+        dims = tuple(m for m in varying if not value._layout.placements[m].is_shard())
+        if dims and local.requires_grad and torch.is_grad_enabled():
+            from terrazzo.tensor.runners import cast_fresh
+
+            local = cast_fresh(local, dims, layout.mesh)
+    else:
+        local = value
+    if not mine:
+        return local
+    extra = max(local.dim() - len(region), 0)
+    local = local.reshape(local.shape[extra:]) if extra else local  # leading dims of size 1, as torch allows
+    shift = len(region) - local.dim()
+    index = tuple(
+        mine[k + shift] if n == region[k + shift] and n != 1 else slice(None) for k, n in enumerate(local.shape)
+    )
+    return local[index]

@@ -1,0 +1,80 @@
+"""In-place operations: the first operand keeps its layout, whatever the others have.
+
+Where the rule can give that layout, the caller's own in-place function runs on the locals. Where it cannot (a
+nonlinear write to terms, a cumulative one along a sharded dim), the functional form runs and its result, brought to the
+layout, is copied over the local. Operations that change the shape rebind the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.fallback import replicate_and_run_in_place
+from terrazzo.tensor.planner import make_plan
+from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.rules import apply_rule
+from terrazzo.tensor.runners import in_place_runner, refuse_copied_view
+from terrazzo.tensor.spec import Call
+
+_RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes"}
+
+
+def run_in_place(
+    call: Call,
+    args: Sequence[Any],
+    loc: list[Any],
+    kw: dict[str, Any],
+    kwargs: Mapping[str, Any],
+    key: tuple[Any, ...] | None,
+    remember: Callable[[Any, Any], None],
+) -> Any:
+    """Run `call.func` so that its first argument holds the result."""
+    target = args[0] if args else None
+    if not isinstance(target, DTensor):
+        raise DTensorError(
+            f"{call.name}_: an in-place operation with DTensors needs a DTensor to write to, got {type(target).__name__}"
+        )
+    refuse_copied_view(target)
+    if call.name in _RESHAPING:
+        from terrazzo.tensor.dispatch import become
+
+        become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
+        return target
+    spec = apply_rule(call)
+    if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
+        plan = make_plan(call, spec, fixed_output=target._layout)
+        if plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast:
+            run = in_place_runner(plan)
+            remember(key, run)
+            return run(call.func, args, loc, kw, dict(kwargs))
+    functional = _functional(call)
+    if functional is None:
+        return replicate_and_run_in_place(call.name, call.func, args, kwargs)
+    result = functional(*args, **kwargs)
+    write(target, result)
+    return target
+
+
+def _functional(call: Call) -> Any:
+    if isinstance(call.func, torch._ops.OpOverload):
+        packet = getattr(torch.ops.aten, call.name, None)
+        return None if packet is None else getattr(packet, call.func._overloadname, None)
+    return getattr(torch.Tensor, call.name, None) or getattr(torch, call.name, None)
+
+
+def write(target: DTensor, value: DTensor) -> None:
+    """Copy `value` over `target`, in `target`'s layout; differentiable."""
+    if value.shape != target.shape:
+        raise DTensorError(f"the result has shape {tuple(value.shape)} and cannot be written to {tuple(target.shape)}")
+    local = redistribute_local(value._local, value._layout, target._layout)
+    target._local.copy_(local)
+
+
+def filled_like(target: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with `target`'s layout around a new local."""
+    return wrap(local, target._layout)

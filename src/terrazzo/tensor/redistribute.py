@@ -1,0 +1,123 @@
+"""Carries a local tensor along a planned transition, differentiably.
+
+Which backward a gather has depends on who uses the result.  A consumer that computes the same on every rank gives a
+replicated gradient, of which each rank keeps its slice; one that varies over the mesh dim gives terms, which are
+reduced and scattered.  `varying` names the mesh dims of the second kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.comm import collectives
+from terrazzo.comm import differentiable as typed
+from terrazzo.comm.axis import axis_of
+from terrazzo.layout import Layout, plan_transition
+from terrazzo.layout.transition import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Slice, Step, ToPartial
+
+
+def redistribute_local(
+    local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """This rank's part under `dst`, given its part under `src`."""
+    for step in plan_transition(src, dst):
+        local = run_step(local, step, src.mesh, varying)
+    return local
+
+
+def run_step(
+    local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None
+) -> torch.Tensor:
+    """One step; `pending` is its communication when `start_step` has started that already."""
+    if isinstance(step, Gather) and len({m in varying for m in step.mesh_dims}) > 1:
+        for single in _split_gather(step, mesh.get_coordinate(), mesh.shape):
+            local = run_step(local, single, mesh, varying)
+        return local
+    axis = axis_of(mesh, step.mesh_dims)
+    if axis.size == 1:
+        return local
+    return _RUN[type(step)](local, step, axis, varying, pending)
+
+
+def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
+    """Start the communication of one step, for `run_step` to finish."""
+    axis = axis_of(mesh, step.mesh_dims)
+    local = local.detach()
+    if isinstance(step, Gather):
+        return collectives.all_gather_start(local, axis, step.dim, step.sizes)
+    if isinstance(step, AllReduce):
+        return collectives.all_reduce_start(local, axis, step.op)
+    if isinstance(step, ReduceScatter):
+        if step.op in ("sum", "avg"):
+            return collectives.reduce_scatter_start(local, axis, step.dim, step.sizes, step.op)
+        return collectives.all_reduce_start(local, axis, step.op)
+    if isinstance(step, AllToAll):
+        return collectives.all_to_all_start(
+            local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes
+        )
+    assert isinstance(step, Exchange)
+    pieces = [None if box is None else local[box.slices()] for box in step.send]
+    shapes = [None if box is None else box.lengths for box in step.receive]
+    return collectives.exchange_start(pieces, axis, shapes, local.dtype, local.device)
+
+
+def _slice(local: torch.Tensor, step: Slice, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    return typed.slice_own(local, axis, step.dim, step.sizes)
+
+
+def _gather(local: torch.Tensor, step: Gather, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    gather = typed.gather_varying if step.mesh_dims[0] in varying else typed.gather_replicate
+    return gather(local, axis, step.dim, step.sizes, pending)
+
+
+def _split_gather(step: Gather, coord: Sequence[int], mesh_shape: Sequence[int]) -> list[Gather]:
+    """One gather a mesh dim, innermost first: for mesh dims whose gathers have different backwards."""
+    result: list[Gather] = []
+    sizes, dims = list(step.sizes), list(step.mesh_dims)
+    while dims:
+        m = dims.pop()
+        n = mesh_shape[m]
+        mine = 0
+        for outer in dims:
+            mine = mine * mesh_shape[outer] + coord[outer]
+        result.append(Gather((m,), step.dim, tuple(sizes[mine * n : mine * n + n])))
+        sizes = [sum(sizes[i : i + n]) for i in range(0, len(sizes), n)]
+    return result
+
+
+def _all_reduce(local: torch.Tensor, step: AllReduce, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    return typed.reduce_replicate(local, axis, step.op, pending)
+
+
+def _reduce_scatter(local: torch.Tensor, step: ReduceScatter, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    if step.op in ("sum", "avg"):
+        return typed.reduce_scatter(local, axis, step.dim, step.sizes, step.op, pending)
+    return typed.slice_own(typed.reduce_replicate(local, axis, step.op, pending), axis, step.dim, step.sizes)
+
+
+def _all_to_all(local: torch.Tensor, step: AllToAll, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    return typed.all_to_all(
+        local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes, pending
+    )
+
+
+def _to_partial(local: torch.Tensor, step: ToPartial, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    return typed.replicate_to_partial(local, axis, step.op)
+
+
+def _exchange(local: torch.Tensor, step: Exchange, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+    return typed.exchange(local, axis, step.send, step.receive, step.shape, pending)
+
+
+_RUN: dict[type, Callable[..., torch.Tensor]] = {
+    Slice: _slice,
+    Gather: _gather,
+    AllReduce: _all_reduce,
+    ReduceScatter: _reduce_scatter,
+    AllToAll: _all_to_all,
+    ToPartial: _to_partial,
+    Exchange: _exchange,
+}

@@ -1,0 +1,28 @@
+"""Sharding rules: for each operation, which of its loops may be cut between ranks. See `terrazzo.tensor.spec`."""
+
+from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importing these does)
+    attention,
+    composites,
+    factories,
+    indexing,
+    join,
+    matmul,
+    nn,
+    pointwise,
+    reductions,
+    views,
+)
+from terrazzo.tensor.rules.pointwise import is_pointwise, pointwise_spec
+from terrazzo.tensor.rules.registry import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, has_rule
+from terrazzo.tensor.rules.registry import apply_rule as _apply_registered
+from terrazzo.tensor.spec import Call, Spec
+
+
+def apply_rule(call: Call) -> Spec | None:
+    """The answer of the operation's rule, or of the one for all elementwise operations; None when neither covers it."""
+    if has_rule(call.name):
+        return _apply_registered(call)
+    return pointwise_spec(call) if is_pointwise(call.name) else None
+
+
+__all__ = ["COMPOSITES", "DECOMPOSITIONS", "VALUE_KEYED", "apply_rule", "has_rule", "is_pointwise"]

@@ -1,0 +1,159 @@
+"""Products: contractions of operands over shared loops, all of them linear in each operand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.tensor.rules.pointwise import broadcast
+from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.spec import Call, Dims, Operand, Spec
+
+
+def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
+    """The spec of an einsum: loops that the output lacks are summed."""
+    sizes = {f: n for dims, o in zip(ins, operands, strict=True) for f, n in zip(dims, o.shape, strict=True) if f is not None}
+    summed = {f: "sum" for f in sizes if f not in out}
+    shape = tuple(1 if f is None else sizes[f] for f in out)
+    return Spec(ins, [out], [shape], reduce=summed, linear=[(i,) for i in range(len(ins))])
+
+
+@rule("mm")
+def mm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
+    if input.ndim != 2 or mat2.ndim != 2 or input.shape[1] != mat2.shape[0]:
+        return None
+    return contraction([(0, 1), (1, 2)], (0, 2), [input, mat2])
+
+
+@rule("bmm")
+def bmm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
+    if input.ndim != 3 or mat2.ndim != 3 or input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
+        return None
+    return contraction([(3, 0, 1), (3, 1, 2)], (3, 0, 2), [input, mat2])
+
+
+@rule("mv")
+def mv(call: Call, input: Operand, vec: Operand) -> Spec | None:
+    if input.ndim != 2 or vec.ndim != 1 or input.shape[1] != vec.shape[0]:
+        return None
+    return contraction([(0, 1), (1,)], (0,), [input, vec])
+
+
+@rule("dot", "inner_1d", "vdot")
+def dot(call: Call, input: Operand, other: Operand) -> Spec | None:
+    if input.ndim != 1 or input.shape != other.shape:
+        return None
+    return contraction([(0,), (0,)], (), [input, other])
+
+
+@rule("outer", "ger")
+def outer(call: Call, input: Operand, vec2: Operand) -> Spec | None:
+    if input.ndim != 1 or vec2.ndim != 1:
+        return None
+    return contraction([(0,), (1,)], (0, 1), [input, vec2])
+
+
+@rule("matmul")
+def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
+    if not isinstance(input, Operand) or not isinstance(other, Operand) or not input.ndim or not other.ndim:
+        return None
+    a, b = input.shape, other.shape
+    if a[-1] != (b[-2] if len(b) > 1 else b[-1]):
+        return None
+    try:
+        batch, batch_dims = broadcast([a[:-2], b[:-2]])
+    except RuntimeError:
+        return None
+    row, inner, column = len(batch), len(batch) + 1, len(batch) + 2
+    first: Dims = (*batch_dims[0], row, inner) if len(a) > 1 else (inner,)
+    second: Dims = (*batch_dims[1], inner, column) if len(b) > 1 else (inner,)
+    out: Dims = (*range(len(batch)), *((row,) if len(a) > 1 else ()), *((column,) if len(b) > 1 else ()))
+    return contraction([first, second], out, [input, other])
+
+
+@rule("linear")
+def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spec | None:
+    if not isinstance(input, Operand) or not isinstance(weight, Operand) or weight.ndim != 2 or not input.ndim:
+        return None
+    if input.shape[-1] != weight.shape[1]:
+        return None
+    batch = tuple(range(input.ndim - 1))
+    inner, column = input.ndim, input.ndim + 1
+    ins: list[Dims] = [(*batch, inner), (column, inner)]
+    spec = contraction(ins, (*batch, column), [input, weight])
+    if bias is None:
+        return spec
+    if not isinstance(bias, Operand):
+        return None
+    return _plus(spec, (column,))
+
+
+def _plus(spec: Spec, dims: Dims) -> Spec:
+    """The spec with one more operand, which is added to the product."""
+    addend = len(spec.ins)
+    return Spec(
+        [*spec.ins, dims],
+        spec.outs,
+        spec.shapes,
+        reduce=spec.reduce,
+        linear=[(i, addend) for i in range(addend)],
+        addends=frozenset((addend,)),
+    )
+
+
+_PRODUCTS: dict[str, tuple[list[Dims], Dims]] = {
+    "addmm": ([(0, 1), (1, 2)], (0, 2)),
+    "addmv": ([(0, 1), (1,)], (0,)),
+    "addr": ([(0,), (1,)], (0, 1)),
+    "baddbmm": ([(3, 0, 1), (3, 1, 2)], (3, 0, 2)),
+    "addbmm": ([(3, 0, 1), (3, 1, 2)], (0, 2)),
+}
+
+
+@rule("addmm", "addmv", "addr", "baddbmm", "addbmm")
+def add_product(
+    call: Call, input: Operand, first: Operand, second: Operand, *, beta: Any = 1, alpha: Any = 1
+) -> Spec | None:
+    ins, out = _PRODUCTS[call.name]
+    pair = [first, second]
+    if any(not isinstance(o, Operand) or len(dims) != o.ndim for o, dims in zip(pair, ins, strict=True)):
+        return None
+    spec = contraction(ins, out, pair)
+    full = spec.shapes[0]
+    shift = len(full) - input.ndim
+    if shift < 0:
+        return None
+    dims = tuple(f if n == m else None for f, n, m in zip(out[shift:], input.shape, full[shift:], strict=True))
+    product = _plus(spec, dims)
+    # The addend is the first argument here, so the operands come in another order.
+    return Spec(
+        [dims, *spec.ins],
+        spec.outs,
+        spec.shapes,
+        reduce=spec.reduce,
+        linear=[tuple((i + 1) % 3 for i in group) for group in product.linear],
+        addends=frozenset((0,)),
+    )
+
+
+@rule("einsum")
+def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    text = equation.replace(" ", "")
+    if "." in text or not all(isinstance(t, Operand) for t in tensors):
+        return None
+    left, arrow, right = text.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(tensors) or any(len(t) != o.ndim for t, o in zip(terms, tensors, strict=True)):
+        return None
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1))
+    if any(len(set(t)) != len(t) for t in terms) or len(set(right)) != len(right):
+        return None  # diagonals
+    sizes: dict[str, int] = {}
+    for term, o in zip(terms, tensors, strict=True):
+        for letter, n in zip(term, o.shape, strict=True):
+            if sizes.setdefault(letter, n) != n:
+                return None  # broadcasting of size 1
+    factor = {letter: i for i, letter in enumerate(sizes)}
+    ins: list[Dims] = [tuple(factor[c] for c in term) for term in terms]
+    return contraction(ins, tuple(factor[c] for c in right), tensors)

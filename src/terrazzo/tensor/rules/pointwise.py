@@ -1,0 +1,145 @@
+"""Elementwise operations: every dim of the output is a loop of its own; operands broadcast.
+
+Which operations are elementwise is PyTorch's own knowledge (`torch.Tag.pointwise`). Linearity is ours: it decides whether
+terms (Partial) may pass, and a wrong entry here would be a silently wrong number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.spec import Call, Dims, Operand, Spec
+
+# Linear in the first operand, for any static arguments.
+_LINEAR_UNARY = frozenset(["neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
+# Elementwise, though PyTorch does not tag them so.
+_ALSO_POINTWISE = frozenset(
+    [
+        *("masked_fill", "dropout_mask", "isreal", "nan_to_num", "float_power", "square", "relu6", "selu", "celu"),
+        *("hardshrink", "prelu_kernel", "logical_and", "logical_or", "logical_xor", "logical_not", "isclose", "ldexp"),
+        *("type", "half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"),
+        *("isposinf", "isneginf", "isnan", "isinf", "isfinite", "get_real", "get_imag", "real", "imag", "angle"),
+        *("hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "softsign"),
+        *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "rrelu_eval", "_to_copy"),
+        *("special_entr", "special_i0", "special_erf", "special_erfc", "special_expm1", "special_exp2", "special_log1p"),
+        *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
+    ]
+)
+# Tagged pointwise, yet not a function of one element: randomness is handled elsewhere, these have other semantics.
+_NOT_POINTWISE = frozenset(["dropout", "native_dropout", "bernoulli", "normal", "rrelu", "rrelu_with_noise", "copy"])
+_TO_FLOATING = frozenset(["half", "float", "double", "bfloat16", "cfloat", "cdouble"])
+
+
+@functools.lru_cache(maxsize=4096)
+def is_pointwise(name: str) -> bool:
+    """Whether the operation of this canonical name works element by element."""
+    if name in _NOT_POINTWISE or "::" in name:
+        return False
+    if name in _ALSO_POINTWISE:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or not hasattr(packet, "overloads"):
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
+    """The common shape, and each operand's dims as factors 0, 1, ... of it; a stretched dim has none."""
+    out = tuple(torch.broadcast_shapes(*shapes))
+    n = len(out)
+    ins: list[Dims] = []
+    for shape in shapes:
+        shift = n - len(shape)
+        ins.append(tuple(d + shift if size == out[d + shift] else None for d, size in enumerate(shape)))
+    return out, ins
+
+
+def pointwise_spec(call: Call) -> Spec | None:
+    """The rule for every elementwise operation."""
+    if any(len(o.path) > 1 for o in call.operands):
+        return None
+    try:
+        out, ins = broadcast([o.shape for o in call.operands])
+    except RuntimeError:
+        return None  # shapes that do not broadcast: the operation itself says so
+    return Spec(ins, [tuple(range(len(out)))], [out], linear=_linear_groups(call))
+
+
+def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
+    name, count = call.name, len(call.operands)
+    if name in _LINEAR_UNARY or name in _TO_FLOATING:
+        return [(0,)]
+    if name in ("add", "sub", "rsub"):
+        return [tuple(range(count))] if count == 2 and not _has_scalar_operand(call) else []
+    if name == "mul":
+        return [(i,) for i in range(count)]
+    if name == "div":
+        rounding = call.kwargs.get("rounding_mode")
+        return [(0,)] if rounding is None and call.operands[0].path == (0,) else []
+    if name == "_to_copy":
+        dtype = call.kwargs.get("dtype")
+        return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else []
+    if name == "where" and count == 3:
+        return [(1, 2)]
+    if name in ("get_real", "get_imag", "real", "imag"):
+        return [(0,)]
+    return []
+
+
+def _has_scalar_operand(call: Call) -> bool:
+    """Whether one of the two addends is a number: adding it to each rank's term would add it several times."""
+    return any(not isinstance(a, Operand) for a in call.args[:2])
+
+
+@rule("clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
+def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
+    dims = tuple(range(input.ndim))
+    return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)
+
+
+@rule("to")
+def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    if len(call.operands) > 1:
+        return None
+    dims = tuple(range(input.ndim))
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    keeps_terms = all(d.is_floating_point or d.is_complex for d in dtypes)
+    return Spec([dims], [dims], [input.shape], linear=[(0,)] if keeps_terms else [])
+
+
+@rule("type_as")
+def type_as(call: Call, input: Operand, other: Operand) -> Spec:
+    dims = tuple(range(input.ndim))
+    return Spec([dims, (None,) * other.ndim], [dims], [input.shape], localize=None)
+
+
+@rule("copy")
+def copy(call: Call, input: Operand, src: Any, non_blocking: bool = False) -> Spec | None:
+    if not isinstance(src, Operand):
+        return None
+    out, ins = broadcast([input.shape, src.shape])
+    if out != tuple(input.shape):
+        return None
+    return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True)
+
+
+@rule("fill", "zero")
+def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
+    """Only in place; out of place they fall through to their decomposition."""
+    if not call.inplace or isinstance(value, Operand) or isinstance(value, torch.Tensor):
+        return None
+    dims = tuple(range(input.ndim))
+    terms = call.name == "zero" or (isinstance(value, (int, float)) and value == 0)
+    return Spec([dims], [dims], [input.shape], linear=[(0,)] if terms else [])
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
+    dims = tuple(range(input.ndim))
+    # Terms of zeros are zeros; nothing else may take a Partial's place, and nothing needs its values.
+    return Spec([dims], [dims], [input.shape], linear=[(0,)] if call.name in ("zeros_like", "empty_like") else [])

@@ -1,0 +1,266 @@
+"""Reductions: the reduced dims are loops that the output lacks; along them shards give terms.
+
+A mean is a sum of terms already divided by the global count, so that uneven shards count by their size. Reductions that no
+single term-wise operation joins (variance, norms, logsumexp) are decomposed where a reduced dim is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Partial, Shard
+from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Operand, Spec
+
+
+def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
+    """The dims that `dim` (None, int or sequence) names, counted from the front; None when it is something else."""
+    if dim is None:
+        return tuple(range(ndim))
+    named = [dim] if isinstance(dim, int) else dim
+    if not isinstance(named, (list, tuple)) or not all(isinstance(d, int) for d in named):
+        return None
+    return tuple(norm_dim(d, ndim) for d in named) if named else tuple(range(ndim))
+
+
+def reduction(
+    input: Operand, dims: Sequence[int], keepdim: bool, op: str | None, *, linear: bool = False, outs: int = 1, localize: Any = None
+) -> Spec:
+    """The spec of reducing `dims`; with `op=None` they must be whole on every rank."""
+    gone = set(dims) if input.ndim else set()
+    factors = tuple(range(input.ndim))
+    if keepdim:
+        out = tuple(None if d in gone else d for d in factors)
+        shape = tuple(1 if d in gone else n for d, n in enumerate(input.shape))
+    else:
+        out = tuple(d for d in factors if d not in gone)
+        shape = tuple(n for d, n in enumerate(input.shape) if d not in gone)
+    return Spec(
+        [factors],
+        [out] * outs,
+        [shape] * outs,
+        reduce={} if op is None else {d: op for d in gone},
+        whole=frozenset(gone) if op is None else frozenset(),
+        linear=[(0,)] if linear else [],
+        localize=localize,
+    )
+
+
+@rule("sum")
+def sum_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, "sum", linear=True)
+
+
+@rule("nansum", "count_nonzero")
+def nansum(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, "sum")
+
+
+@rule("mean")
+def mean(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None:
+        return None
+    count = prod(input.shape[d] for d in dims) if input.ndim else 1
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if not any(d in chosen.sharded for d in dims):
+            return None
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            x = loc[0] if dtype is None else loc[0].to(dtype)
+            if not (x.is_floating_point() or x.is_complex()):
+                func(x[:0], **kw)  # the error for integers is the operation's own
+            return torch.sum(x, dims, keepdim=keepdim) / count
+
+        return run
+
+    return reduction(input, dims, keepdim, "sum", linear=True, localize=localize)
+
+
+@rule("amax", "amin")
+def amax(call: Call, input: Operand, dim: Any = (), keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None:
+        return None
+    return _guarded(input, dims, keepdim, call.name[1:])
+
+
+@rule("max", "min")
+def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+    if isinstance(dim, Operand):
+        return None
+    if dim is None:
+        # The gradient of a full max goes to all ties alike, as amax's does.
+        return _guarded(input, tuple(range(input.ndim)), False, call.name)
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
+
+
+def _guarded(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
+    """Max and min along a sharded dim; a rank with an empty shard has no term, so the dim is gathered then."""
+    for m, p in enumerate(input.placements):
+        if isinstance(p, Shard) and p.dim in dims:
+            ranks = prod(input.layout.mesh_shape)
+            if input.shape[p.dim] == 0 or -(-input.shape[p.dim] // ranks) * (ranks - 1) >= input.shape[p.dim]:
+                return reduction(input, dims, keepdim, None)
+    return reduction(input, dims, keepdim, op)
+
+
+@rule("prod")
+def prod_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, "product")
+
+
+@rule("all", "any")
+def all_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, "min" if call.name == "all" else "max")
+
+
+@rule("argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "aminmax")
+def along_whole_dim(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """One or two results along one dim, which must be whole; without a dim everything is."""
+    first = 1 if call.name == "kthvalue" else 0
+    dim = kwargs.get("dim", args[first] if len(args) > first else None)
+    keepdim = kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False)
+    if call.name == "aminmax" or not isinstance(dim, int) or isinstance(dim, bool):
+        return None
+    outs = 1 if call.name in ("argmax", "argmin") else 2
+    return reduction(input, (norm_dim(dim, input.ndim),), bool(keepdim), None, outs=outs)
+
+
+@rule("logsumexp")
+def logsumexp(call: Call, input: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None)
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")
+def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
+    if not isinstance(dim, int):
+        return None
+    return _along(input, norm_dim(dim, input.ndim))
+
+
+def _along(input: Operand, dim: int, outs: int = 1) -> Spec | None:
+    """A function of whole rows along `dim` that keeps the shape."""
+    factors = tuple(range(input.ndim))
+    return Spec([factors], [factors] * outs, [input.shape] * outs, whole=frozenset((dim,)))
+
+
+@rule("cumsum", "cumprod", "logcumsumexp", "flip", "sort", "argsort", "cummax", "cummin", "roll", "renorm_rows")
+def scan(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    dim = kwargs.get("dim", args[0] if args else (-1 if call.name in ("sort", "argsort") else None))
+    if call.name == "roll":
+        dim = kwargs.get("dims", args[1] if len(args) > 1 else None)
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if call.name == "flip" and isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if isinstance(dim, bool) or not isinstance(dim, int) or not input.ndim:
+        return None
+    return _along(input, norm_dim(dim, input.ndim), 2 if call.name in ("sort", "cummax", "cummin") else 1)
+
+
+@rule("topk")
+def topk(call: Call, input: Operand, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec | None:
+    if not isinstance(k, int) or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    factors = tuple(range(input.ndim))
+    out = tuple(None if f == d else f for f in factors)
+    shape = tuple(k if i == d else n for i, n in enumerate(input.shape))
+    return Spec([factors], [out] * 2, [shape] * 2, whole=frozenset((d,)))
+
+
+def is_cut(input: Any, dims: Sequence[int]) -> bool:
+    """Whether a reduction along `dims` meets a shard or terms there, so that no rank can do it alone."""
+    return any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim in dims) for p in input.placements)
+
+
+def _reduce_args(x: Any, dim: Any) -> tuple[int, ...] | None:
+    dims = reduced_dims(dim, x.ndim)
+    return dims if dims is not None and x.ndim and is_cut(x, dims) else None
+
+
+def _root_of_terms(total: Any, exponent: float) -> Any:
+    """`total ** exponent` with gradient 0 where total is 0, as PyTorch's norms have it."""
+    zero = total == 0
+    return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total) ** exponent)
+
+
+@decomposition("linalg_vector_norm")
+def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = _reduce_args(x, dim)
+    if dims is None or not x.is_floating_point():
+        return NotImplemented
+    x = x if dtype is None else x.to(dtype)
+    if ord == 2:
+        return _root_of_terms((x * x).sum(dims, keepdim).redistribute(), 0.5)
+    if ord in (float("inf"), float("-inf")):
+        size = x.abs()
+        return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
+    if ord == 1:
+        return x.abs().sum(dims, keepdim)
+    if ord == 0:
+        return (x != 0).to(x.dtype).sum(dims, keepdim)
+    return _root_of_terms((x.abs() ** ord).sum(dims, keepdim).redistribute(), 1.0 / ord)
+
+
+@decomposition("norm")
+def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if not isinstance(p, (int, float)):
+        return NotImplemented
+    return vector_norm(x, p, dim, keepdim, dtype=dtype)
+
+
+def _moments(x: Any, dims: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Any, Any]:
+    center = x.mean(dims, keepdim=True).redistribute()
+    count = prod(x.shape[d] for d in dims)
+    deviation = x - center
+    variance = (deviation * deviation).sum(dims, keepdim).redistribute() / max(count - correction, 0)
+    return variance, center if keepdim else center.reshape(variance.shape)
+
+
+def _moments_of_call(x: Any, dim: Any, unbiased: Any, correction: Any, keepdim: bool) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = _reduce_args(x, dim)
+    if dims is None or not x.is_floating_point():
+        return NotImplemented
+    if correction is None:
+        correction = 1 if unbiased in (None, True) else 0
+    if prod(x.shape[d] for d in dims) - correction <= 0:
+        return NotImplemented
+    return _moments(x, dims, correction, keepdim)
+
+
+@decomposition("var")
+def var(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
+    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
+    return found if found is NotImplemented else found[0]
+
+
+@decomposition("std")
+def std(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
+    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
+    return found if found is NotImplemented else _root_of_terms(found[0], 0.5)
+
+
+@decomposition("logsumexp")
+def logsumexp_of_shards(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    dims = _reduce_args(x, dim)
+    if dims is None or not x.is_floating_point() or x.numel() == 0:
+        return NotImplemented
+    top = x.detach().amax(dims, keepdim=True).redistribute()
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
+    total = (x - top).exp().sum(dims, keepdim).redistribute().log()
+    return total + (top if keepdim else top.reshape(total.shape))

@@ -1,0 +1,67 @@
+"""Where rules are kept: by canonical name, one rule for a name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from terrazzo.tensor.spec import Call, Spec
+
+Rule: TypeAlias = Callable[..., Spec | None]
+_F = TypeVar("_F", bound=Rule)
+
+_rules: dict[str, tuple[Rule, inspect.Signature]] = {}
+
+VALUE_KEYED: set[str] = set()
+"""Names of operations whose rule looks at the value of a float argument."""
+
+COMPOSITES: set[str] = set()
+"""C++ composites without a rule of their own that decompose into operations that have one."""
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
+"""Operations as Python functions of DTensors; a decomposition may return NotImplemented."""
+
+
+def rule(*names: str, float_values: bool = False) -> Callable[[_F], _F]:
+    """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
+
+    def register(function: _F) -> _F:
+        signature = inspect.signature(function)
+        for name in names:
+            if name in _rules:
+                raise AssertionError(f"two rules for {name}")
+            _rules[name] = (function, signature)
+            if float_values:
+                VALUE_KEYED.add(name)
+        return function
+
+    return register
+
+
+def has_rule(name: str) -> bool:
+    return name in _rules
+
+
+def apply_rule(call: Call) -> Spec | None:
+    """The rule's answer; None when there is no rule, or when the call's arguments are not those that it covers."""
+    found = _rules.get(call.name)
+    if found is None:
+        return None
+    function, signature = found
+    try:
+        bound = signature.bind(call, *call.args, **call.kwargs)
+    except TypeError:
+        return None
+    return function(*bound.args, **bound.kwargs)
+
+
+def decomposition(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function of DTensors that computes the operation from operations with rules."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            DECOMPOSITIONS[name] = function
+        return function
+
+    return register

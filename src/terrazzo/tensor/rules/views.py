@@ -1,0 +1,347 @@
+"""Views and rearrangements: where each dim of the result comes from.
+
+`view`, `reshape`, `flatten` and the like are read as splits and joins of dims. A joined dim stays sharded through its
+outermost part, a split one through its outermost piece, when the sizes divide evenly; everything else passes dim by dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+
+
+def norm_dim(dim: int, ndim: int) -> int:
+    """A dim counted from the front."""
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"Dimension out of range (got {dim} for a tensor of {ndim} dimensions)")
+    return dim + ndim if dim < 0 else dim
+
+
+def moved(
+    input: Operand,
+    out: Sequence[int | None],
+    shape: Sequence[int],
+    *,
+    localize: Any = None,
+    even: Mapping[int, tuple[int, ...]] | None = None,
+) -> Spec:
+    """A view whose output dims are these input dims (None: new, or not shardable)."""
+    ins = tuple(d if d in out else None for d in range(input.ndim))
+    return Spec(
+        [ins], [tuple(out)], [tuple(shape)], linear=[(0,)], moves_only=True, localize=localize, even=even or {}, is_view=True
+    )
+
+
+def _sizes(args: Sequence[Any]) -> tuple[int, ...] | None:
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    return tuple(sizes) if all(isinstance(s, int) for s in sizes) else None
+
+
+def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
+    """`shape` with its one -1 filled in; None when it cannot hold `numel` elements."""
+    holes = [i for i, n in enumerate(shape) if n == -1]
+    known = prod(n for n in shape if n != -1)
+    if len(holes) > 1 or (holes and (known == 0 or numel % known)):
+        return None
+    result = [numel // known if n == -1 else n for n in shape]
+    return tuple(result) if prod(result) == numel else None
+
+
+def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of `old` and `new` with equal products: what each split or join is made of.
+
+    >>> view_groups((2, 6, 5), (12, 5)), view_groups((12, 5), (3, 4, 5))
+    ([([0, 1], [0]), ([2], [1])], [([0], [0, 1]), ([1], [2])])
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a: list[int] = []
+        b: list[int] = []
+        pa = pb = 1
+        if i < len(old):
+            a.append(i)
+            pa *= old[i]
+            i += 1
+        if j < len(new):
+            b.append(j)
+            pb *= new[j]
+            j += 1
+        while pa != pb:
+            if (pa < pb and i < len(old)) or j >= len(new):
+                pa *= old[i]
+                a.append(i)
+                i += 1
+            else:
+                pb *= new[j]
+                b.append(j)
+                j += 1
+        groups.append((a, b))
+    return groups
+
+
+def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
+    """The spec of reading `input` as `shape`."""
+    out: list[int | None] = [None] * len(shape)
+    even: dict[int, tuple[int, ...]] = {}
+    if prod(shape):
+        for old, new in view_groups(input.shape, shape):
+            # The outermost dims of a run, leaving out those of size 1, are where a cut can stay a cut.
+            a = [d for d in old if input.shape[d] != 1]
+            b = [d for d in new if shape[d] != 1]
+            if not a or not b:
+                continue
+            out[b[0]] = a[0]
+            if len(a) > 1 or len(b) > 1:
+                even[a[0]] = (input.shape[a[0]], shape[b[0]])
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        local_shape = tuple(chosen.outs[0].local_shape)
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            result: torch.Tensor = loc[0].reshape(local_shape)
+            return result
+
+        return run
+
+    return moved(input, out, shape, localize=localize, even=even)
+
+
+@rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
+def view(call: Call, input: Operand, *shape: Any, **kwargs: Any) -> Spec | None:
+    if kwargs or not shape or isinstance(shape[0], torch.dtype):
+        return None
+    sizes = _sizes(shape[:1]) if call.name == "_reshape_alias" else _sizes(shape)
+    resolved = None if sizes is None else resolve_shape(sizes, input.numel)
+    return None if resolved is None else reshape_spec(input, resolved)
+
+
+@rule("flatten")
+def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
+    if not isinstance(start_dim, int) or not isinstance(end_dim, int):
+        return None
+    if input.ndim == 0:
+        return reshape_spec(input, (1,))
+    start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
+    if start > end:
+        return None
+    shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
+    return reshape_spec(input, shape)
+
+
+@rule("unflatten")
+def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spec | None:
+    if not isinstance(dim, int) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    inner = resolve_shape(tuple(sizes), input.shape[dim])
+    return None if inner is None else reshape_spec(input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
+
+
+@rule("ravel")
+def ravel(call: Call, input: Operand) -> Spec:
+    return reshape_spec(input, (input.numel,))
+
+
+@rule("t", "numpy_T", "mT", "adjoint", "H", "mH")
+def t(call: Call, input: Operand) -> Spec | None:
+    order = list(range(input.ndim))
+    if call.name in ("mT", "adjoint", "mH") and input.ndim > 1:
+        order[-2:] = [order[-1], order[-2]]
+    elif call.name == "numpy_T" or input.ndim == 2:
+        order.reverse()
+    elif input.ndim > 2:
+        return None
+    return moved(input, order, [input.shape[d] for d in order])
+
+
+@rule("transpose")
+def transpose(call: Call, input: Operand, dim0: int, dim1: int) -> Spec | None:
+    if not isinstance(dim0, int) or not isinstance(dim1, int):
+        return None
+    order = list(range(input.ndim))
+    if order:
+        a, b = norm_dim(dim0, input.ndim), norm_dim(dim1, input.ndim)
+        order[a], order[b] = b, a
+    return moved(input, order, [input.shape[d] for d in order])
+
+
+@rule("permute")
+def permute(call: Call, input: Operand, *dims: Any) -> Spec | None:
+    order = _sizes(dims)
+    if order is None or len(order) != input.ndim:
+        return None
+    order = tuple(norm_dim(d, input.ndim) for d in order)
+    return moved(input, order, [input.shape[d] for d in order])
+
+
+@rule("movedim")
+def movedim(call: Call, input: Operand, source: Any, destination: Any) -> Spec | None:
+    src = [norm_dim(d, input.ndim) for d in ([source] if isinstance(source, int) else source)]
+    dst = [norm_dim(d, input.ndim) for d in ([destination] if isinstance(destination, int) else destination)]
+    rest = iter([d for d in range(input.ndim) if d not in src])
+    placed = dict(zip(dst, src, strict=True))
+    order = [placed[i] if i in placed else next(rest) for i in range(input.ndim)]
+    return moved(input, order, [input.shape[d] for d in order])
+
+
+@rule("unsqueeze")
+def unsqueeze(call: Call, input: Operand, dim: int) -> Spec | None:
+    if not isinstance(dim, int):
+        return None
+    dim = norm_dim(dim, input.ndim + 1)
+    out: list[int | None] = list(range(input.ndim))
+    out.insert(dim, None)
+    shape = list(input.shape)
+    shape.insert(dim, 1)
+    return moved(input, out, shape)
+
+
+@rule("squeeze")
+def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec:
+    if dim is None:
+        gone = [d for d, n in enumerate(input.shape) if n == 1]
+    else:
+        named = [dim] if isinstance(dim, int) else list(dim)
+        gone = [d for d in (norm_dim(d, input.ndim) for d in named) if input.ndim and input.shape[d] == 1]
+    kept = [d for d in range(input.ndim) if d not in gone]
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        # A dim of which this rank happens to hold one row must not vanish.
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            return torch.squeeze(loc[0], gone)
+
+        return run
+
+    return moved(input, kept, [input.shape[d] for d in kept], localize=localize)
+
+
+@rule("expand", "broadcast_to")
+def expand(call: Call, input: Operand, *sizes: Any, implicit: bool = False) -> Spec | None:
+    target = _sizes(sizes)
+    if target is None or len(target) < input.ndim:
+        return None
+    shift = len(target) - input.ndim
+    out: list[int | None] = [None] * len(target)
+    shape = list(target)
+    for d, n in enumerate(input.shape):
+        if target[d + shift] in (-1, n):
+            out[d + shift] = d
+            shape[d + shift] = n
+        elif n != 1:
+            return None
+    if -1 in shape:
+        return None
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        local_shape = tuple(chosen.outs[0].local_shape)
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            result: torch.Tensor = loc[0].expand(local_shape)
+            return result
+
+        return run
+
+    return moved(input, out, shape, localize=localize)
+
+
+@rule("select")
+def select(call: Call, input: Operand, dim: int, index: int) -> Spec | None:
+    if not isinstance(dim, int) or not isinstance(index, int) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    if not -input.shape[dim] <= index < input.shape[dim]:
+        return None
+    out = [d for d in range(input.ndim) if d != dim]
+    return moved(input, out, [input.shape[d] for d in out])
+
+
+@rule("narrow")
+def narrow(call: Call, input: Operand, dim: int, start: int, length: int) -> Spec | None:
+    if not all(isinstance(v, int) for v in (dim, start, length)) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    start = start + input.shape[dim] if start < 0 else start
+    if not 0 <= start <= input.shape[dim] or length < 0 or start + length > input.shape[dim]:
+        return None
+    return _cut(input, dim, start, start + length, 1)
+
+
+@rule("slice")
+def slice_(call: Call, input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Spec | None:
+    if not all(v is None or isinstance(v, int) for v in (dim, start, end, step)) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    first, stop, stride = slice(start, end, step).indices(input.shape[dim])
+    return _cut(input, dim, first, max(first, stop), stride)
+
+
+def _cut(input: Operand, dim: int, start: int, stop: int, step: int) -> Spec:
+    length = len(range(start, stop, step))
+    shape = [length if d == dim else n for d, n in enumerate(input.shape)]
+    if length == input.shape[dim] and step == 1:
+        return moved(input, range(input.ndim), shape, localize=_identity)
+    out = [None if d == dim else d for d in range(input.ndim)]
+    return moved(input, out, shape)
+
+
+def _identity(chosen: Chosen) -> LocalFunction:
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = loc[0].view(loc[0].shape)
+        return result
+
+    return run
+
+
+def _parts(input: Operand, dim: int, sizes: Sequence[int]) -> Spec:
+    """Several views, one after another along `dim`."""
+    dims: Dims = tuple(None if d == dim else d for d in range(input.ndim))
+    shapes = [tuple(n if d == dim else m for d, m in enumerate(input.shape)) for n in sizes]
+    return Spec([dims], [dims] * len(shapes), shapes, linear=[(0,)], moves_only=True, is_view=True)
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+def split(call: Call, input: Operand, split_size: Any, dim: int = 0) -> Spec | None:
+    if not isinstance(dim, int) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    n = input.shape[dim]
+    if isinstance(split_size, int):
+        if split_size <= 0:
+            return None
+        sizes = [min(split_size, n - i) for i in range(0, n, split_size)] or [0]
+    else:
+        sizes = list(split_size)
+    return _parts(input, dim, sizes)
+
+
+@rule("chunk", "unsafe_chunk")
+def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
+    if not isinstance(chunks, int) or chunks <= 0 or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    n = input.shape[dim]
+    step = -(-n // chunks)
+    if n == 0:
+        return None
+    return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)])
+
+
+@rule("unbind")
+def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
+    if not isinstance(dim, int) or not input.ndim:
+        return None
+    dim = norm_dim(dim, input.ndim)
+    kept = [d for d in range(input.ndim) if d != dim]
+    ins: Dims = tuple(None if d == dim else d for d in range(input.ndim))
+    shape = tuple(input.shape[d] for d in kept)
+    count = input.shape[dim]
+    return Spec(
+        [ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True
+    )

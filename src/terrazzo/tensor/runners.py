@@ -1,0 +1,232 @@
+"""Plans become closures: the cheapest thing to run again and again.
+
+`first_run` executes a plan once, checks that the locals that come out have the shapes that the layouts promise, and returns
+the closure that later calls with the same key use without checking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.differentiable import cast
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout
+from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Plan, wrap
+from terrazzo.tensor.planner import CallPlan, OperandPlan
+from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.structure import map_tensors
+
+_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # not in torch's stubs
+_grad_enabled = torch.is_grad_enabled
+
+
+def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
+    """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
+    memo = source._memo
+    version = local._version
+    if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local:
+        return memo[3]  # type: ignore[no-any-return]
+    result = cast_fresh(local, dims, mesh)
+    if memo is not COPIED_VIEW:
+        source._memo = (version, dims, local, result)
+    return result
+
+
+def cast_fresh(local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
+    return cast(local, axis_of(mesh, dims))
+
+
+def refuse_copied_view(target: Any) -> None:
+    if target._memo is COPIED_VIEW:
+        raise DTensorError(
+            f"in-place write to a view of which a redistribution made a copy (now {target._layout}): the write would not "
+            "reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or redistribute it "
+            "first so that the viewed dimension is not sharded"
+        )
+
+
+def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:
+    value = kwargs[path[0]] if type(path[0]) is str else args[path[0]]
+    for step in path[1:]:
+        value = value[step]
+    return value
+
+
+def put_at(loc: list[Any], kw: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    holder: Any = kw if type(path[0]) is str else loc
+    holder[path[0]] = _replaced(holder[path[0]], path[1:], value)
+
+
+def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = list(value)
+    copy[path[0]] = _replaced(copy[path[0]], path[1:], new)
+    return tuple(copy) if type(value) is tuple else copy
+
+
+def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
+    """A function that moves and casts the operands, in place in `loc` and `kw`."""
+    moves = [o for o in plan.operands if o.src is not o.dst]
+    casts = [o for o in plan.operands if o.src is o.dst and o.cast]
+    varying = plan.varying
+
+    def run(args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        for o in moves:
+            local = redistribute_local(get_at(loc, kw, o.path), o.src, o.dst, varying)
+            if o.cast and local.requires_grad and _grad_enabled():
+                local = cast_fresh(local, o.cast, mesh)
+            put_at(loc, kw, o.path, local)
+        if casts and _grad_enabled():
+            for o in casts:
+                local = get_at(loc, kw, o.path)
+                if local.requires_grad:
+                    source = get_at(args, kwargs, o.path)
+                    put_at(loc, kw, o.path, cast_memoised(source, local, o.cast, mesh))
+
+    return run
+
+
+def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
+    """DTensors in place of the tensors of a result, whatever holds them."""
+    if isinstance(result, torch.Tensor):
+        return wrap(result, outs[0])
+    layouts = iter(outs)
+    return map_tensors(result, lambda t: wrap(t, next(layouts)))
+
+
+def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
+    tensors: list[torch.Tensor] = []
+    map_tensors(result, lambda t: tensors.append(t))
+    if len(tensors) != len(outs) or any(t.shape != o.local_shape for t, o in zip(tensors, outs, strict=True)):
+        raise DTensorError(
+            f"{name}: the rule promised {[tuple(o.local_shape) for o in outs]} for the local results on this rank, the local "
+            f"operation gave {[tuple(t.shape) for t in tensors]}; this is a fault of the rule, please report it"
+        )
+
+
+def first_run(
+    name: str, plan: CallPlan, func: Any, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[Any, Plan]:
+    """Run the plan, verified; return the result and the closure for the next time."""
+    mesh = plan.operands[0].src.mesh
+    needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
+    ready = prepare(plan, mesh) if needs_prepare else None
+    if ready is not None:
+        ready(args, loc, kw, kwargs)
+    result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
+    check_shapes(name, result, plan.outs)
+    wrapped = wrap_outputs(result, plan.outs)
+    if plan.copies_view:
+        mark_copied(wrapped)
+    if isinstance(result, torch.Tensor) and not plan.copies_view:
+        if not plan.moves and plan.local is None and all(_is_simple(o) for o in plan.operands):
+            return wrapped, _simple(plan, mesh)
+        return wrapped, _single(plan, ready)
+    return wrapped, _general(plan, ready)
+
+
+def _is_simple(o: OperandPlan) -> bool:
+    return not o.cast or (len(o.path) == 1 and type(o.path[0]) is int)
+
+
+def _simple(plan: CallPlan, mesh: Any) -> Plan:
+    out = plan.outs[0]
+    size = out.shape
+    casts = tuple((o.path[0], o.cast) for o in plan.operands if o.cast)
+    if not casts:
+
+        def run_bare(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+            local = func(*loc, **kw)
+            result: DTensor = _make(DTensor, size, dtype=local.dtype, device=local.device)
+            result._local = local
+            result._layout = out
+            result._memo = None
+            return result
+
+        return run_bare
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+        if _grad_enabled():
+            for i, dims in casts:
+                local = loc[i]
+                if local.requires_grad:
+                    loc[i] = cast_memoised(args[i], local, dims, mesh)
+        local = func(*loc, **kw)
+        result: DTensor = _make(DTensor, size, dtype=local.dtype, device=local.device)
+        result._local = local
+        result._layout = out
+        result._memo = None
+        return result
+
+    return run
+
+
+def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
+    out, local_function = plan.outs[0], plan.local
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
+        return wrap(local, out)
+
+    return run
+
+
+def _general(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
+    outs, local_function, copies = plan.outs, plan.local, plan.copies_view
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
+        result = wrap_outputs(local, outs)
+        if copies:
+            mark_copied(result)
+        return result
+
+    return run
+
+
+def keeping_view_marks(run: Plan) -> Plan:
+    """For views: a view of a copied view is a copied view."""
+
+    def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        result = run(func, args, loc, kw, kwargs)
+        if args and type(args[0]) is DTensor and args[0]._memo is COPIED_VIEW:
+            mark_copied(result)
+        return result
+
+    return run_view
+
+
+def mark_copied(result: Any) -> None:
+    for t in (result,) if isinstance(result, DTensor) else result:
+        if isinstance(t, DTensor):
+            t._memo = COPIED_VIEW
+
+
+def in_place_runner(plan: CallPlan) -> Plan:
+    """Writes the first operand's local; its layout stays."""
+    mesh = plan.operands[0].src.mesh
+    ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
+    local_function = plan.local
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        target = args[0]
+        if target._memo is COPIED_VIEW:
+            refuse_copied_view(target)
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        if local_function is None:
+            func(*loc, **kw)
+        else:
+            local_function(func, loc, kw)
+        return target
+
+    return run

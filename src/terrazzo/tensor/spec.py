@@ -1,0 +1,109 @@
+"""What a sharding rule says about one call, as data.
+
+A rule sees a `Call`: the function's canonical name, its arguments with every DTensor replaced by an `Operand` (shape and
+placements only: rules are the same on every rank and for every dtype).  It answers with a `Spec`, or None when it does not
+cover the call.
+
+A `Spec` maps each dimension of each operand and output to a *factor*, a loop of the computation: `mm` is
+`ins=[(0, 1), (1, 2)], outs=[(0, 2)]`.  Sharding a factor shards every dimension that it names.
+
+- A factor in no output must be in `reduce`, with the reduction that joins the partial results.
+- A factor in `whole` cannot be sharded; None stands for a dimension with a factor of its own that cannot.
+- A factor in `even` can only be sharded when every size given for it divides by the ranks (views that split or join dims:
+  the dim's size before and after).
+- `linear` lists groups of operands in which the function is linear together: terms in, terms out.  With `moves_only` the
+  function only moves elements, and terms of any reduction pass.
+- `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that they
+  are counted once.
+- `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
+  arguments (a shape that must become the local one, say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias
+
+from terrazzo.layout import Layout, Placement
+
+Dims: TypeAlias = tuple[int | None, ...]
+LocalFunction: TypeAlias = Callable[[Any, list[Any], dict[str, Any]], Any]
+"""Runs on the locals: (caller's function, local args, local kwargs) -> result."""
+
+
+class Operand:
+    """A DTensor argument as rules see it."""
+
+    __slots__ = ("layout", "path")
+    layout: Layout
+    path: tuple[Any, ...]
+
+    def __init__(self, layout: Layout, path: tuple[Any, ...]) -> None:
+        self.layout = layout
+        self.path = path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.layout.placements
+
+    @property
+    def numel(self) -> int:
+        return prod(self.layout.shape)
+
+    def dim(self) -> int:
+        return self.layout.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.layout.shape if dim is None else self.layout.shape[dim]
+
+    def __repr__(self) -> str:
+        return f"Operand({self.layout})"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call: the canonical name (without the in-place underscore), and what was passed."""
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: list[Operand]
+    inplace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the planner decided: the layouts that the operands are brought to and that the outputs have."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    sharded: Mapping[int, tuple[int, ...]]
+    """Factor -> the mesh dims that shard it, outermost first."""
+
+
+@dataclass(slots=True)
+class Spec:
+    """A rule's answer; see the module docstring."""
+
+    ins: Sequence[Dims]
+    outs: Sequence[Dims]
+    shapes: Sequence[tuple[int, ...]]
+    reduce: Mapping[int, str] = field(default_factory=dict)
+    whole: frozenset[int] = frozenset()
+    even: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    linear: Sequence[tuple[int, ...]] = ()
+    moves_only: bool = False
+    addends: frozenset[int] = frozenset()
+    localize: Callable[[Chosen], LocalFunction | None] | None = None
+    is_view: bool = False

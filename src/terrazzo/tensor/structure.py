@@ -1,0 +1,27 @@
+"""Results of operations as trees: tensors in tuples, lists, named tuples and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tree with `make(tensor)` in place of each tensor.
+
+    >>> map_tensors((torch.ones(2), [3, None]), lambda t: t.shape)
+    (torch.Size([2]), [3, None])
+    """
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(v, make) for v in value]
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(items)
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, make) for k, v in value.items()}
+    return value
