@@ -15,7 +15,7 @@ import torch
 from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
-from terrazzo.layout import Layout, plan_transition
+from terrazzo.layout import Layout, Partial, plan_transition
 from terrazzo.layout.transition import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Slice, Step, ToPartial
 
 
@@ -23,6 +23,9 @@ def redistribute_local(
     local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """This rank's part under `dst`, given its part under `src`."""
+    # What becomes a term is gathered as a replica first, whatever the consumer of the terms does.
+    if varying and dst.dual is not dst:
+        varying = tuple(m for m in varying if not isinstance(dst.placements[m], Partial))
     for step in plan_transition(src, dst):
         local = run_step(local, step, src.mesh, varying)
     return local
