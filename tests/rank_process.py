@@ -46,8 +46,8 @@ class Request:
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> Request:
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} cannot be sent to ranks: define it at module level")
-        module = sys.modules[fn.__module__]
-        return cls(fn.__module__, module.__file__ or "", fn.__qualname__, pickle.dumps(args))
+        file = getattr(sys.modules[fn.__module__], "__file__", None)
+        return cls(fn.__module__, file or "", fn.__qualname__, pickle.dumps(args))
 
     def load(self) -> ModuleType:
         """The module; one that is a test file is loaded from there, as it is in no package."""

@@ -49,6 +49,7 @@ def test_every_rank_is_called_in_its_own_process(world):
     assert [r[:2] for r in results] == [(rank, world) for rank in range(world)]
     assert len({r[2] for r in results} | {os.getpid()}) == world + 1
     assert run_ranks(world, identity) == results, "the processes persist"
+    assert run_ranks(world, os.getpid) == [r[2] for r in results], "a function of any module will do"
 
 
 def test_arguments_and_results_travel():
