@@ -5,6 +5,7 @@ PyTorch would have caught, so that existing `except` clauses keep working.  A me
 which name, on which rank, and what to do.
 """
 
+import pickle
 from dataclasses import dataclass
 
 
@@ -23,7 +24,12 @@ class LayoutError(TerrazzoError, ValueError):
 
 
 class CommError(TerrazzoError, RuntimeError):
-    """Communication between ranks failed."""
+    """Communication between ranks failed.
+
+    `missing` holds the global ranks that nobody has heard of, as far as that is known.
+    """
+
+    missing: tuple[int, ...] = ()
 
 
 class CommTimeout(CommError, TimeoutError):
@@ -121,3 +127,7 @@ class DivergentValueError(CheckpointError, ValueError):
 
 class UnsupportedValueError(CheckpointError, TypeError):
     """A value that cannot be stored as typed data, or was stored as code and may not be run."""
+
+
+class UnsafePickleError(UnsupportedValueError, pickle.UnpicklingError):
+    """A pickle refers to a class or function that is not known to be plain data; nothing of it was run."""

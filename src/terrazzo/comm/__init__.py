@@ -6,12 +6,14 @@ autograd.  Names are shared between the two, so they are used through their modu
 
 from terrazzo.comm import collectives, differentiable
 from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.control import ControlPlane
 from terrazzo.comm.observe import CommEvent, Observer, add_observer, remove_observer
 from terrazzo.comm.pending import Pending
 
 __all__ = [
     "Axis",
     "CommEvent",
+    "ControlPlane",
     "Observer",
     "Pending",
     "add_observer",

@@ -1,0 +1,185 @@
+"""The control plane: what ranks tell each other besides tensors, as bytes, in bounded time.
+
+Its use is to decide together.  `agree` makes one rank's failure everybody's, so that no rank goes on alone and none
+waits for one that gave up; `run_together` is work with such an end.
+
+A plane has connections of its own, so it never disturbs a collective under way, and what runs on a background thread
+has a plane of its own (`ControlPlane.create`).  Like collectives, its operations are called by all ranks in one order.
+Without a process group it has one rank.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Self, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from terrazzo.comm.link import Link
+from terrazzo.errors import CommError, RankError, RankFailure
+
+Result = TypeVar("Result")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LONGEST_MESSAGE = 4000  # characters of an error that travel to other ranks
+
+
+class ControlPlane:
+    """Exchange of bytes between the ranks of a process group.
+
+    >>> plane = ControlPlane.for_group()  # of one rank, where torch.distributed is not initialised
+    >>> plane.all_gather(b"state")
+    [b'state']
+    >>> plane.run_together(lambda: 42)
+    42
+    """
+
+    def __init__(self, link: Link | None, ranks: Sequence[int], index: int, timeout: timedelta) -> None:
+        """Use `for_group` or `create`."""
+        self._link = link
+        self.ranks = tuple(ranks)  # global ranks by position
+        self.index = index  # the position of this rank
+        self.timeout = timeout  # for each operation
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @classmethod
+    def for_group(cls, group: ProcessGroup | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Self:
+        """The plane of a group (None: of all ranks); its connections are made once and shared by later calls."""
+        return cls._of(group, timeout, _shared_link)
+
+    @classmethod
+    def create(cls, group: ProcessGroup | None = None, timeout: timedelta = DEFAULT_TIMEOUT, name: str = "own") -> Self:
+        """A plane with connections of its own, to be closed after use.
+
+        All ranks create their planes in the same order; where threads make that uncertain, names tell them apart.
+        """
+        return cls._of(group, timeout, lambda group, ranks, timeout: _new_link(group, ranks, f"plane/{name}", timeout))
+
+    @classmethod
+    def _of(
+        cls,
+        group: ProcessGroup | None,
+        timeout: timedelta,
+        link_of: Callable[[ProcessGroup, Sequence[int], timedelta], Link],
+    ) -> Self:
+        if group is None:
+            if not (dist.is_available() and dist.is_initialized()):
+                return cls(None, (0,), 0, timeout)
+            group = dist.group.WORLD
+        if not isinstance(group, ProcessGroup):
+            raise CommError(f"rank {dist.get_rank()} is not in the process group, so it has no control plane there")
+        ranks = dist.get_process_group_ranks(group)
+        link = link_of(group, ranks, timeout) if len(ranks) > 1 else None
+        return cls(link, ranks, group.rank(), timeout)
+
+    def close(self) -> None:
+        """Close the connections.  Only for a plane that was created; those of `for_group` are shared."""
+        if self._link is not None:
+            self._link.close()
+
+    # -------------------------------------------------------------- bytes
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """The data of every rank, by position."""
+        return [data] if self._link is None else self._link.all_gather(data, self.timeout)
+
+    def broadcast(self, data: bytes | None, src: int = 0) -> bytes:
+        """The data of position `src`, on every rank; the others give None."""
+        self._check_root("broadcast", src, data is not None)
+        if self._link is None:
+            return data or b""
+        return self._link.broadcast(data, src, self.timeout)
+
+    def gather(self, data: bytes, dst: int = 0) -> list[bytes] | None:
+        """The data of every rank on position `dst`, None elsewhere.  Only `dst` waits for others."""
+        self._check_root("gather", dst, self.index == dst)
+        return [data] if self._link is None else self._link.gather(data, dst, self.timeout)
+
+    def scatter(self, parts: Sequence[bytes] | None, src: int = 0) -> bytes:
+        """The part that position `src` has for this rank; `src` gives one part per rank, the others None."""
+        self._check_root("scatter", src, parts is not None)
+        if parts is not None and len(parts) != self.size:
+            raise CommError(f"scatter takes one part per rank: {len(parts)} parts for {self.size} ranks")
+        if self._link is None:
+            return parts[0] if parts else b""
+        return self._link.scatter(parts, src, self.timeout)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_gather(b"")
+
+    def _check_root(self, what: str, root: int, acts_as_root: bool) -> None:
+        if not 0 <= root < self.size:
+            raise CommError(f"{what}: there is no position {root} among {self.size} ranks")
+        if acts_as_root != (self.index == root):
+            raise CommError(f"{what}: position {root} gives the data, and the other ranks None")
+
+    # -------------------------------------------------------------- agreement
+
+    def agree(self, error: BaseException | None, what: str = "") -> None:
+        """Return if no rank has an error; else raise the same `RankError` on every rank, from the rank's own error.
+
+        `what` says in the message what was being done.
+        """
+        report = b"" if error is None else msgspec.msgpack.encode(_failure_of(error, self.ranks[self.index]))
+        replies = self.all_gather(report)
+        failures = tuple(msgspec.msgpack.decode(reply, type=RankFailure) for reply in replies if reply)
+        if failures:
+            raise RankError(failures, what) from error
+
+    def run_together(self, work: Callable[[], Result], what: str = "") -> Result:
+        """Run `work` on every rank, and return its result if it succeeded on all of them; else raise as `agree` does.
+
+        The time limit counts from when this rank's work is done: within it, the slowest rank must be done.
+        """
+        try:
+            result = work()
+        except Exception as error:
+            self.agree(error, what)
+            raise  # agree raises whenever there is an error
+        except BaseException as interrupt:  # stays what it is here, and fails the work elsewhere
+            try:
+                self.agree(interrupt, what)
+            finally:
+                raise interrupt
+        self.agree(None, what)
+        return result
+
+
+def _failure_of(error: BaseException, rank: int) -> RankFailure:
+    message = str(error)
+    if len(message) > _LONGEST_MESSAGE:
+        message = message[:_LONGEST_MESSAGE] + " ..."
+    return RankFailure(rank, type(error).__qualname__, message)
+
+
+# ------------------------------------------------------------------ connections by process group
+
+_lock = threading.Lock()
+_shared: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link:
+    with _lock:
+        link = _shared.get(group)
+    if link is None or link.broken:
+        link = _new_link(group, ranks, "plane", timeout)
+        with _lock:
+            _shared[group] = link
+    return link
+
+
+def _new_link(group: ProcessGroup, ranks: Sequence[int], kind: str, timeout: timedelta) -> Link:
+    with _lock:  # not held while connecting, which may take as long as the slowest rank
+        made = _made.setdefault(group, Counter())
+        made[kind] += 1
+        name = f"{kind}/{made[kind]}"
+    return Link(group, ranks, name, timeout)
