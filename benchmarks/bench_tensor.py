@@ -1,0 +1,121 @@
+"""Host cost of one operation on a distributed tensor: plain tensors, ours, and `torch.distributed.tensor`'s, world 1.
+
+The tensors are small, so that what is measured is the library and not the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor as torch_tensor
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.cases import Budget, Implementations, Setting, case
+from terrazzo.tensor import Replicate, Shard, distribute_tensor
+
+NAMES = ("plain", "terrazzo", "torch")
+PARAMETERS = 300
+
+
+class Triple:
+    """One tensor three ways."""
+
+    def __init__(self, tensor: torch.Tensor, mesh: DeviceMesh, sharded: bool = True, requires_grad: bool = False) -> None:
+        ours = distribute_tensor(tensor, mesh, [Shard(0) if sharded else Replicate()])
+        theirs = torch_tensor.distribute_tensor(
+            tensor.clone(), mesh, [torch_tensor.Shard(0) if sharded else torch_tensor.Replicate()]
+        )
+        self.ways = [t.detach().clone().requires_grad_(requires_grad) for t in (tensor, ours, theirs)]
+
+
+def _each(function: Callable[..., Any], *tensors: Triple) -> Implementations:
+    def bound(i: int) -> Callable[[], Any]:
+        own = [t.ways[i] for t in tensors]
+        return lambda: function(*own)
+
+    return {name: bound(i) for i, name in enumerate(NAMES)}
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
+
+
+def _operation(name: str, limit: float, function: Callable[..., Any], sharded: Sequence[bool]) -> None:
+    @case(name=name, unit="s", budget=Budget("overhead", limit))
+    def run(setting: Setting) -> Implementations:
+        mesh = _mesh()
+        return _each(function, *[Triple(torch.randn(8, 8), mesh, s) for s in sharded])
+
+
+_operation("add", 0.5, lambda a, b: a + b, [True, True])
+_operation("mm", 0.5, lambda a, w: a @ w, [True, False])
+_operation("relu", 0.5, lambda a: torch.relu(a), [True])
+_operation("transpose", 0.5, lambda a: a.transpose(0, 1), [True])
+_operation("softmax", 0.5, lambda a: torch.softmax(a, -1), [True])
+_operation("sum", 0.5, lambda a: a.sum(), [True])
+_operation("slice", 0.5, lambda a: a[:, 1:3], [True])
+_operation("cat", 0.5, lambda a, b: torch.cat([a, b], 1), [True, True])
+_operation("scalar_multiply", 0.45, lambda a: a * 2.0, [True])
+_operation("view", 0.2, lambda a: a.view(64), [True])
+_operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
+
+
+@case(budget=Budget("overhead", 0.45))
+def layer_norm(setting: Setting) -> Implementations:
+    mesh = _mesh()
+    return _each(lambda a, w: F.layer_norm(a, (8,), w, w), Triple(torch.randn(8, 8), mesh), Triple(torch.ones(8), mesh, False))
+
+
+@case(budget=Budget("overhead", 0.45))
+def linear(setting: Setting) -> Implementations:
+    mesh = _mesh()
+    x, w, b = Triple(torch.randn(8, 8), mesh), Triple(torch.randn(8, 8), mesh, False), Triple(torch.randn(8), mesh, False)
+    return _each(F.linear, x, w, b)
+
+
+@case(budget=Budget("overhead", 0.1))
+def forward_backward(setting: Setting) -> Implementations:
+    mesh = _mesh()
+
+    def step(x: Any, w: Any) -> None:
+        (x @ w).relu().sum().backward()
+        x.grad = None
+        w.grad = None
+
+    return _each(
+        step, Triple(torch.randn(8, 8), mesh, requires_grad=True), Triple(torch.randn(8, 8), mesh, False, requires_grad=True)
+    )
+
+
+def _parameters(mesh: DeviceMesh) -> list[list[torch.nn.Parameter]]:
+    ways: list[list[torch.nn.Parameter]] = [[], [], []]
+    for _ in range(PARAMETERS):
+        triple, gradient = Triple(torch.randn(16, 16), mesh), Triple(torch.randn(16, 16), mesh)
+        for way, tensor, grad in zip(ways, triple.ways, gradient.ways, strict=True):
+            parameter = torch.nn.Parameter(tensor)
+            parameter.grad = grad
+            way.append(parameter)
+    return ways
+
+
+def _optimizer(name: str, limit: float, **options: bool) -> None:
+    @case(name=name, repetitions=9, budget=Budget("overhead", limit))
+    def run(setting: Setting) -> Implementations:
+        steps = [torch.optim.AdamW(p, **options).step for p in _parameters(_mesh())]  # type: ignore[arg-type]
+        return dict(zip(NAMES, steps, strict=True))
+
+
+_optimizer("adamw_foreach", 0.25, foreach=True)
+_optimizer("adamw_fused", 0.25, fused=True)
+_optimizer("adamw_loop", 0.35, foreach=False)
+
+
+@case(repetitions=9, budget=Budget("overhead", 0.6))
+def clip_grad_norm(setting: Setting) -> Implementations:
+    def clip(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
+        return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+
+    return {name: clip(p) for name, p in zip(NAMES, _parameters(_mesh()), strict=True)}
