@@ -1,7 +1,8 @@
 """Nested state dicts as flat ones, and back.
 
 A flat state dict has one name per value: the path to it, joined with dots (`optim.state.w.exp_avg`), as in
-PyTorch's checkpoints.  Dicts are walked; lists are walked if they hold, at any depth, a tensor or a dict; all else is one value.
+PyTorch's checkpoints.  Dicts are walked; lists are walked if they hold, at any depth, a tensor or a dict; all
+else is one value.
 """
 
 from __future__ import annotations

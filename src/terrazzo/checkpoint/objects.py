@@ -1,9 +1,10 @@
 """Values that are not tensors, as typed data and never as code.
 
-`encode` writes a Python value as MessagePack; types that MessagePack lacks are extension records, one code each,
-whose payload is MessagePack again.  `decode` can therefore build values of the types listed here and nothing else.
-What is not listed (instances of classes, functions) is refused, or pickled when the caller says `allow_pickle=True`, and
-unpickled only when the one who loads says so too.  `docs/format.md` lists the extension codes.
+`encode` writes a Python value as MessagePack; types that MessagePack lacks are extension records, one code
+each, whose payload is MessagePack again.  `decode` can therefore build values of the types listed here and
+nothing else.  What is not listed (instances of classes, functions) is refused, or pickled when the caller says
+`allow_pickle=True`, and unpickled only when the one who loads says so too.  `docs/format.md` lists the
+extension codes.
 
 `ObjectBytes` is how such a value passes through the planner interface, which speaks of `BytesIO`.
 """
@@ -85,14 +86,21 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
 class ObjectBytes(io.BytesIO):
     """A value on its way between planner and storage, posing as the `BytesIO` that the interfaces ask for.
 
-    terrazzo's planners and storage pass `value` and never make bytes of it.  For whoever reads this as a file, it holds
-    the value as `torch.save` writes it, made at the first access.
+    terrazzo's planners and storage pass `value` and never make bytes of it.  For whoever reads this as a file,
+    it holds the value as `torch.save` writes it, made at the first access.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, encoded: bytes | None = None) -> None:
         super().__init__()
         self.value = value
+        self._encoded = encoded
         self._filled = False
+
+    def encoded(self) -> bytes:
+        """The value as typed bytes."""
+        if self._encoded is None:
+            self._encoded = encode(self.value)
+        return self._encoded
 
     def _fill(self) -> None:
         if not self._filled:

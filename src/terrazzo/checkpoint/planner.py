@@ -153,8 +153,8 @@ class SavePlanner(abc.ABC):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of one item, for writing.
 
-        Called from any thread, any number of times, late: conversions that allocate belong here.  A tensor may be on any
-        device and need not be contiguous.
+        Called from any thread, any number of times, late: conversions that allocate belong here.  A tensor may
+        be on any device and need not be contiguous.
         """
 
 

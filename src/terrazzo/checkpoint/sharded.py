@@ -2,8 +2,8 @@
 
 Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor.  Its data
 is `to_local()` when there is one chunk, and `__get_tensor_shard__(index)` when there are more.  If it also has
-`device_mesh` and `placements`, they tell which other ranks hold the same chunk, so that one of them can write it
-without asking; if not, ranks compare notes (`ownership`).
+`device_mesh` and `placements` (or `holders`, the global ranks themselves), they tell which other ranks hold the same
+chunk, so that one of them can write it without asking; if not, ranks compare notes (`ownership`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Viewer:
         if interop.is_sharded_tensor(value):
             return self._view_shards(name, value, interop.local_shards(value), interop.own_rank())
         mesh = getattr(value, "device_mesh", None)
-        holders = None if mesh is None else self._holders_of(name, mesh, tuple(value.placements))
+        if mesh is None:
+            holders = getattr(value, "holders", None)
+        else:
+            holders = self._holders_of(name, mesh, tuple(value.placements))
         chunks = [] if holders == () else value.__create_chunk_list__()
         with torch.no_grad():
             if len(chunks) == 1:
@@ -57,7 +60,10 @@ class Viewer:
                 shards = [(Box(tuple(chunk.offsets), tuple(chunk.sizes)), value.to_local())]
             else:
                 shards = [
-                    (Box(tuple(c.offsets), tuple(c.sizes)), value.__get_tensor_shard__(MetadataIndex(name, c.offsets, i)))
+                    (
+                        Box(tuple(c.offsets), tuple(c.sizes)),
+                        value.__get_tensor_shard__(MetadataIndex(name, c.offsets, i)),
+                    )
                     for i, c in enumerate(chunks)
                 ]
             return self._view_shards(name, value, shards, holders)
@@ -67,7 +73,9 @@ class Viewer:
     ) -> ShardView:
         chunks: list[tuple[Box, torch.Tensor]] = []
         for box, local in shards:
-            if is_sharded(local):  # a sharded tensor of sharded tensors: FSDP over tensor parallelism, as PyTorch 1 nests it
+            if is_sharded(
+                local
+            ):  # a sharded tensor of sharded tensors: FSDP over tensor parallelism, as PyTorch 1 nests it
                 inner = self.view(name, local)
                 holders = inner.holders if holders is not None else None
                 chunks += [(part.shifted(box.offsets), tensor) for part, tensor in inner.chunks]
@@ -107,3 +115,12 @@ def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -
     if is_sharded(value):
         return view(name, value)
     return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), value.detach()),), None)
+
+
+def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the state dict.
+
+    PyTorch's planners rewrite sharded tensors of sharded tensors at this point; a `Viewer` sees through them
+    instead, and the function remains for planners that call it.
+    """
+    return dict(state_dict)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
+
 
 @runtime_checkable
 class Stateful(Protocol):
     """Anything with a `state_dict` and a `load_state_dict`: modules, optimizers, data loaders, a user's own.
 
-    `save` stores what `state_dict()` returns.  `load` calls `state_dict()` as well, fills what it returned in place, and
-    hands the result to `load_state_dict`.
+    `save` stores what `state_dict()` returns.  `load` calls `state_dict()` as well, fills what it returned in
+    place, and hands the result to `load_state_dict`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -23,3 +25,38 @@ class Stateful(Protocol):
 
 
 StatefulT = TypeVar("StatefulT", bound=Stateful)
+
+
+def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with every `Stateful` object, at any depth of dicts, replaced by its state."""
+    return {key: _resolved(value) for key, value in state_dict.items()}
+
+
+def _resolved(value: Any) -> Any:
+    if _is_stateful(value):
+        return value.state_dict()
+    if type(value) is dict:
+        return {key: _resolved(item) for key, item in value.items()}
+    return value
+
+
+def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
+    """Hand loaded values back: to `Stateful` objects through `load_state_dict`, all others into the state dict."""
+    for key, value in values.items():
+        target = state_dict.get(key)
+        if _is_stateful(target):
+            target.load_state_dict(value)
+        elif type(target) is dict and type(value) is dict:
+            give_back_state(target, value)
+        else:
+            state_dict[key] = value
+
+
+def _is_stateful(value: Any) -> bool:
+    # Asked on the type, for a runtime protocol looks at every attribute; tensors, the many, are none.
+    kind = type(value)
+    return (
+        not isinstance(value, (torch.Tensor, type))
+        and callable(getattr(kind, "state_dict", None))
+        and callable(getattr(kind, "load_state_dict", None))
+    )

@@ -1,0 +1,70 @@
+"""Distributed checkpoints: saved by any number of ranks, loaded by any other, safe against crashes and damage.
+
+`save`, `async_save` and `load` are the way in; planners say what is saved and loaded, storage says where and
+how.  Names are those of `torch.distributed.checkpoint`.
+"""
+
+from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
+from terrazzo.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.per_rank import PerRank
+from terrazzo.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from terrazzo.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
+from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
+from terrazzo.checkpoint.stateful import Stateful
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "NativeReader",
+    "NativeWriter",
+    "PerRank",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "Stateful",
+    "StorageMeta",
+    "StorageReader",
+    "StorageWriter",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+    "async_save",
+    "load",
+    "load_state_dict",
+    "save",
+    "save_state_dict",
+]

@@ -1,0 +1,132 @@
+"""Saving in the background: one save in flight per process group, on a thread or in a process.
+
+The state is copied first (`staging`); only that holds training up.  The background has connections of its own,
+so its messages never meet those of training.  An error comes out of the future's `result()`, and if nobody
+asked, of the next save.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from terrazzo.checkpoint.coordination import Place
+from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.process_saver import ProcessSaver
+from terrazzo.checkpoint.staging import BlockingAsyncStager
+from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.errors import CheckpointError
+
+
+class SaveFuture(Future[Metadata]):
+    """The outcome of a save in the background; remembers whether anybody has asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        value = super().result(timeout)
+        self.asked = True
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.asked = True
+        return error
+
+    def settle(self, work: Callable[[], Metadata]) -> None:
+        """Do the work, and hold its result or its error."""
+        try:
+            value = work()
+        except BaseException as error:  # noqa: B036  # kept for whoever asks
+            self.set_exception(error)
+        else:
+            self.set_result(value)
+
+
+class Background:
+    """The background of one process group on this rank: the save in flight, and what is kept between saves."""
+
+    def __init__(self) -> None:
+        self._future: SaveFuture | None = None
+        self._thread: threading.Thread | None = None
+        self._plane: ControlPlane | None = None
+        self._process: ProcessSaver | None = None
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def raise_earlier_error(self, place: Place) -> None:
+        """Raise the error of the last save if, on some rank, nobody has seen it.  All ranks come here together.
+
+        A failed save failed on all ranks, so in the usual case this says nothing to the others.
+        """
+        self.wait()
+        future, self._future = self._future, None
+        if future is None:
+            return
+        asked = future.asked
+        error = future.exception()
+        if error is None:
+            return
+        seen_everywhere = all(reply == b"seen" for reply in place.exchange(b"seen" if asked else b"unseen"))
+        if not seen_everywhere:
+            raise CheckpointError(f"the save in the background before this one failed: {error}") from error
+
+    def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
+        """Connections for the background.  Collective when they have to be made."""
+        if self._plane is None:
+            self._plane = ControlPlane.create(group, timeout or DEFAULT_TIMEOUT, name="checkpoint")
+        return self._plane
+
+    def process(self, place: Place, timeout: timedelta | None) -> ProcessSaver:
+        """The process that saves.  Collective when it has to be started."""
+        if self._process is None:
+            self._process = ProcessSaver(place, timeout)
+        return self._process
+
+    def start(self, work: Callable[[], Metadata]) -> SaveFuture:
+        """Do the work on a thread."""
+        future = SaveFuture()
+        self._future = future
+        # Not a daemon: a process that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=future.settle, args=(work,), name="terrazzo-save")
+        self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """Wait for the save in flight and release everything."""
+        self.wait()
+        self.stager.close()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
+
+
+_by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+_without_group = Background()
+
+
+def background_of(process_group: Any, no_dist: bool) -> Background:
+    """The background for a process group (None: all ranks)."""
+    if no_dist or not (dist.is_available() and dist.is_initialized()):
+        return _without_group
+    group = process_group if process_group is not None else dist.group.WORLD
+    background = _by_group.get(group)
+    if background is None:
+        background = _by_group[group] = Background()
+    return background

@@ -1,0 +1,71 @@
+"""Structured log events: what a checkpoint operation did, how long it took, how many bytes it moved.
+
+Every event is an INFO record (ERROR when the operation failed) of the logger `terrazzo.checkpoint`, with the
+`Event` as its attribute `event`:
+
+>>> import logging
+>>> class Collect(logging.Handler):
+...     def emit(self, record):
+...         print(record.event.what, record.event.checkpoint_id)
+>>> handler = Collect(); LOGGER.addHandler(handler); LOGGER.setLevel(logging.INFO)
+>>> with operation("save", "/checkpoints/7"):
+...     pass
+save /checkpoints/7
+>>> LOGGER.removeHandler(handler)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+
+
+@dataclass(slots=True)
+class Event:
+    """One operation, or one phase of it, on one rank."""
+
+    what: str
+    checkpoint_id: str | None = None
+    rank: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{self.what} rank={self.rank} checkpoint={self.checkpoint_id} seconds={self.seconds:.3f}"]
+        if self.bytes:
+            parts.append(f"bytes={self.bytes}")
+        parts += [f"{key}={value}" for key, value in self.details.items()]
+        if self.error is not None:
+            parts.append(f"error={self.error}")
+        return " ".join(parts)
+
+
+@contextmanager
+def operation(what: str, checkpoint_id: str | os.PathLike[str] | None, rank: int = 0) -> Iterator[Event]:
+    """Time what happens inside and log it at the end; the caller may fill in `bytes` and `details`."""
+    event = Event(what, None if checkpoint_id is None else os.fspath(checkpoint_id), rank)
+    start = time.perf_counter()
+    try:
+        yield event
+    except BaseException as error:
+        event.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        event.seconds = time.perf_counter() - start
+        emit(event)
+
+
+def emit(event: Event) -> None:
+    """Log an event."""
+    level = logging.INFO if event.error is None else logging.ERROR
+    if LOGGER.isEnabledFor(level):
+        LOGGER.log(level, "%s", event, extra={"event": event})

@@ -1,0 +1,119 @@
+"""The coordinator's side of planning, where a planner or a storage wants to see the plans of all ranks.
+
+Planners with the default global step do not come here: see `ownership`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from terrazzo.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from terrazzo.errors import CheckpointError
+
+
+def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePlan]:
+    """The same plans with each item in one of them only: the lowest, or the one that has fewest bytes so far."""
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            ranks = holders.setdefault(item.index, [])
+            if not ranks or ranks[-1] != rank:
+                ranks.append(rank)
+            items.setdefault(item.index, item)
+    sizes = {index: item.tensor_storage_size() or 0 for index, item in items.items()}
+    loads = [0] * len(plans)
+    owner: dict[MetadataIndex, int] = {}
+    for index, ranks in holders.items():
+        if len(ranks) == 1 or lowest_rank or items[index].type is WriteItemType.BYTE_IO:
+            owner[index] = ranks[0]
+            loads[ranks[0]] += sizes[index]
+    for index in sorted((i for i in holders if i not in owner), key=lambda i: -sizes[i]):
+        rank = min(holders[index], key=lambda r: (loads[r], r))
+        owner[index] = rank
+        loads[rank] += sizes[index]
+    return [
+        replace(plan, items=list({item.index: item for item in plan.items if owner[item.index] == rank}.values()))
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
+    """The table of contents of a checkpoint that these plans write."""
+    entries: dict[str, STORAGE_TYPES] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            known = entries.get(name)
+            if data is None:
+                if known is not None:
+                    raise CheckpointError(f"{name!r} would be written twice, or as an object and as a tensor")
+                entries[name] = BytesStorageMetadata()
+                continue
+            if known is None:
+                chunks[name] = []
+                known = entries[name] = TensorStorageMetadata(data.properties, data.size, chunks[name])
+            if not isinstance(known, TensorStorageMetadata) or known.size != data.size:
+                raise CheckpointError(f"{name!r} is not the same on rank {rank} and on a rank before it")
+            if known.properties.dtype != data.properties.dtype:
+                raise CheckpointError(
+                    f"{name!r} is {data.properties.dtype} on rank {rank} and {known.properties.dtype} on a rank before it"
+                )
+            chunks[name].append(data.chunk)
+    return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))
+
+
+def merged_planner_data(data: Sequence[Any]) -> dict[str, Any] | None:
+    """The paths of all ranks' names; whatever else a subclass has put there is the subclass's to merge."""
+    merged: dict[str, Any] = {}
+    for part in data:
+        if isinstance(part, dict):
+            merged.update(part)
+    return merged or None
+
+
+GlobalStep = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
+
+
+@dataclass(slots=True)
+class GlobalPlanCache:
+    """What the ranks of one planner object remember of their last global plan.
+
+    A rank whose local plan equals its last one sends an empty plan with `usable=False` instead, provided that the
+    coordinator announced that it remembers the same save (`token`).  Plans are compared as a whole: names, boxes,
+    shapes, dtypes, and whatever the planner added.  If no rank's plan has changed, the global step is skipped.
+    """
+
+    token: str = ""  # which save this rank remembers
+    local: SavePlan | None = None
+    # On the coordinator only: the local plans of all ranks, and what came of them.
+    locals: list[SavePlan] = field(default_factory=list)
+    result: tuple[list[SavePlan], Metadata] | None = None
+
+    def to_send(self, plan: SavePlan, coordinator_token: str) -> SavePlan:
+        """This rank's plan, or word that it has not changed."""
+        if self.token and self.token == coordinator_token and plan == self.local:
+            return SavePlan([], usable=False)
+        self.local = deepcopy(plan)  # a planner may change the properties in its items later
+        return plan
+
+    def global_plan(self, received: list[SavePlan], step: GlobalStep) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: the outcome of the global step, from memory if no plan has changed."""
+        if self.result is None or any(plan.usable for plan in received):
+            self.locals = [plan if plan.usable else self.locals[rank] for rank, plan in enumerate(received)]
+            self.result = step(self.locals)
+            self.token = uuid.uuid4().hex
+        return self.result

@@ -1,0 +1,56 @@
+"""From a checkpoint id to a reader or writer: what lies there, or can be made there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter
+from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+
+
+def find_writer(writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None) -> StorageWriter:
+    """The writer to use, told that a new checkpoint begins."""
+    if writer is None:
+        if checkpoint_id is None:
+            raise CheckpointError("nothing says where to save: pass checkpoint_id or storage_writer")
+        if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
+            raise CheckpointError(
+                f"{os.fspath(checkpoint_id)!r} is not a folder and cannot become one; for other places pass storage_writer"
+            )
+        writer = FileSystemWriter(checkpoint_id)
+    writer.reset(checkpoint_id)
+    return writer
+
+
+def find_reader(reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
+    """The reader to use, told that a checkpoint is about to be read; without one given, what lies there decides."""
+    if reader is None:
+        if checkpoint_id is None:
+            raise CheckpointError("nothing says where to load from: pass checkpoint_id or storage_reader")
+        reader = reader_for(checkpoint_id)
+    reader.reset(checkpoint_id)
+    return reader
+
+
+def reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
+    """A reader of the checkpoint that lies at a path, of whatever format."""
+    path = Path(checkpoint_id)
+    if (path / MANIFEST).exists():
+        return FileSystemReader(path)
+    foreign = _foreign_reader(path)
+    if foreign is not None:
+        return foreign
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is nothing at {path}")
+    raise CheckpointNotFoundError(
+        f"there is no committed checkpoint at {path}: neither a {MANIFEST} nor a file of another format that is known"
+    )
+
+
+def _foreign_reader(path: Path) -> StorageReader | None:
+    from terrazzo.checkpoint.formats import reader_for as reader_for_other_format
+
+    return reader_for_other_format(path)

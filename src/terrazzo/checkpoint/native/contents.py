@@ -1,0 +1,66 @@
+"""A manifest as the `Metadata` that planners read, its entries made when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from terrazzo.checkpoint import objects
+from terrazzo.checkpoint.chunks import ChunkTable
+from terrazzo.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.format import VERSION
+from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
+
+
+class ManifestEntries(Mapping[str, STORAGE_TYPES]):
+    """What is stored under each name."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._made: dict[str, STORAGE_TYPES] = {}
+
+    def __getitem__(self, name: str) -> STORAGE_TYPES:
+        entry = self._made.get(name)
+        if entry is None:
+            entry = self._made[name] = self._make(name)
+        return entry
+
+    def _make(self, name: str) -> STORAGE_TYPES:
+        if self._manifest.names[name] != TENSOR:
+            return BytesStorageMetadata()
+        record = self._manifest.record(name)
+        chunks = ChunkTable(record.offsets, record.lengths)
+        return TensorStorageMetadata(TensorProperties(record.dtype), torch.Size(record.shape), chunks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ManifestEntries, (self._manifest,)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._manifest.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.names)
+
+    def __len__(self) -> int:
+        return len(self._manifest.names)
+
+
+def metadata_of(manifest: Manifest, meta: StorageMeta | None = None) -> Metadata:
+    """The table of contents of a checkpoint in the native format."""
+    data, paths = manifest.head.planner_data, manifest.head.paths
+    return Metadata(
+        ManifestEntries(manifest),
+        planner_data=(paths or None) if data is None else objects.decode(data),
+        storage_data=manifest,
+        storage_meta=meta,
+        version=str(VERSION),
+    )

@@ -1,0 +1,87 @@
+"""Data files: valid safetensors files whose data begins at a page boundary.
+
+A safetensors file is the length of a JSON header, the header, and the tensors' bytes without gaps.  The header
+is padded with spaces up to the page boundary.  Chunks that fill whole pages come first, so all of them lie on
+page boundaries; the rest follow by falling item size, so that every chunk is aligned for its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.dtypes import safetensors_form
+from terrazzo.checkpoint.native.format import PAGE, VERSION, chunk_key
+from terrazzo.checkpoint.native.manifest import TensorEntry
+from terrazzo.checkpoint.planner import WriteItem
+from terrazzo.layout.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is to be written: a box of a tensor that `item` names, or the bytes of an object."""
+
+    entry: TensorEntry
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    nbytes: int
+    item: WriteItem
+    payload: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A data file before it is written: its header, and where each chunk will begin."""
+
+    header: bytes
+    chunks: tuple[Chunk, ...]
+    starts: tuple[int, ...]
+    size: int
+
+
+def lay_out(chunks: Sequence[Chunk], save_id: str) -> FileLayout:
+    """Order the chunks and place them in a file."""
+    ordered = sorted(chunks, key=_file_order)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "terrazzo": str(VERSION), "save_id": save_id}}
+    position = 0
+    positions = []
+    for chunk in ordered:
+        code, shape = safetensors_form(chunk.dtype, chunk.lengths)
+        key = chunk_key(chunk.entry.name, chunk.offsets, chunk.lengths, chunk.entry.shape)
+        positions.append(position)
+        position += chunk.nbytes
+        entries[key] = {"dtype": code, "shape": shape, "data_offsets": (positions[-1], position)}
+    text = msgspec.json.encode(entries)
+    text += b" " * (-(len(text) + 8) % PAGE)
+    header = len(text).to_bytes(8, "little") + text
+    base = len(header)
+    return FileLayout(header, tuple(ordered), tuple([base + p for p in positions]), base + position)
+
+
+def _file_order(chunk: Chunk) -> tuple[bool, int]:
+    return (chunk.nbytes % PAGE != 0, -chunk.dtype.itemsize)
+
+
+def row_major_windows(shape: Sequence[int], limit: int) -> list[Box]:
+    """Boxes of at most `limit` elements that, one after the other, are the row-major elements of `shape`.
+
+    >>> row_major_windows((2, 3), 2)
+    [Box(offsets=(0, 0), lengths=(1, 2)), Box(offsets=(0, 2), lengths=(1, 1)), Box(offsets=(1, 0), lengths=(1, 2)), \
+Box(offsets=(1, 2), lengths=(1, 1))]
+    """
+    whole = Box.whole(shape)
+    if whole.numel <= limit:
+        return [whole]
+    row = whole.numel // shape[0]
+    if row > limit:
+        inner = row_major_windows(shape[1:], limit)
+        return [Box((i, *box.offsets), (1, *box.lengths)) for i in range(shape[0]) for box in inner]
+    step = limit // row
+    rest_offsets, rest_lengths = whole.offsets[1:], whole.lengths[1:]
+    return [
+        Box((start, *rest_offsets), (min(step, shape[0] - start), *rest_lengths)) for start in range(0, shape[0], step)
+    ]

@@ -1,0 +1,61 @@
+"""Constants of the native format: see docs/format.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import xxhash
+
+MAGIC: Final = b"TERRAZZO"
+VERSION: Final = 1
+
+MANIFEST: Final = "manifest.terrazzo"
+# Data begins at a multiple of this in every data file, and so does every chunk whose size is a multiple of it, unless
+# a chunk that is none comes before.
+PAGE: Final = 4096
+# Checksums are kept per block of this many bytes of a chunk, so that part of a chunk can be read and still be checked.
+BLOCK: Final = 256 << 10
+# Encoded objects up to this size live in the manifest itself, larger ones in a data file.
+INLINE_LIMIT: Final = 4096
+
+_DATA_NAME = re.compile(r"data-([0-9a-f]{12})-(\d{5,})(?:-\d+)?\.safetensors")
+
+checksum = xxhash.xxh3_64_intdigest
+
+
+def data_name(save_id: str, rank: int, index: int | None = None) -> str:
+    """The name of a data file; `index` tells the files of one rank apart if it writes several.
+
+    >>> data_name("0123456789ab", 3)
+    'data-0123456789ab-00003.safetensors'
+    """
+    suffix = "" if index is None else f"-{index}"
+    return f"data-{save_id}-{rank:05d}{suffix}.safetensors"
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a file belongs to a checkpoint of this format, so that cleaning up may remove it."""
+    return _DATA_NAME.fullmatch(name) is not None or name == MANIFEST + ".tmp"
+
+
+def is_file_of_save(name: str, save_id: str, rank: int) -> bool:
+    """Whether a file is one that this rank wrote in this save."""
+    match = _DATA_NAME.fullmatch(name)
+    return match is not None and match[1] == save_id and int(match[2]) == rank
+
+
+def chunk_key(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """The name of a chunk in its data file: the tensor's own if it is all of it, else with the slice it is.
+
+    >>> chunk_key("w", (0, 0), (4, 4), (4, 4)), chunk_key("w", (2, 0), (2, 4), (4, 4))
+    ('w', 'w[2:4,0:4]')
+    """
+    if lengths == shape:
+        return name
+    return f"{name}[{','.join([f'{o}:{o + n}' for o, n in zip(offsets, lengths, strict=True)])}]"
+
+
+def block_count(nbytes: int) -> int:
+    """How many checksums a chunk of this size has."""
+    return -(-nbytes // BLOCK)

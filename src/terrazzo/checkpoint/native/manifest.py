@@ -1,0 +1,256 @@
+"""The manifest: what a checkpoint holds and where each byte of it is.
+
+On disk it is a preamble, a MessagePack head (files, tensors, objects), and columns of numbers (one row per
+chunk).  The columns are used where they lie, so opening a manifest of millions of chunks costs little more than
+reading it, and a rank that wants a few tensors of it pays for those.  `docs/format.md` specifies every field.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from terrazzo.checkpoint.dtypes import dtype_from_name
+from terrazzo.checkpoint.native.format import BLOCK, MAGIC, VERSION, checksum
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+_PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
+# magic, version, 0, bytes of the head, bytes of the file, checksum of the head, checksum of the columns, 0,
+# checksum of the preamble so far
+
+Path = tuple[str | int, ...]
+
+TENSOR: Final = 0
+TYPED: Final = 1  # an object, as terrazzo.checkpoint.objects writes it
+RAW: Final = 2  # an object that a planner turned into bytes of its own
+
+
+class FileEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A data file."""
+
+    name: str
+    size: int
+    header_size: int
+    header_sum: int
+
+
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor, or (with a kind other than TENSOR) the bytes of an object that is too large for the head."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: int = TENSOR
+
+
+class ObjectEntry(msgspec.Struct, array_like=True, frozen=True):
+    """An object whose bytes are in the head."""
+
+    name: str
+    kind: int
+    data: bytes
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The typed part of a manifest."""
+
+    save_id: str
+    created: float
+    writer: str
+    ranks: int
+    block: int
+    files: list[FileEntry]
+    tensors: list[TensorEntry]
+    counts: list[int]  # chunks of each tensor
+    sums: int  # checksums in all
+    objects: list[ObjectEntry]
+    wide: bool = False  # boxes in 64-bit numbers instead of 32-bit ones
+    paths: dict[str, Path] = {}  # where in the nested state dict a name was, unless at the top
+    planner_data: bytes | None = None  # what a custom planner adds, as terrazzo.checkpoint.objects writes it
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor's rows: boxes as arrays of shape (chunks, dims), and where each chunk lies."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: int
+    first: int
+    offsets: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any]
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+    def nbytes(self, lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The bytes of chunks of these lengths."""
+        return lengths.prod(axis=1, dtype=np.int64) * self.dtype.itemsize
+
+
+def _section_sizes(head: Head) -> tuple[int, list[int]]:
+    """The chunks in all, and the bytes of each section of boxes, by number of dims."""
+    rows = [0] * (1 + max((len(entry.shape) for entry in head.tensors), default=0))
+    for entry, count in zip(head.tensors, head.counts, strict=True):
+        rows[len(entry.shape)] += count
+    width = 8 if head.wide else 4
+    return sum(rows), [count * 2 * ndim * width for ndim, count in enumerate(rows)]
+
+
+def encode_manifest(
+    head: Head,
+    chunk_files: np.ndarray[Any, Any],
+    chunk_starts: np.ndarray[Any, Any],
+    boxes: list[np.ndarray[Any, Any]],
+    sums: np.ndarray[Any, Any],
+) -> bytes:
+    """The bytes of a manifest.  `boxes[d]` has a row (offsets, lengths) for each chunk of a tensor of `d` dims."""
+    packed = msgspec.msgpack.encode(head)
+    box_type = "<u8" if head.wide else "<u4"
+    columns = b"".join(
+        [
+            bytes(-len(packed) % 8),  # so that the columns are aligned
+            chunk_starts.astype("<u8").tobytes(),
+            sums.astype("<u8").tobytes(),
+            chunk_files.astype("<u4").tobytes(),
+            *(section.astype(box_type).tobytes() for section in boxes),
+        ]
+    )
+    size = _PREAMBLE.size + len(packed) + len(columns)
+    preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), checksum(columns), 0, 0)[:-8]
+    return b"".join([preamble, checksum(preamble).to_bytes(8, "little"), packed, columns])
+
+
+class Manifest:
+    """A manifest that has been read, checked against its checksums."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, source: str) -> None:
+        self.data = data
+        self.source = source
+        head_bytes, columns = _checked_parts(memoryview(data), source)
+        try:
+            self.head = msgspec.msgpack.decode(head_bytes, type=Head)
+        except msgspec.MsgspecError as error:
+            raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
+        chunks, sections = _section_sizes(self.head)
+        columns = columns[-len(head_bytes) % 8 :]
+        if len(columns) != 12 * chunks + 8 * self.head.sums + sum(sections):
+            raise CheckpointCorruptError(f"{source}: the manifest's columns do not fit its head")
+        position = 0
+
+        def column(kind: str, nbytes: int) -> np.ndarray[Any, Any]:
+            nonlocal position
+            part = np.frombuffer(columns[position : position + nbytes], dtype=kind)
+            position += nbytes
+            return part
+
+        self.starts = column("<u8", 8 * chunks)
+        self.sums = column("<u8", 8 * self.head.sums)
+        self.files = column("<u4", 4 * chunks)
+        self._boxes = [
+            column("<u8" if self.head.wide else "<u4", nbytes).reshape(-1, 2, ndim) if ndim else None
+            for ndim, nbytes in enumerate(sections)
+        ]
+        self._check_references(chunks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Manifest, (bytes(self.data), self.source)
+
+    def _check_references(self, chunks: int) -> None:
+        if chunks and int(self.files.max()) >= len(self.head.files):
+            raise CheckpointCorruptError(f"{self.source}: a chunk lies in a file that the manifest does not list")
+        if self.head.block <= 0:
+            raise CheckpointCorruptError(f"{self.source}: the manifest's block size is {self.head.block}")
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[TensorEntry, int, int, int]]:
+        """By name: the entry, its first row, its first row of boxes, its number of chunks."""
+        rows = {}
+        first = 0
+        first_box = [0] * len(self._boxes)
+        for entry, count in zip(self.head.tensors, self.head.counts, strict=True):
+            ndim = len(entry.shape)
+            rows[entry.name] = (entry, first, first_box[ndim], count)
+            first += count
+            first_box[ndim] += count
+        return rows
+
+    @cached_property
+    def objects(self) -> dict[str, ObjectEntry]:
+        """The objects kept in the head, by name."""
+        return {entry.name: entry for entry in self.head.objects}
+
+    @cached_property
+    def names(self) -> dict[str, int]:
+        """All names and their kinds: tensors in the order of the table, then objects."""
+        return {entry.name: entry.kind for entry in (*self.head.tensors, *self.head.objects)}
+
+    def record(self, name: str) -> TensorRecord:
+        """The rows of one tensor (or of an object kept in a data file); `KeyError` if there is none."""
+        entry, first, first_box, count = self._rows[name]
+        boxes = self._boxes[len(entry.shape)]
+        if boxes is None:
+            offsets = lengths = np.empty((count, 0), dtype=np.int64)
+        else:
+            rows = boxes[first_box : first_box + count].astype(np.int64)
+            offsets, lengths = rows[:, 0], rows[:, 1]
+        return TensorRecord(entry.name, dtype_from_name(entry.dtype), entry.shape, entry.kind, first, offsets, lengths)
+
+    @cached_property
+    def first_sums(self) -> np.ndarray[Any, Any]:
+        """For each chunk, where its checksums begin."""
+        counts = np.concatenate([self._block_counts(), np.zeros(1, np.int64)])
+        first: np.ndarray[Any, Any] = np.cumsum(counts) - counts
+        if int(first[-1]) != self.head.sums:
+            raise CheckpointCorruptError(f"{self.source}: the manifest's checksums do not fit its chunks")
+        return first
+
+    def _block_counts(self) -> np.ndarray[Any, Any]:
+        """The number of checksums of each chunk."""
+        counts = np.array(self.head.counts, dtype=np.int64)
+        ndims = np.repeat(np.array([len(e.shape) for e in self.head.tensors], dtype=np.int64), counts)
+        item_sizes = [dtype_from_name(e.dtype).itemsize for e in self.head.tensors]
+        sizes = np.repeat(np.array(item_sizes, dtype=np.int64), counts)
+        for ndim, boxes in enumerate(self._boxes):
+            if boxes is not None:
+                sizes[ndims == ndim] *= boxes[:, 1].prod(axis=1, dtype=np.int64)
+        return -(-sizes // self.head.block)
+
+
+def _checked_parts(data: memoryview, source: str) -> tuple[memoryview, memoryview]:
+    """Head and columns, after comparing everything with its checksum."""
+    if len(data) < _PREAMBLE.size or data[:8] != MAGIC:
+        raise CheckpointCorruptError(f"{source}: this is no manifest, or its beginning is damaged")
+    _, version, _, head_size, size, head_sum, column_sum, _, own_sum = _PREAMBLE.unpack_from(data)
+    if checksum(data[: _PREAMBLE.size - 8]) != own_sum:
+        raise CheckpointCorruptError(f"{source}: the manifest's preamble is damaged")
+    if version != VERSION:
+        raise CheckpointFormatError(
+            f"{source}: the checkpoint is of format version {version}, this release reads version {VERSION}; "
+            f"load it with a newer terrazzo"
+        )
+    if len(data) != size or _PREAMBLE.size + head_size > size:
+        raise CheckpointCorruptError(f"{source}: the manifest has {len(data)} bytes, it was written with {size}")
+    head = data[_PREAMBLE.size : _PREAMBLE.size + head_size]
+    columns = data[_PREAMBLE.size + head_size :]
+    if checksum(head) != head_sum:
+        raise CheckpointCorruptError(f"{source}: the manifest's head is damaged")
+    if checksum(columns) != column_sum:
+        raise CheckpointCorruptError(f"{source}: the manifest's chunk table is damaged")
+    return head, columns
+
+
+def needs_wide_boxes(boxes: list[np.ndarray[Any, Any]]) -> bool:
+    """Whether some box has a number that 32 bits do not hold."""
+    return any(section.size and int(section.max()) >= 1 << 32 for section in boxes)
+
+
+__all__ = ["BLOCK", "FileEntry", "Head", "Manifest", "ObjectEntry", "TensorEntry", "TensorRecord", "encode_manifest"]

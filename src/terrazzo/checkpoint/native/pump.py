@@ -1,0 +1,161 @@
+"""Moving chunks into a data file: checksummed while they are hot in the cache, in few large writes, with little memory.
+
+CPU tensors are written from where they are.  What is not contiguous, or lives on an accelerator, passes through two
+small buffers (pinned for an accelerator), of which one is filled while the other is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+import xxhash
+
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
+from terrazzo.checkpoint.native.format import BLOCK, checksum
+from terrazzo.checkpoint.planner import SavePlanner
+from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.errors import CheckpointError
+
+# One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
+_PIECE: Final = 4 * BLOCK
+_MAX_BUFFERS: Final = 1000
+
+
+class Pump:
+    """Writes chunks that follow one another in a file; one per thread."""
+
+    def __init__(self, file: WriteFile, start: int, buffer_bytes: int) -> None:
+        self._file = file
+        self._position = start
+        self._waiting: list[memoryview] = []
+        self._waiting_bytes = 0
+        self._kept: list[object] = []  # what owns the waiting memory
+        self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
+        self.sums: list[int] = []
+
+    def write(self, chunks: Sequence[Chunk], planner: SavePlanner) -> None:
+        """Write the chunks one after the other."""
+        for chunk in chunks:
+            if chunk.payload is not None:
+                self._add(memoryview(chunk.payload), chunk.payload)
+                continue
+            tensor = planner.resolve_data(chunk.item)
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
+                raise _broken_promise(chunk, tensor)
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                self._add(bytes_of(tensor), tensor)
+            else:
+                self._add_through_buffers(tensor)
+        self.flush()
+
+    def _add(self, data: memoryview, owner: object) -> None:
+        nbytes = len(data)
+        if nbytes <= BLOCK:
+            if nbytes:
+                self.sums.append(checksum(data))
+                self._queue(data, owner)
+            return
+        for start in range(0, nbytes, _PIECE):
+            piece = data[start : start + _PIECE]
+            for block in range(0, len(piece), BLOCK):
+                self.sums.append(checksum(piece[block : block + BLOCK]))
+            self._queue(piece, owner)
+
+    def _queue(self, data: memoryview, owner: object) -> None:
+        self._waiting.append(data)
+        self._kept.append(owner)
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes >= _PIECE or len(self._waiting) >= _MAX_BUFFERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        if self._waiting:
+            self._file.write(self._position, self._waiting)
+            self._position += self._waiting_bytes
+            self._waiting, self._kept, self._waiting_bytes = [], [], 0
+
+    def _add_through_buffers(self, tensor: torch.Tensor) -> None:
+        sums = BlockSums()
+        for piece in self._through_buffers(tensor):
+            sums.update(piece)
+            self._queue(piece, tensor)
+            self.flush()
+        self.sums += sums.finish()
+
+    def _through_buffers(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The tensor's elements in row-major order as pieces of host memory, each good until two pieces later."""
+        limit = self._buffer_bytes // tensor.dtype.itemsize
+        windows = _flat_windows(tensor, limit)
+        on_device = tensor.device.type != "cpu"
+        size = min(max(window.numel() for window in windows), limit)
+        buffers = [torch.empty(size, dtype=tensor.dtype, pin_memory=on_device) for _ in range(min(2, len(windows)))]
+        ahead: tuple[torch.Tensor, torch.Event | None] | None = None
+        for i, window in enumerate(windows):
+            target = buffers[i % 2][: window.numel()]
+            target.view(window.shape).copy_(window, non_blocking=on_device)
+            event = torch.Event(tensor.device) if on_device else None
+            if event is not None:
+                event.record()
+            if ahead is not None:
+                yield _arrived(*ahead)
+            ahead = (target, event)
+        if ahead is not None:
+            yield _arrived(*ahead)
+
+
+class BlockSums:
+    """The checksums of a chunk's blocks, from pieces of any size."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+        self._sums: list[int] = []
+        self._state = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """The chunk's next bytes."""
+        while data:
+            part = data[: self._block - self._filled]
+            self._state.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == self._block:
+                self._next()
+
+    def finish(self) -> list[int]:
+        """The checksums, when all bytes have been seen."""
+        if self._filled:
+            self._next()
+        return self._sums
+
+    def _next(self) -> None:
+        self._sums.append(self._state.intdigest())
+        self._state.reset()
+        self._filled = 0
+
+
+def _arrived(buffer: torch.Tensor, event: torch.Event | None) -> memoryview:
+    if event is not None:
+        event.synchronize()
+    return bytes_of(buffer)
+
+
+def _flat_windows(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
+    """Views of at most `limit` elements whose row-major elements, one after the other, are the tensor's."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return list(tensor.reshape(-1).split(limit)) or [tensor.reshape(-1)]
+    return [tensor[box.slices()] for box in row_major_windows(tensor.shape, limit)]
+
+
+def _broken_promise(chunk: Chunk, data: object) -> CheckpointError:
+    got = (
+        f"a {data.dtype} tensor of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__
+    )
+    return CheckpointError(
+        f"{chunk.entry.name!r}: the plan promised a {chunk.dtype} tensor of shape {chunk.lengths}, but the planner's "
+        f"resolve_data gave {got}; a planner that converts data must change the items of its plan as well"
+    )

@@ -1,0 +1,225 @@
+"""Carrying out a save plan in the native format: this rank's data files, then the coordinator's commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+import terrazzo
+from terrazzo.checkpoint import objects
+from terrazzo.checkpoint.dtypes import dtype_name
+from terrazzo.checkpoint.events import LOGGER
+from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out
+from terrazzo.checkpoint.native.format import INLINE_LIMIT, MANIFEST, checksum, data_name, is_own_file
+from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
+from terrazzo.checkpoint.native.parts import About, Part, merge
+from terrazzo.checkpoint.native.pump import Pump
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from terrazzo.checkpoint.stores.base import Store, read_all
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfRank:
+    """What tells the data files of one rank in one save apart from all others."""
+
+    save_id: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write: see `FileSystemWriter`."""
+
+    single_file_per_rank: bool = True
+    durable: bool = True
+    threads: int = 1
+    buffer_bytes: int = 10_000_000
+
+
+def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesOfRank, options: WriteOptions) -> Part:
+    """Write all that the plan says, durably; if that fails, leave nothing behind."""
+    chunks, inline = _chunks_of(plan, planner)
+    groups = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
+    layouts = [lay_out(group, files.save_id) for group in groups if group]
+    names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
+    sums: list[int] = []
+    try:
+        for name, layout in zip(names, layouts, strict=True):
+            sums += _write_file(store, name, layout, planner, options)
+        if options.durable and names:
+            store.sync()
+    except BaseException:
+        discard(store, names)
+        raise
+    return _part(names, layouts, sums, inline)
+
+
+def discard(store: Store, names: Sequence[str]) -> None:
+    """Remove files that are of no use; what cannot be removed now, the next save to this place will."""
+    for name in names:
+        try:
+            store.delete(name)
+        except OSError as error:
+            LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
+
+
+def _chunks_of(plan: SavePlan, planner: SavePlanner) -> tuple[list[Chunk], list[ObjectEntry]]:
+    """The plan's items as chunks for data files, and the objects that are small enough for the manifest."""
+    chunks: list[Chunk] = []
+    inline: list[ObjectEntry] = []
+    for item in plan.items:
+        if item.type is WriteItemType.BYTE_IO:
+            kind, payload = _object_payload(item, planner)
+            if len(payload) <= INLINE_LIMIT:
+                inline.append(ObjectEntry(item.index.fqn, kind, payload))
+            else:
+                nbytes = len(payload)
+                entry = TensorEntry(item.index.fqn, "uint8", (nbytes,), kind)
+                chunks.append(Chunk(entry, torch.uint8, (0,), (nbytes,), nbytes, item, payload))
+        else:
+            data = item.tensor_data
+            if data is None:
+                raise CheckpointError(f"{item.index.fqn!r}: an item of type {item.type} needs tensor_data")
+            dtype = data.properties.dtype
+            entry = TensorEntry(item.index.fqn, dtype_name(dtype), tuple(data.size), TENSOR)
+            lengths = tuple(data.chunk.sizes)
+            nbytes = item.tensor_storage_size() or 0
+            chunks.append(Chunk(entry, dtype, tuple(data.chunk.offsets), lengths, nbytes, item))
+    return chunks, inline
+
+
+def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
+    data = planner.resolve_data(item)
+    if isinstance(data, objects.ObjectBytes):
+        return TYPED, data.encoded()
+    if isinstance(data, torch.Tensor):
+        raise CheckpointError(
+            f"{item.index.fqn!r}: the plan promised bytes, but the planner's resolve_data gave a tensor"
+        )
+    return RAW, data.getvalue()
+
+
+def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions) -> list[int]:
+    file = store.create(name, layout.size)
+    try:
+        file.write(0, [memoryview(layout.header)])
+        segments = _segments(layout, options.threads)
+        pumps = [Pump(file, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
+        if len(pumps) == 1:
+            pumps[0].write(layout.chunks, planner)
+        else:
+            with ThreadPoolExecutor(len(pumps)) as pool:
+                work = [
+                    pool.submit(pump.write, layout.chunks[segment], planner)
+                    for pump, segment in zip(pumps, segments, strict=True)
+                ]
+            for future in work:
+                future.result()
+        if options.durable:
+            file.sync()
+    finally:
+        file.close()
+    return [value for pump in pumps for value in pump.sums]
+
+
+def _segments(layout: FileLayout, threads: int) -> list[slice]:
+    """Runs of chunks of about equal bytes, one for each thread."""
+    bounds = [0]
+    for part in range(1, threads):
+        target = layout.starts[0] + (layout.size - layout.starts[0]) * part // threads
+        position = int(np.searchsorted(np.array(layout.starts), target))
+        if position > bounds[-1]:
+            bounds.append(position)
+    if bounds[-1] < len(layout.chunks):
+        bounds.append(len(layout.chunks))
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _part(names: list[str], layouts: list[FileLayout], sums: list[int], inline: list[ObjectEntry]) -> Part:
+    chunks = [chunk for layout in layouts for chunk in layout.chunks]
+    numbers = [number for chunk in chunks for box in (chunk.offsets, chunk.lengths) for number in box]
+    return Part(
+        tensors=msgspec.msgpack.encode([chunk.entry for chunk in chunks]),
+        files=[
+            FileEntry(name, layout.size, len(layout.header), checksum(layout.header))
+            for name, layout in zip(names, layouts, strict=True)
+        ],
+        file_index=np.repeat(np.arange(len(layouts), dtype="<u4"), [len(lay.chunks) for lay in layouts]).tobytes(),
+        starts=np.array([start for layout in layouts for start in layout.starts], dtype="<u8").tobytes(),
+        boxes=np.array(numbers, dtype="<i8").tobytes(),
+        sums=np.array(sums, dtype="<u8").tobytes(),
+        objects=inline,
+    )
+
+
+def commit(store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, durable: bool) -> Manifest:
+    """Make the checkpoint that consists of these parts the valid one, then remove the one before."""
+    paths = planner_data if _are_paths(planner_data) else {}
+    extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
+    about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra)
+    data = merge(parts, about)
+    manifest = Manifest(data, store.location)
+    _check_files(store, manifest)
+    store.publish(MANIFEST, data, durable=durable)
+    try:
+        remove_leftovers(store, manifest)
+    except OSError as error:  # the checkpoint is valid; the next save removes what is left
+        LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", store.location, error)
+    return manifest
+
+
+def _are_paths(planner_data: Any) -> bool:
+    """Whether this is the default planner's: the path of each name."""
+    return isinstance(planner_data, dict) and all(
+        type(name) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
+        for name, path in planner_data.items()
+    )
+
+
+def _check_files(store: Store, manifest: Manifest) -> None:
+    """All data files must be where the manifest will say: another save to the same place may have removed them, or
+    ranks may have written to folders that only look the same."""
+    present = set(store.names())
+    for entry in manifest.head.files:
+        if entry.name not in present:
+            raise CheckpointError(
+                f"{store.location}: the data file {entry.name} has been written but is not there; the folder must be "
+                f"the same for all ranks, and no other save may go to it at the same time"
+            )
+
+
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
+    file = store.open(MANIFEST)
+    try:
+        return Manifest(read_all(file), store.location)
+    finally:
+        file.close()
+
+
+def remove_leftovers(store: Store, valid: Manifest | None) -> list[str]:
+    """Remove the files of saves that did not get to their end, and of checkpoints that have been replaced."""
+    keep = set() if valid is None else {entry.name for entry in valid.head.files}
+    stale = [name for name in store.names() if is_own_file(name) and name not in keep]
+    for name in stale:
+        store.delete(name)
+    return stale
+
+
+def clean_before_save(store: Store) -> list[str]:
+    """Free the space that dead saves took; nothing is touched if the present manifest cannot be read."""
+    try:
+        valid = read_manifest(store)
+    except FileNotFoundError:
+        valid = None
+    except (CheckpointCorruptError, CheckpointFormatError):
+        return []
+    return remove_leftovers(store, valid)

@@ -1,0 +1,170 @@
+"""Saving in a process of its own: training and saving never wait for the same interpreter.
+
+Each rank starts one process, which stays for later saves.  These processes form a process group of their own.
+The state is copied into shared memory that is mapped once; for each save only a small description travels.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from terrazzo.checkpoint.coordination import Place
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.save_session import SaveSession
+from terrazzo.checkpoint.staging import HostMemory, carve, layout_of, put_together, take_apart
+from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.errors import CheckpointError
+
+Specs = list[tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A staged state dict for the process: its tensors are in shared memory.  Or why there is none."""
+
+    skeleton: STATE_DICT_TYPE = field(default_factory=dict)
+    specs: Specs = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the process is told to do."""
+
+    planner: Any
+    writer: Any
+    checkpoint_id: Any
+    parcel: Parcel
+    buffer: torch.Tensor | None  # new shared memory; None: the same as last time
+
+
+class ProcessSaver:
+    """The saving process of this rank.  Making it is collective."""
+
+    def __init__(self, place: Place, timeout: timedelta | None) -> None:
+        self._memory = HostMemory(shared=True)
+        self._sent: torch.Tensor | None = None
+        self._store: dist.TCPStore | None = None
+        limit = timeout or DEFAULT_TIMEOUT
+        address = self._meeting_point(place, limit)
+        context = mp.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = (theirs, place.rank, place.ranks, address, limit)
+        self._process = context.Process(target=_serve, args=arguments, name="terrazzo-save", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _meeting_point(self, place: Place, limit: timedelta) -> tuple[str, int]:
+        """Where the processes find each other: a store that the first rank hosts."""
+        if place.plane is None:
+            return "", 0
+        if place.is_coordinator:
+            host = _own_address()
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            place.plane.broadcast(pickle.dumps((host, self._store.port)), 0)
+            return host, self._store.port
+        host, port = pickle.loads(place.plane.broadcast(None, 0))
+        return host, port
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Parcel:
+        """Copy the state into the shared memory."""
+        skeleton, sources = take_apart(state_dict)
+        self._memory.copy(sources)
+        return Parcel(skeleton, [(tensor.shape, tensor.dtype) for tensor in sources])
+
+    def save(self, session: SaveSession, parcel: Parcel) -> Metadata:
+        """Have the process save what has been staged, and wait for the outcome."""
+        buffer = self._memory.buffer
+        order = _Order(
+            session.planner,
+            session.given_writer,
+            session.checkpoint_id,
+            parcel,
+            buffer if buffer is not self._sent else None,
+        )
+        try:
+            self._connection.send(order)
+            self._sent = buffer
+            outcome = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            self._process.join(1)
+            raise CheckpointError(
+                f"the saving process of rank {session.place.rank} has died (exit code {self._process.exitcode})"
+            ) from error
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert isinstance(outcome, Metadata)
+        return outcome
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can take orders."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()  # it ends when nobody can give it orders any more
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+        self._memory = HostMemory(shared=True)
+
+
+def _own_address() -> str:
+    """An address of this host that the other ranks can reach."""
+    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
+        return "127.0.0.1"  # all ranks are on this host
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _serve(
+    connection: Connection, rank: int, ranks: tuple[int, ...], address: tuple[str, int], limit: timedelta
+) -> None:
+    """The life of the process: orders until the connection is closed."""
+    if len(ranks) > 1:
+        store = dist.TCPStore(*address, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
+    buffer: torch.Tensor | None = None
+    while True:
+        try:
+            order: _Order = connection.recv()
+        except EOFError:
+            break
+        buffer = buffer if order.buffer is None else order.buffer
+        connection.send_bytes(_outcome(order, buffer, rank, ranks, limit))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _outcome(order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], limit: timedelta) -> bytes:
+    """Carry out an order; the pickled metadata, or the pickled error."""
+    try:
+        plane = ControlPlane.for_group(timeout=limit) if len(ranks) > 1 else None
+        session = SaveSession(order.planner, order.writer, Place(rank, ranks, plane), order.checkpoint_id)
+        return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
+    except Exception as error:
+        error.__traceback__ = None
+        try:
+            return pickle.dumps(error)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return pickle.dumps(CheckpointError(f"{type(error).__name__}: {error}"))
+
+
+def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:
+    if parcel.error is not None:
+        raise CheckpointError(parcel.error)
+    if buffer is None:
+        return parcel.skeleton
+    positions, _ = layout_of(parcel.specs)
+    return put_together(parcel.skeleton, carve(buffer, parcel.specs, positions))

@@ -1,0 +1,310 @@
+"""The default save planner: what of a state dict this rank holds, and which of it this rank writes.
+
+`create_local_plan` lists everything that the rank holds.  Which part of it the rank writes is decided in one of
+two ways:
+- by `share_plan`, on each rank by itself after one small message (`ownership`): the usual way;
+- by `create_global_plan`, on the coordinator, with the plans of all ranks: when a subclass overrides it, or when the
+  storage wants to see all plans.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from terrazzo.checkpoint.digest import digest_of_tensor
+from terrazzo.checkpoint.dtypes import dtype_name
+from terrazzo.checkpoint.flatten import flatten_state_dict
+from terrazzo.checkpoint.global_plan import GlobalPlanCache, deduplicated, merged_metadata
+from terrazzo.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.objects import ObjectBytes, encode
+from terrazzo.checkpoint.ownership import Claim, Exchange, Negotiation, Note, assign
+from terrazzo.checkpoint.per_rank import PerRank, matches_any, name_on_rank
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from terrazzo.checkpoint.sharded import Viewer, is_sharded, local_chunks
+from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import Box
+from terrazzo.layout.chunking import chunk_span
+
+# Replicated tensors from this size on are written in parts by all their holders.
+SPLIT_FROM: Final = 16 << 20
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What this rank holds behind one item: the data, and which ranks of the group hold the same (None: unknown)."""
+
+    value: Any
+    box: Box | None
+    holders: tuple[int, ...] | None
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Plans the saving of nested state dicts of tensors, distributed tensors and other values.
+
+    Replicated values are written once; large replicated tensors are split among the ranks that hold them, so
+    that bytes balance.  `dedup_save_to_lowest_rank` gives each to its lowest rank instead.
+    `enable_plan_caching` spares the ranks sending their plans again, and the coordinator making the global one,
+    when nothing changed since the last save with this planner object (only where a global plan is made at all).
+    `flatten_sharded_tensors` and `dedup_replicated_tensors` are accepted for compatibility: sharded tensors of
+    sharded tensors are always seen through, replicated tensors are never written twice.
+
+    `per_rank` names (shell-style patterns) values that each rank has its own of;  `lowest_rank_wins` names
+    replicated values that may differ, of which the lowest rank's is kept (statistics of batch norm under DDP);
+    values of all other names must be equal on all ranks that hold them.  `allow_pickle` stores values that have
+    no typed form as pickles.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        per_rank: Iterable[str] = (),
+        lowest_rank_wins: Iterable[str] = (),
+        allow_pickle: bool = False,
+        split_from: int = SPLIT_FROM,
+    ) -> None:
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.allow_pickle = allow_pickle
+        self.plan_cache = GlobalPlanCache() if enable_plan_caching else None
+        self.rank = 0
+        self.ranks: tuple[int, ...] = (0,)
+        self._per_rank = tuple(per_rank)
+        self._lowest_rank_wins = tuple(lowest_rank_wins)
+        self._split_from = split_from
+        self._holdings: dict[MetadataIndex, _Holding] = {}
+        # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
+        self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
+
+    @property
+    def plans_alone(self) -> bool:
+        """Whether `share_plan` does all there is to do: false when a subclass has its own global step."""
+        return type(self).create_global_plan is DefaultSavePlanner.create_global_plan
+
+    def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
+        """Learn this rank's place in the group, and the global ranks that make up the group."""
+        self.rank = rank
+        self.ranks = ranks
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | bool | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if isinstance(storage_meta, bool):  # planners for PyTorch before 2.3 pass is_coordinator here
+            storage_meta, is_coordinator = None, storage_meta
+        self.mappings: dict[str, tuple[Any, ...]] = {}
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
+        self.storage_meta = storage_meta
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self._holdings, self._parts = {}, {}
+        viewer = Viewer()
+        group_rank = {rank: position for position, rank in enumerate(self.ranks)}
+        items: list[WriteItem] = []
+        mappings = {}
+        unsupported: list[str] = []
+        for name, value in self.state_dict.items():
+            own = isinstance(value, PerRank) or (bool(self._per_rank) and matches_any(name, self._per_rank))
+            stored = name_on_rank(name, self.rank) if own else name
+            if isinstance(value, PerRank):
+                value = value.value
+            path = self.mappings.get(name)
+            if path is not None and len(path) > 1:
+                mappings[stored] = (*path[:-1], name_on_rank(path[-1], self.rank)) if own else path
+            try:
+                if isinstance(value, torch.Tensor) or is_sharded(value):
+                    items += self._tensor_items(stored, value, viewer, group_rank, own)
+                else:
+                    items.append(self._object_item(stored, value, own))
+            except UnsupportedValueError as error:
+                unsupported.append(f"{name}: {error}")
+        if unsupported:
+            raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
+        return SavePlan(items, planner_data=mappings or None)
+
+    def _tensor_items(
+        self, name: str, value: Any, viewer: Viewer, group_rank: dict[int, int], own: bool
+    ) -> list[WriteItem]:
+        _check_storable(value)
+        view = local_chunks(name, value, viewer.view)
+        holders = None if view.holders is None else tuple(group_rank[r] for r in view.holders if r in group_rank)
+        if own:
+            holders = (self.rank,)
+        chunks = view.chunks
+        if 0 in view.size:  # no rank has a chunk of it, but its name and shape are to be kept
+            chunks = ((Box.whole(view.size), torch.empty(view.size, dtype=view.dtype)),)
+            holders = holders if own else None
+        sharded = len(chunks) != 1 or chunks[0][0].lengths != view.size
+        kind = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
+        items = []
+        for box, data in chunks:
+            item = _tensor_item(name, kind, view.size, data, box)
+            items.append(item)
+            self._holdings[item.index] = _Holding(data, box, holders)
+        return items
+
+    def _object_item(self, name: str, value: Any, own: bool) -> WriteItem:
+        index = MetadataIndex(name)
+        encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
+        self._holdings[index] = _Holding(encoded, None, (self.rank,) if own else None)
+        return WriteItem(index, WriteItemType.BYTE_IO)
+
+    def negotiate(self, plan: SavePlan) -> Negotiation:
+        """This rank's side of the agreement on who writes what, before anything has been sent."""
+        return Negotiation([self._claim(item) for item in plan.items], self.rank, len(self.ranks))
+
+    def _claim(self, item: WriteItem) -> Claim:
+        holding = self._holdings.get(item.index)
+        name = item.index.fqn
+        data = item.tensor_data
+        if data is None:
+            identity = checksum(f"{name}\0object".encode())
+        else:
+            chunk = data.chunk
+            described = f"{name}\0{data.properties.dtype}{tuple(data.size)}{tuple(chunk.offsets)}{tuple(chunk.sizes)}"
+            identity = checksum(described.encode())
+        nbytes = item.tensor_storage_size() or 0
+        if holding is None:  # an item that a subclass has made
+            return Claim(name, identity, nbytes, None)
+        lowest = bool(self._lowest_rank_wins) and matches_any(name, self._lowest_rank_wins)
+        content = None
+        if holding.holders is None and not lowest and len(self.ranks) > 1:
+            content = _digest_of(holding.value)
+        return Claim(name, identity, nbytes, holding.holders, content, lowest)
+
+    def share_plan(
+        self, plan: SavePlan, negotiation: Negotiation, notes: Sequence[list[Note]], exchange: Exchange
+    ) -> SavePlan:
+        """This rank's part of the global plan, worked out here from the notes of all ranks."""
+        holders = negotiation.settle(notes, exchange)
+        shares = assign(
+            negotiation.claims,
+            holders,
+            self.rank,
+            split_from=self._split_from,
+            lowest_rank=self.dedup_save_to_lowest_rank,
+        )
+        items = []
+        for share in shares:
+            item = plan.items[share.claim]
+            if share.parts > 1:
+                items += self._part_of(item, share.index, share.parts)
+            else:
+                items.append(item)
+        return replace(plan, items=items)
+
+    def _part_of(self, item: WriteItem, index: int, parts: int) -> list[WriteItem]:
+        """The item for one of `parts` about equal parts of an item's chunk; none if there are not so many."""
+        data = item.tensor_data
+        if data is None:
+            raise CheckpointError(f"{item.index.fqn!r}: only tensors can be split among ranks")
+        box = data.chunk.box
+        # The first dim that is long enough: the earlier it is, the larger the runs of the part in memory.
+        dim = next((d for d, length in enumerate(box.lengths) if length >= parts), None)
+        if dim is None:
+            dim = max(range(box.ndim), key=lambda d: box.lengths[d])
+        start, length = chunk_span(box.lengths[dim], parts, index)
+        if length == 0:
+            return []
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim] += start
+        lengths[dim] = length
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+        part = replace(
+            item,
+            index=MetadataIndex(item.index.fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=replace(data, chunk=chunk),
+        )
+        # The first part has the index of the whole, which stays known by it too.
+        self._parts[part.index] = (item.index, dim, start, length)
+        return [part]
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = deduplicated(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
+        return plans, merged_metadata(plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What this rank holds under an index of its plan: the chunk's data, or the value that is not a tensor."""
+        part = self._parts.get(index)
+        if part is not None:
+            whole, dim, start, length = part
+            return self._holdings[whole].value.narrow(dim, start, length)
+        try:
+            value = self._holdings[index].value
+        except KeyError:
+            raise CheckpointError(f"this rank holds nothing under {index}") from None
+        return value.value if isinstance(value, ObjectBytes) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is written for `object`: a tensor as it is, another value as a `BytesIO`."""
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return object
+        holding = self._holdings.get(write_item.index)
+        if holding is not None and isinstance(holding.value, ObjectBytes) and holding.value.value is object:
+            return holding.value
+        return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
+
+
+def _tensor_item(name: str, kind: WriteItemType, size: torch.Size, data: torch.Tensor, box: Box) -> WriteItem:
+    offsets = torch.Size(box.offsets)
+    return WriteItem(
+        MetadataIndex(name, offsets),
+        kind,
+        TensorWriteData(
+            ChunkStorageMetadata(offsets, torch.Size(box.lengths)),
+            TensorProperties(data.dtype, requires_grad=data.requires_grad),
+            size,
+        ),
+    )
+
+
+def _check_storable(value: Any) -> None:
+    """Raise for tensors that have no bytes of the usual kind."""
+    dtype_name(value.dtype)
+    if is_sharded(value):
+        return
+    if value.layout is not torch.strided:
+        raise UnsupportedValueError(
+            f"a tensor of layout {value.layout} cannot be stored; store its parts or make it dense"
+        )
+    if value.device.type == "meta":
+        raise UnsupportedValueError("a tensor on the meta device has no values to store")
+    if is_traceable_wrapper_subclass(value):
+        raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
+
+
+def _digest_of(value: Any) -> int:
+    if isinstance(value, ObjectBytes):
+        return checksum(value.encoded())
+    return digest_of_tensor(value)

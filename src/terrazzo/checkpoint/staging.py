@@ -1,0 +1,237 @@
+"""Copies of a state dict that training cannot reach: what `async_save` writes in the background.
+
+A stager copies every tensor into host memory.  Distributed tensors become `StagedTensor`s, which know their place
+in the global tensor but no process group, so that another thread or process can save them.  All tensors
+share one buffer, which is kept for the next time: nothing is allocated, and host memory stays flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.objects import encode
+from terrazzo.checkpoint.per_rank import PerRank
+from terrazzo.checkpoint.sharded import Viewer, is_sharded
+from terrazzo.errors import UnsupportedValueError
+from terrazzo.layout.box import Box
+
+_ALIGNMENT: Final = 64
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """How `async_save` takes its copy.
+
+    `async_save` calls `stage`, starts the save of what it returned in the background and then, if
+    `should_synchronize_after_execute`, calls `synchronize_staging` before it returns.  A stager that copies
+    asynchronously sets that to False, and its user calls `synchronize_staging` before changing the state.
+    """
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for the copy before it returns."""
+        return True
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy that later changes of the state do not reach."""
+        ...
+
+    def synchronize_staging(self) -> None:
+        """Wait until the copy is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class StagedTensor:
+    """A rank's part of a distributed tensor, in host memory and without its process group."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    shards: tuple[Any, ...]
+    holders: tuple[int, ...] | None
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def to_local(self) -> Any:
+        return self.shards[0]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+        offsets = tuple(index.offset or ())
+        return self.shards[[box.offsets for box in self.boxes].index(offsets)]
+
+
+class BlockingAsyncStager:
+    """Copies into host memory and returns when the copy is complete.
+
+    With `cache_staged_state_dict` the memory is kept and used again by the next `stage`; then a staged state
+    dict is good until the next one is staged.  Memory that accelerator tensors are copied to is pinned.  With
+    `type_check`, values that cannot be stored are refused here, before training goes on.
+
+    >>> stager = BlockingAsyncStager()
+    >>> weight = torch.zeros(2)
+    >>> staged = stager.stage({"weight": weight})
+    >>> weight += 1
+    >>> staged
+    {'weight': tensor([0., 0.])}
+    """
+
+    should_synchronize_after_execute = True
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self._memory = HostMemory()
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of the state dict in host memory, complete when this returns."""
+        skeleton, sources = take_apart(state_dict, self.type_check)
+        memory = self._memory if self.cache_staged_state_dict else HostMemory()
+        staged: STATE_DICT_TYPE = put_together(skeleton, memory.copy(sources))
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has waited."""
+
+    def close(self) -> None:
+        """Let go of the memory that is kept."""
+        self._memory = HostMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor was, in a state dict that has been taken apart."""
+
+    number: int
+
+
+def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[STATE_DICT_TYPE, list[torch.Tensor]]:
+    """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors."""
+    sources: list[torch.Tensor] = []
+    viewer = Viewer()
+
+    def keep(tensor: torch.Tensor) -> Slot:
+        sources.append(tensor)
+        return Slot(len(sources) - 1)
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        if is_sharded(value):
+            view = viewer.view(".".join(map(str, path)), value)
+            boxes = tuple(box for box, _ in view.chunks)
+            shards = tuple(keep(shard) for _, shard in view.chunks)
+            return StagedTensor(view.size, view.dtype, boxes, shards, view.holders)
+        if isinstance(value, torch.Tensor):
+            return keep(value.detach())
+        if type_check:
+            _check_type(path, value)
+        return deepcopy(value)
+
+    skeleton: STATE_DICT_TYPE = _walk((), state_dict, leaf)
+    return skeleton, sources
+
+
+def put_together(skeleton: STATE_DICT_TYPE, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
+    """The state dict that was taken apart, with these tensors in its slots."""
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, Slot):
+            return tensors[value.number]
+        if isinstance(value, StagedTensor):
+            shards = tuple(tensors[slot.number] for slot in value.shards)
+            return StagedTensor(value.shape, value.dtype, value.boxes, shards, value.holders)
+        return value
+
+    whole: STATE_DICT_TYPE = _walk((), skeleton, leaf)
+    return whole
+
+
+def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+    """The value with `leaf` applied to all that is not a dict, list or tuple."""
+    if isinstance(value, dict):
+        return {key: _walk((*path, key), item, leaf) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_walk((*path, index), item, leaf) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return tuple(_walk((*path, index), item, leaf) for index, item in enumerate(value))
+    if isinstance(value, PerRank):
+        return PerRank(_walk(path, value.value, leaf))
+    return leaf(path, value)
+
+
+def _check_type(path: tuple[Any, ...], value: Any) -> None:
+    try:
+        encode(value)
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(f"{'.'.join(map(str, path))}: {error}") from error
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """One buffer that copies of tensors are kept in; it grows when they do, and is otherwise used again.
+
+    `shared` memory can be mapped by another process.
+    """
+
+    shared: bool = False
+    buffer: torch.Tensor | None = None
+    _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    _views: list[torch.Tensor] = field(default_factory=list)
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the tensors, complete when this returns, and good until the next call."""
+        specs = [(tensor.shape, tensor.dtype) for tensor in sources]
+        devices = {tensor.device for tensor in sources if tensor.device.type not in ("cpu", "meta")}
+        if specs != self._specs or self.buffer is None:
+            self._make_room(specs, pinned=bool(devices))
+        with torch.no_grad():
+            if devices:
+                for view, source in zip(self._views, sources, strict=True):
+                    view.copy_(source, non_blocking=True)
+                for device in devices:
+                    torch.accelerator.synchronize(device)
+            elif sources:
+                torch._foreach_copy_(self._views, list(sources))
+        return list(self._views)
+
+    def _make_room(self, specs: list[tuple[torch.Size, torch.dtype]], *, pinned: bool) -> None:
+        positions, total = layout_of(specs)
+        if self.buffer is None or self.buffer.numel() < total or (pinned and not self.buffer.is_pinned()):
+            self.buffer = None  # so that the old one is gone before the new one comes
+            self._views = []
+            self.buffer = torch.empty(max(total, 1), dtype=torch.uint8, pin_memory=pinned and not self.shared)
+            if self.shared:
+                self.buffer.share_memory_()
+        self._views = carve(self.buffer, specs, positions)
+        self._specs = specs
+
+
+def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
+    """Where tensors of these shapes and dtypes begin in a common buffer, and how large it has to be."""
+    positions = []
+    total = 0
+    for shape, dtype in specs:
+        positions.append(total)
+        nbytes = shape.numel() * dtype.itemsize
+        total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return positions, total
+
+
+def carve(
+    buffer: torch.Tensor, specs: Sequence[tuple[torch.Size, torch.dtype]], positions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes inside a buffer of bytes."""
+    views = []
+    for (shape, dtype), start in zip(specs, positions, strict=True):
+        nbytes = shape.numel() * dtype.itemsize
+        views.append(buffer[start : start + nbytes].view(dtype).view(shape))
+    return views

@@ -1,0 +1,84 @@
+"""`load`: fill a state dict from a checkpoint, in place."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+from terrazzo.checkpoint.coordination import find_place
+from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.load_session import LoadSession
+from terrazzo.checkpoint.locate import find_reader
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.planner import LoadPlanner
+from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
+from terrazzo.checkpoint.storage import StorageReader
+
+
+def load(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: timedelta | None = None,
+) -> None:
+    """Load a checkpoint into a state dict, in place.
+
+    Tensors are filled where they are, whatever their device, placements and world size; each rank reads only
+    the bytes that it needs, and ranks do not wait for each other.  Other values are replaced in the state dict.
+    A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`.
+
+    Unlike PyTorch's, ranks may pass different keys; a key that the checkpoint lacks is an error on the rank
+    that asked; and all keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`
+    before anything is changed.
+
+    Args:
+        state_dict: What to load, nested dicts and lists allowed; its tensors must be allocated.
+        checkpoint_id: Where the checkpoint is.  A path may hold any format that terrazzo reads.
+        storage_reader: How to read it, if the path does not tell.
+        planner: What goes where, if not one to one; `DefaultLoadPlanner(allow_partial_load=True)` and the like.
+        process_group: The ranks that load together, if planner or storage bring ranks together; default: all.
+        no_dist: Load in this process alone.
+        timeout: How long to wait for other ranks, where they are waited for.
+
+    >>> import tempfile, torch
+    >>> from terrazzo.checkpoint import save
+    >>> path = tempfile.mkdtemp()
+    >>> _ = save({"w": torch.arange(3.0), "step": 7}, checkpoint_id=path)
+    >>> state = {"w": torch.zeros(3), "step": 0}
+    >>> load(state, checkpoint_id=path)
+    >>> state
+    {'w': tensor([0., 1., 2.]), 'step': 7}
+    """
+    reader = find_reader(storage_reader, checkpoint_id)
+    place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
+    planner = planner if planner is not None else DefaultLoadPlanner()
+    together = not (getattr(planner, "plans_alone", False) and getattr(reader, "plans_alone", False))
+    place = find_place(process_group, no_dist=no_dist, alone=not together, timeout=timeout)
+    values = resolve_stateful(state_dict)
+    LoadSession(planner, reader, place, place_id).run(values)
+    give_back_state(state_dict, values)
+
+
+def load_state_dict(
+    state_dict: STATE_DICT_TYPE,
+    storage_reader: StorageReader,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Deprecated: use `load`.  `coordinator_rank` is accepted and the first rank of the group coordinates."""
+    warnings.warn("load_state_dict is deprecated; use terrazzo.checkpoint.load", FutureWarning, stacklevel=2)
+    load(
+        state_dict,
+        storage_reader=storage_reader,
+        process_group=process_group,
+        no_dist=no_dist,
+        planner=planner,
+    )

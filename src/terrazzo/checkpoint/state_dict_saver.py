@@ -1,0 +1,174 @@
+"""`save` and `async_save`: write a state dict as a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from terrazzo.checkpoint.background import Background, background_of
+from terrazzo.checkpoint.coordination import find_place
+from terrazzo.checkpoint.events import operation
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.planner import SavePlanner
+from terrazzo.checkpoint.process_saver import Parcel, ProcessSaver
+from terrazzo.checkpoint.save_planner import DefaultSavePlanner
+from terrazzo.checkpoint.save_session import SaveSession
+from terrazzo.checkpoint.staging import AsyncStager
+from terrazzo.checkpoint.stateful import resolve_stateful
+from terrazzo.checkpoint.storage import StorageWriter
+
+
+class AsyncCheckpointerType(Enum):
+    """Where `async_save` does its work: on a thread of this process, or in a process of its own."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+def save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: timedelta | None = None,
+) -> Metadata:
+    """Save a state dict as one checkpoint, from all ranks of a process group together.
+
+    Each rank writes the shards that it holds of distributed tensors; what several ranks hold is written once.  For
+    `Stateful` objects their `state_dict()` is saved.  Without a process group the state of this process is saved.
+
+    The checkpoint becomes valid in one atomic act after everything is durable.  A checkpoint that was there
+    before is valid until then.  If any rank fails, every rank raises the same error, and what was there before
+    is still there.
+
+    Args:
+        state_dict:  What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
+            and plain values. checkpoint_id:  Where to: for the default storage, a folder. storage_writer:  How
+            to write, if not in terrazzo's own format into a folder. planner:  What to write, if not the state
+            dict as it is. process_group:  The ranks that save together; default: all. no_dist:  Save the state
+            of this process alone. timeout:  How long a rank waits for the slowest one at each step; default: 30
+            minutes.
+
+    Returns:
+        The checkpoint's table of contents, on every rank.
+
+    >>> import tempfile, torch
+    >>> metadata = save({"model": {"w": torch.ones(2, 3)}, "step": 7}, checkpoint_id=tempfile.mkdtemp())
+    >>> list(metadata.state_dict_metadata)
+    ['model.w', 'step']
+    """
+    place = find_place(process_group, no_dist=no_dist, timeout=timeout)
+    background_of(process_group, no_dist).raise_earlier_error(place)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    return session.run(lambda: resolve_stateful(state_dict))
+
+
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    timeout: timedelta | None = None,
+) -> Future[Metadata]:
+    """Like `save`, in the background: returns as soon as the state has been copied to host memory.
+
+    One save is in flight at a time: a call waits for the one before.  An error is raised by the future's
+    `result()`; if nobody asks there, by the next save.  Host memory for one copy of the state is kept for the
+    next call.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout:  As for `save`.
+            async_checkpointer_type:  A thread is lighter; a process never competes with training for the
+            interpreter.  For a
+            process, planner and writer have to be picklable.
+        async_stager:  How to copy the state; default: the writer, if it is an `AsyncStager` (a
+            `FileSystemWriter` is one),
+            else a `BlockingAsyncStager` that keeps its memory.
+
+    Returns:
+        A future that holds what `save` returns.
+
+    >>> import tempfile, torch
+    >>> future = async_save({"w": torch.ones(2)}, checkpoint_id=tempfile.mkdtemp())
+    >>> list(future.result().state_dict_metadata)
+    ['w']
+    """
+    place = find_place(process_group, no_dist=no_dist, timeout=timeout)
+    background = background_of(process_group, no_dist)
+    background.raise_earlier_error(place)
+    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    if place.plane is not None and not in_process:
+        place = replace(place, plane=background.plane(process_group, timeout))
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    stager = async_stager or _stager_of(storage_writer, background, in_process)
+    process = background.process(place, timeout) if in_process else None
+    try:
+        with operation("stage", checkpoint_id, place.rank):
+            staged = resolve_stateful(state_dict)
+            if stager is not None:
+                staged = stager.stage(staged)
+            parcel = process.stage(staged) if process is not None else None
+    except BaseException as error:
+        background.start(_failing(session, process, error)).exception()  # the other ranks wait to hear of it
+        raise
+    if process is not None and parcel is not None:
+        future = background.start(partial(process.save, session, parcel))
+    else:
+        future = background.start(partial(session.run, lambda: staged))
+    if stager is not None and stager.should_synchronize_after_execute:
+        stager.synchronize_staging()
+    return future
+
+
+def _stager_of(writer: StorageWriter | None, background: Background, in_process: bool) -> AsyncStager | None:
+    """Who copies the state when the caller does not say; None: a process needs a copy in shared memory anyway."""
+    if in_process:
+        return None
+    if isinstance(writer, AsyncStager):
+        return writer
+    return background.stager
+
+
+def _failing(session: SaveSession, process: ProcessSaver | None, error: BaseException) -> Callable[[], Metadata]:
+    """The part in a save of a rank that has failed before it began."""
+    if process is not None:
+        return partial(process.save, session, Parcel(error=f"{type(error).__name__}: {error}"))
+
+    def state_dict() -> STATE_DICT_TYPE:
+        raise error
+
+    return partial(session.run, state_dict)
+
+
+def save_state_dict(
+    state_dict: STATE_DICT_TYPE,
+    storage_writer: StorageWriter,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """Deprecated: use `save`.  `coordinator_rank` is accepted, and the first rank of the group coordinates."""
+    warnings.warn("save_state_dict is deprecated; use terrazzo.checkpoint.save", FutureWarning, stacklevel=2)
+    return save(
+        state_dict,
+        storage_writer=storage_writer,
+        process_group=process_group,
+        no_dist=no_dist,
+        planner=planner,
+    )
