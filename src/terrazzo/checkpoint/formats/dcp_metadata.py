@@ -1,0 +1,246 @@
+"""The table of contents of a torch DCP checkpoint, `.metadata`: a pickle of PyTorch's classes, read as plain data.
+
+It is rebuilt as terrazzo's `Metadata`.  In the other direction PyTorch's own classes are made and pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.formats import unpickle
+from terrazzo.checkpoint.formats.stand_ins import Call, Record
+from terrazzo.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+METADATA: Final = ".metadata"
+VERSION: Final = "1.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where the bytes of one item are."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------ reading
+
+
+class _Chunk(Record):
+    __slots__ = ()
+    made_of = "ChunkStorageMetadata"
+
+    def finish(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(_size(self.fields["offsets"]), _size(self.fields["sizes"]))
+
+
+class _Properties(Record):
+    __slots__ = ()
+    made_of = "TensorProperties"
+
+    def finish(self) -> TensorProperties:
+        if isinstance(self.state, tuple) and len(self.state) >= 3:
+            dtype, layout, requires_grad = self.state[:3]
+        else:
+            fields = self.fields
+            dtype, layout, requires_grad = fields["dtype"], fields["layout"], fields["requires_grad"]
+        if not isinstance(dtype, torch.dtype) or layout is not torch.strided:
+            raise CheckpointFormatError(f"a tensor of dtype {dtype} and layout {layout} cannot be read")
+        return TensorProperties(dtype, layout, bool(requires_grad))
+
+
+class _Tensor(Record):
+    __slots__ = ()
+    made_of = "TensorStorageMetadata"
+
+    def finish(self) -> TensorStorageMetadata:
+        fields = self.fields
+        return TensorStorageMetadata(
+            _typed(fields["properties"], TensorProperties),
+            _size(fields["size"]),
+            [_typed(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]],
+        )
+
+
+class _Bytes(Record):
+    __slots__ = ()
+    made_of = "BytesStorageMetadata"
+
+    def finish(self) -> BytesStorageMetadata:
+        return BytesStorageMetadata()
+
+
+class _Index(Record):
+    __slots__ = ()
+    made_of = "MetadataIndex"
+
+    def finish(self) -> MetadataIndex:
+        offset = self.fields.get("offset")
+        return MetadataIndex(
+            str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index")
+        )
+
+
+class _Location(Record):
+    __slots__ = ()
+    made_of = "_StorageInfo"
+
+    def finish(self) -> Location:
+        fields = self.fields
+        file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        if not isinstance(file, str) or file.startswith("/") or ".." in file.split("/"):
+            raise CheckpointCorruptError(f"the checkpoint refers to the file {file!r}, outside of its folder")
+        return Location(file, int(offset), int(length), tuple(fields.get("transform_descriptors") or ()))
+
+
+class _StorageMeta(Record):
+    __slots__ = ()
+    made_of = "StorageMeta"
+
+    def finish(self) -> StorageMeta:
+        fields = self.fields
+        return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"), None, list(fields.get("modules") or ()))
+
+
+class _Metadata(Record):
+    __slots__ = ()
+    made_of = "Metadata"
+
+    def finish(self) -> Metadata:
+        fields = self.fields
+        return Metadata(
+            dict(fields["state_dict_metadata"]),
+            planner_data=fields.get("planner_data"),
+            storage_data=fields.get("storage_data"),
+            storage_meta=fields.get("storage_meta"),
+            version=fields.get("version"),
+        )
+
+
+def _size(numbers: Any) -> torch.Size:
+    size = torch.Size(numbers)
+    if any(number < 0 for number in size):
+        raise CheckpointCorruptError(f"a negative number in the size or offset {tuple(size)}")
+    return size
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise CheckpointCorruptError(f"a {type(value).__name__} where a {kind.__name__} should be")
+    return value
+
+
+_MODULES: Final = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
+_CLASSES: Final = {
+    "Metadata": _Metadata,
+    "TensorStorageMetadata": _Tensor,
+    "TensorProperties": _Properties,
+    "ChunkStorageMetadata": _Chunk,
+    "BytesStorageMetadata": _Bytes,
+    "MetadataIndex": _Index,
+    "StorageMeta": _StorageMeta,
+    "_MEM_FORMAT_ENCODING": Call(lambda number: number),  # memory formats play no part in reading
+}
+_NAMES: Final[unpickle.Names] = MappingProxyType(
+    {
+        **unpickle.PLAIN,
+        **{(module, name): made for module in _MODULES for name, made in _CLASSES.items()},
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): Call(lambda number: number),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
+        ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): _Location,
+    }
+)
+
+
+def parse(data: bytes | bytearray, where: str) -> Metadata:
+    """The contents of a `.metadata` file."""
+    metadata = unpickle.loads(data, where, names=_NAMES)
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointFormatError(f"{where}: not the table of contents of a torch DCP checkpoint")
+    for index, location in metadata.storage_data.items():
+        _typed(index, MetadataIndex)
+        _typed(location, Location)
+    return metadata
+
+
+def merged(parts: Sequence[Metadata]) -> Metadata:
+    """One table from those that ranks wrote each for itself (`__0.metadata`, ...: saved without collectives)."""
+    entries: dict[str, STORAGE_TYPES] = {}
+    storage: dict[MetadataIndex, Location] = {}
+    paths: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part.state_dict_metadata.items():
+            known = entries.setdefault(name, entry)
+            if known is not entry and isinstance(known, TensorStorageMetadata):
+                present = {(chunk.offsets, chunk.sizes) for chunk in known.chunks}
+                new = [c for c in _typed(entry, TensorStorageMetadata).chunks if (c.offsets, c.sizes) not in present]
+                entries[name] = TensorStorageMetadata(known.properties, known.size, [*known.chunks, *new])
+        storage.update(part.storage_data)
+        paths.update(part.planner_data or {})
+    return Metadata(entries, paths or None, storage, parts[0].storage_meta, parts[0].version)
+
+
+# ------------------------------------------------------------------ writing
+
+
+def encode(metadata: Metadata) -> bytes:
+    """`metadata`, whose `storage_data` maps indices to locations, as PyTorch pickles it."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as theirs
+
+    def index(ours: MetadataIndex) -> Any:
+        return theirs.MetadataIndex(ours.fqn, ours.offset, ours.index)
+
+    def tensor(ours: TensorStorageMetadata) -> Any:
+        properties = theirs.TensorProperties(dtype=ours.properties.dtype, requires_grad=ours.properties.requires_grad)
+        chunks = [theirs.ChunkStorageMetadata(chunk.offsets, chunk.sizes) for chunk in ours.chunks]
+        return theirs.TensorStorageMetadata(properties, ours.size, chunks)
+
+    storage: Mapping[MetadataIndex, Location] = metadata.storage_data
+    meta = metadata.storage_meta or StorageMeta()
+    return pickle.dumps(
+        theirs.Metadata(
+            state_dict_metadata={
+                name: tensor(entry) if isinstance(entry, TensorStorageMetadata) else theirs.BytesStorageMetadata()
+                for name, entry in metadata.state_dict_metadata.items()
+            },
+            planner_data=_plain(metadata.planner_data),
+            storage_data={
+                index(where): filesystem._StorageInfo(location.file, location.offset, location.length)
+                for where, location in storage.items()
+            },
+            storage_meta=theirs.StorageMeta(str(meta.checkpoint_id), meta.save_id),
+            version=VERSION,
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Planner data must not bring terrazzo's own classes into a file that PyTorch reads."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)) and not isinstance(value, Enum):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    raise CheckpointFormatError(f"planner data of type {type(value).__name__} has no place in a torch DCP checkpoint")

@@ -1,0 +1,177 @@
+"""Reading torch DCP checkpoints: only the bytes that are needed, straight to where they belong."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.futures import Future
+
+from terrazzo.checkpoint.formats import dcp_metadata
+from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
+from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
+from terrazzo.checkpoint.formats.strided import Strided, read_box
+from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_archive, open_archive
+from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import LocalStore, ReadFile, Store
+from terrazzo.checkpoint.stores.base import read_all
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+
+class DCPReader(StorageReader):
+    """Reads what `torch.distributed.checkpoint.save` wrote to a folder.
+
+    Nothing in the checkpoint is run: its pickles are read as plain data, and one that refers to anything else raises
+    `UnsafePickleError`.
+
+    Args:
+        path: The folder; `load(checkpoint_id=...)` names another.
+    """
+
+    plans_alone = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._locations: dict[Any, Location] = {}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is read from."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._locations = {}
+        self.bytes_read = 0
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        store = LocalStore(self.path)
+        present = set(store.names())
+        if METADATA in present:
+            names = [METADATA]
+        else:
+            names = sorted(name for name in present if name.startswith("__") and name.endswith(METADATA))
+        if not names:
+            raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.path} (no {METADATA})")
+        metadata = dcp_metadata.merged([self._parse(store, name) for name in names])
+        self._locations = metadata.storage_data
+        return metadata
+
+    def _parse(self, store: Store, name: str) -> Metadata:
+        file = store.open(name)
+        try:
+            return dcp_metadata.parse(read_all(file), f"{self.path}/{name}")
+        finally:
+            file.close()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        self._locations = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[Location, ReadItem]]] = {}
+        for item in plan.items:
+            location = self._locations.get(item.storage_index)
+            if location is None:
+                raise CheckpointCorruptError(f"{self.path}: {item.storage_index} is listed, but has no place")
+            by_file.setdefault(location.file, []).append((location, item))
+        store = LocalStore(self.path)
+        for name, items in by_file.items():
+            try:
+                file = store.open(name)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(f"{self.path}: the data file {name} is missing") from error
+            try:
+                reading = _FileReading(file, f"{self.path}/{name}")
+                for location, item in sorted(items, key=lambda pair: pair[0].offset):
+                    reading.read(location, item, planner)
+                    self.bytes_read += location.length
+            finally:
+                file.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isfile(os.path.join(checkpoint_id, METADATA))
+
+
+class _FileReading:
+    """One data file.  Archives and headers in it that have been opened stay open until it has been dealt with."""
+
+    def __init__(self, file: ReadFile, where: str) -> None:
+        self._file = file
+        self._where = where
+        self._opened: tuple[Location, Archive | Header] | None = None
+
+    def read(self, location: Location, item: ReadItem, planner: LoadPlanner) -> None:
+        if location.transforms:
+            raise CheckpointFormatError(
+                f"{self._where}: {item.storage_index.fqn} is stored through the stream extensions "
+                f"{', '.join(location.transforms)}, which cannot be read; save it without extensions"
+            )
+        if item.type is LoadItemType.BYTE_IO:
+            window = Window(self._file, location.offset, location.length, f"{self._where}, {item.storage_index.fqn}")
+            if is_archive(window):
+                planner.load_bytes(item, ObjectBytes(open_archive(window).materialised()))
+            else:  # a planner's own bytes
+                planner.load_bytes(item, io.BytesIO(window.read(0, window.length)))
+            return
+        target = planner.resolve_tensor(item).detach()
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if tuple(target.shape) != box.lengths:
+            raise CheckpointFormatError(
+                f"{item.storage_index.fqn}: the planner gave a tensor of shape {tuple(target.shape)} "
+                f"for a box of shape {box.lengths}"
+            )
+        opened = self._open(location, item)
+        if isinstance(opened, Header):
+            read_box(opened.window, self._in_header(opened, item, box), box, target)
+        else:
+            self._check(opened.value, item, box)
+            opened.read_box(opened.value, box, target)
+        planner.commit_tensor(item, target)
+
+    def _open(self, location: Location, item: ReadItem) -> Archive | Header:
+        if self._opened is not None and self._opened[0] == location:
+            return self._opened[1]
+        where = f"{self._where}, {item.storage_index.fqn}"
+        window = Window(self._file, location.offset, location.length, where)
+        if is_archive(window):
+            opened: Archive | Header = open_archive(window)
+        else:
+            # Every tensor of a file written by safetensors is said to begin where the whole of them begins.
+            opened = read_header(Window(self._file, location.offset, self._file.size - location.offset, where))
+        self._opened = (location, opened)
+        return opened
+
+    def _in_header(self, header: Header, item: ReadItem, box: Box) -> Strided:
+        stored = header.tensors.get(item.storage_index.fqn)
+        if stored is None:
+            raise CheckpointCorruptError(f"{self._where}: there is no tensor {item.storage_index.fqn!r} in it")
+        self._check(stored, item, box)
+        return stored
+
+    def _check(self, stored: Any, item: ReadItem, box: Box) -> None:
+        if not isinstance(stored, (StoredTensor, Strided)):
+            raise CheckpointCorruptError(f"{self._where}: {item.storage_index.fqn} is a value, not a tensor")
+        if len(stored.shape) != box.ndim or not Box.whole(stored.shape).contains(box):
+            raise CheckpointCorruptError(
+                f"{self._where}: {item.storage_index.fqn} has the shape {stored.shape}, "
+                f"which is not what the table of contents says"
+            )

@@ -1,0 +1,68 @@
+"""The header of safetensors data: which tensors it holds, and where their bytes are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.formats.strided import Strided
+from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+_LONGEST: Final = 100 << 20  # the safetensors library's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tensors in a window of a file."""
+
+    window: Window
+    tensors: dict[str, Strided]
+    metadata: dict[str, str]
+
+
+def read_header(window: Window) -> Header:
+    """The header that begins a window: eight bytes of length, JSON, then the tensors' bytes."""
+    length = int.from_bytes(window.read(0, 8), "little") if window.length >= 8 else 0
+    if not 2 <= length <= min(_LONGEST, window.length - 8):
+        raise CheckpointFormatError(f"{window.where}: neither what torch.save nor what safetensors writes")
+    try:
+        entries: dict[str, Any] = json.loads(window.read(8, length))
+        metadata = entries.pop("__metadata__", {})
+        tensors = {name: _tensor(entry, 8 + length, window.length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error
+    return Header(window, tensors, metadata)
+
+
+def _tensor(entry: dict[str, Any], data: int, limit: int) -> Strided:
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointFormatError(f"a tensor of the unknown type {entry['dtype']}")
+    first, last = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if last - first != prod(shape) * dtype.itemsize or not 0 <= first <= last <= limit - data:
+        raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
+    return Strided.contiguous(data + first, dtype, shape)

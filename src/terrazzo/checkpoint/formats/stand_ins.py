@@ -1,0 +1,59 @@
+"""What a name in a pickle stands for: something that builds plain data, and that the pickle cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from terrazzo.errors import CheckpointCorruptError, UnsafePickleError
+
+
+class Call:
+    """A function that a pickle may call; nothing else can be done to it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnsafePickleError("a pickle tries to change a function")
+
+
+class Record:
+    """An instance of some class, as the arguments and the state that its pickle gives it.
+
+    A subclass for each class that a pickle may hold; `finish` turns what was gathered into the value to return.
+    """
+
+    __slots__ = ("args", "state")
+    made_of: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.args = args
+        record.state = None
+        return record
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        # Called on the class itself, `self` is the state and this function's own argument is missing: a TypeError.
+        if not isinstance(self, Record):
+            raise UnsafePickleError("a pickle tries to change a class")
+        self.state = state
+
+    def finish(self) -> Any:
+        """The value; the record itself unless a subclass knows better."""
+        return self
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The state, of a class whose state is its attributes."""
+        if not isinstance(self.state, dict):
+            raise CheckpointCorruptError(f"a pickled {type(self).made_of or type(self).__name__} has no fields")
+        return self.state

@@ -1,0 +1,333 @@
+"""What `torch.save` wrote, opened without reading its tensors.
+
+The pickle is read (as plain data, `unpickle`); each tensor in it becomes a `StoredTensor`, which says where its bytes
+lie.  Both forms are understood: the zip archive of PyTorch 1.6 and later, and the stream of pickles before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.formats import unpickle
+from terrazzo.checkpoint.formats.stand_ins import Call
+from terrazzo.checkpoint.formats.strided import Strided, read_box
+from terrazzo.checkpoint.formats.zip_reading import Window, ZipDirectory
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
+from terrazzo.layout.box import Box
+
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL: Final = 1001
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of bytes that tensors are views of."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+    start: int = 0  # where it begins in the bytes of its key, for views of storages in the legacy form
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickleError("a pickle tries to change a storage")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in an archive: which bytes it is made of."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int  # in elements
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickleError("a pickle tries to change a tensor")
+
+
+class Archive:
+    """One saved value.
+
+    Attributes:
+        value: what was saved, with a `StoredTensor` for each tensor.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        value: Any,
+        extent: Callable[[str], tuple[int, int]],
+        check: Callable[[str, int], None] | None,
+    ) -> None:
+        self.value = value
+        self._window = window
+        self._extent = extent
+        self._check = check
+
+    def read_box(self, tensor: StoredTensor, box: Box, target: torch.Tensor) -> None:
+        """Fill `target` with a box of a tensor; the checksum is compared where all of a storage is read as it is."""
+        start, nbytes = self._extent(tensor.storage.key)
+        itemsize = tensor.dtype.itemsize
+        start += tensor.storage.start
+        nbytes -= tensor.storage.start
+        stored = Strided(start + tensor.offset * itemsize, tensor.dtype, tensor.shape, tensor.strides)
+        whole = Box.whole(tensor.shape)
+        if not whole.is_empty and (tensor.offset + stored.span(whole)) * itemsize > nbytes:
+            raise CheckpointCorruptError(
+                f"{self._window.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
+            )
+        read_box(self._window, stored, box, target)
+        plain = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
+        if self._check is not None and plain and box == whole and stored.is_run(box):
+            if tensor.offset == 0 and target.nbytes == nbytes:
+                self._check(tensor.storage.key, zlib.crc32(bytes_of(target)))
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """All of a tensor."""
+        result = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read_box(stored, Box.whole(stored.shape), result)
+        return torch.nn.Parameter(result, stored.requires_grad) if stored.is_parameter else result
+
+    def materialised(self) -> Any:
+        """The saved value with its tensors read."""
+        return replace_tensors(self.value, self.tensor)
+
+
+def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> Any:
+    """A copy of the containers in `value` with something in the place of each `StoredTensor`."""
+    if isinstance(value, StoredTensor):
+        return replacement(value)
+    if type(value) is dict:
+        return {key: replace_tensors(item, replacement) for key, item in value.items()}
+    if isinstance(value, dict):
+        other = copy.copy(value)  # with its attributes: a module's state dict keeps versions in one
+        for key, item in value.items():
+            other[key] = replace_tensors(item, replacement)
+        return other
+    if type(value) in (list, tuple):
+        return type(value)(replace_tensors(item, replacement) for item in value)
+    return value
+
+
+def is_archive(window: Window) -> bool:
+    """Whether a window begins as what `torch.save` writes does."""
+    return window.read(0, min(4, window.length)).startswith((_ZIP, _PICKLE))
+
+
+def open_archive(window: Window) -> Archive:
+    """Open what `torch.save` wrote into a part of a file."""
+    return _open_zip(window) if window.read(0, min(4, window.length)) == _ZIP else _open_legacy(window)
+
+
+# ------------------------------------------------------------------ the zip form
+
+
+def _open_zip(window: Window) -> Archive:
+    directory = ZipDirectory(window)
+    if "byteorder" in directory.records and directory.read("byteorder") != b"little":
+        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
+
+    def extent(key: str) -> tuple[int, int]:
+        name = f"data/{key}"
+        if name not in directory.records:
+            raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the archive")
+        return directory.start_of(name), directory.records[name].size
+
+    value = unpickle.load(
+        io.BytesIO(directory.read("data.pkl")), window.where, names=TORCH_NAMES, persistent=_storage_from_id
+    )
+    return Archive(window, value, extent, lambda key, crc: directory.check(f"data/{key}", crc))
+
+
+def _storage_from_id(pid: Any) -> Storage:
+    """What a pickle of `torch.save` refers to: ("storage", type, key, location, numel[, view])."""
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
+        raise CheckpointCorruptError(f"a pickle refers to outside data in an unknown way: {pid!r}")
+    _, kind, key, _, numel, *view = pid
+    if not isinstance(kind, _StorageType) or not isinstance(numel, int):
+        raise UnsafePickleError("a pickle refers to a storage of an unknown type")
+    start = 0
+    if view and view[0] is not None:
+        _, first, numel = view[0]
+        start = first * kind.dtype.itemsize
+    return Storage(str(key), kind.dtype, numel, start)
+
+
+# ------------------------------------------------------------------ the legacy form
+
+
+def _open_legacy(window: Window) -> Archive:
+    """Four pickles, a pickle with the storages' keys, then each storage: its number of elements and its bytes."""
+    stream = io.BufferedReader(_WindowStream(window))
+    for expected in (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
+        try:
+            found = unpickle.load(stream, window.where)
+        except CheckpointCorruptError as error:
+            raise CheckpointFormatError(f"{window.where}: not a file of torch.save") from error
+        if found != expected:
+            raise CheckpointFormatError(f"{window.where}: not a file of torch.save")
+    system = unpickle.load(stream, window.where)
+    if not isinstance(system, dict) or not system.get("little_endian", False):
+        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
+    itemsizes: dict[str, int] = {}
+
+    def storage(pid: Any) -> Storage:
+        found = _storage_from_id(pid)
+        itemsizes[found.key] = found.dtype.itemsize
+        return found
+
+    value = unpickle.load(stream, window.where, names=TORCH_NAMES, persistent=storage)
+    keys = unpickle.load(stream, window.where)
+    extents: dict[str, tuple[int, int]] = {}
+    position = stream.tell()
+    for key in keys:
+        numel = int.from_bytes(window.read(position, 8), "little", signed=True)
+        nbytes = numel * itemsizes.get(str(key), 1)
+        extents[str(key)] = (position + 8, nbytes)
+        position += 8 + nbytes
+
+    def extent(key: str) -> tuple[int, int]:
+        if key not in extents:
+            raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the file")
+        return extents[key]
+
+    return Archive(window, value, extent, None)
+
+
+class _WindowStream(io.RawIOBase):
+    """A window as a file, for the unpickler."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._window.length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._window.length - self._position)
+        if count > 0:
+            self._window.read_into(self._position, memoryview(buffer)[:count])
+            self._position += count
+        return max(count, 0)
+
+
+# ------------------------------------------------------------------ names in torch's pickles
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType:
+    """`torch.FloatStorage` and its like, which say the dtype of a storage."""
+
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickleError("a pickle tries to change a storage type")
+
+
+def _rebuild(
+    storage: Any,
+    offset: int,
+    size: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> StoredTensor:
+    return _rebuild_typed(storage, offset, size, strides, requires_grad, hooks, None, metadata)
+
+
+def _rebuild_typed(
+    storage: Any,
+    offset: int,
+    size: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype | None,
+    metadata: Any = None,
+) -> StoredTensor:
+    numbers = (offset, *size, *strides)
+    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise CheckpointCorruptError("a pickled tensor has no storage, or a negative size")
+    if len(size) != len(strides):
+        raise CheckpointCorruptError("a pickled tensor has as many strides as it should not")
+    if metadata:
+        raise CheckpointFormatError(f"a saved tensor is marked {metadata}; resolve it (resolve_conj) before saving")
+    return StoredTensor(
+        storage, dtype or storage.dtype, offset, tuple(size), tuple(strides), requires_grad=bool(requires_grad)
+    )
+
+
+def _rebuild_parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
+    if not isinstance(data, StoredTensor):
+        raise CheckpointCorruptError("a pickled parameter holds no tensor")
+    return StoredTensor(data.storage, data.dtype, data.offset, data.shape, data.strides, True, bool(requires_grad))
+
+
+def _refused(what: str) -> Call:
+    def refuse(*_: Any) -> Any:
+        raise CheckpointFormatError(f"the file holds {what}, which is not supported; convert it to a plain tensor")
+
+    return Call(refuse)
+
+
+_STORAGE_TYPES: Final = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+
+TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
+    {
+        **unpickle.PLAIN,
+        **{
+            (m, name): _StorageType(d)
+            for name, d in _STORAGE_TYPES.items()
+            for m in ("torch", "torch.storage", "torch.cuda")
+        },
+        ("torch._utils", "_rebuild_tensor"): Call(_rebuild),
+        ("torch._utils", "_rebuild_tensor_v2"): Call(_rebuild),
+        ("torch._utils", "_rebuild_tensor_v3"): Call(_rebuild_typed),
+        ("torch._utils", "_rebuild_parameter"): Call(_rebuild_parameter),
+        ("torch._utils", "_rebuild_parameter_with_state"): Call(_rebuild_parameter),
+        ("torch._utils", "_rebuild_sparse_tensor"): _refused("a sparse tensor"),
+        ("torch._utils", "_rebuild_qtensor"): _refused("a quantised tensor"),
+        ("torch._utils", "_rebuild_nested_tensor"): _refused("a nested tensor"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"): _refused("a meta tensor"),
+        ("torch._utils", "_rebuild_wrapper_subclass"): _refused("a tensor of another class"),
+        ("torch._tensor", "_rebuild_from_type_v2"): _refused("a tensor of another class"),
+    }
+)

@@ -1,0 +1,112 @@
+"""Writing what `torch.load` reads, one tensor at a time.
+
+A value is pickled as `torch.save` does it.  Its tensors may be `PendingTensor`s, whose bytes are asked for only when
+their turn comes, so that a file larger than memory can be written.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.formats.strided import Strided
+from terrazzo.checkpoint.formats.zip_writing import ZipWriter
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.stores.base import WriteFile
+
+# dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
+_STORAGES: Final[dict[torch.dtype, Any]] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingTensor:
+    """A tensor to be written whose row-major bytes come in pieces, each good until the next is asked for."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_archive(file: WriteFile, start: int, value: Any, folder: str = "archive") -> int:
+    """Write `value` as `torch.save` would, from `start` on; the position after it."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    writer = ZipWriter(file, start, folder)
+    writer.add("data.pkl", stream.getbuffer())
+    writer.add("byteorder", b"little")
+    for key, tensor in enumerate(pickler.tensors):
+        if isinstance(tensor, PendingTensor):
+            writer.add_pieces(f"data/{key}", tensor.nbytes, tensor.pieces())
+        else:
+            writer.add(f"data/{key}", bytes_of(tensor))
+    writer.add("version", b"3\n")
+    return writer.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageId:
+    """Stands for a tensor's bytes in the pickle."""
+
+    kind: Any
+    key: str
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[torch.Tensor | PendingTensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _StorageId):
+            return ("storage", value.kind, value.key, "cpu", value.numel)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):
+            data = value.detach()
+            return torch._utils._rebuild_parameter, (data, value.requires_grad, OrderedDict())
+        if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            return self._rebuild(plain, plain.dtype, tuple(plain.shape), value.requires_grad)
+        if isinstance(value, PendingTensor):
+            return self._rebuild(value, value.dtype, value.shape, False)
+        return NotImplemented
+
+    def _rebuild(
+        self, tensor: torch.Tensor | PendingTensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+    ) -> Any:
+        key = str(len(self.tensors))
+        self.tensors.append(tensor)
+        strides = Strided.contiguous(0, dtype, shape).strides
+        kind = _STORAGES.get(dtype)
+        if kind is not None:
+            storage = _StorageId(kind, key, prod(shape))
+            return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, requires_grad, OrderedDict())
+        untyped = _StorageId(torch.storage.UntypedStorage, key, prod(shape) * dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (untyped, 0, shape, strides, requires_grad, OrderedDict(), dtype)

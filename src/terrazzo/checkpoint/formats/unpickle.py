@@ -1,0 +1,259 @@
+"""Reading pickles without running them.
+
+A pickle is a program: it names classes and functions and says which to call.  PyTorch's checkpoints are pickles, and
+reading one the ordinary way runs whatever its author wanted.  Here a name is looked up in a table, and only there;
+what it gives is not the named thing but a stand-in that builds plain data.  A name that is not in the table raises
+`UnsafePickleError` before anything is called.
+
+Python's C unpickler does the parsing.  What it can do beyond calling what `find_class` returned is to set the state of
+an object (the BUILD opcode), and that on classes and functions too.  Therefore every stand-in is either an immutable
+`_Call`, an immutable built-in type, or a `Record`, whose `__setstate__` takes effect on instances only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import IO, Any, Final
+
+import torch
+
+from terrazzo.checkpoint.formats import numpy_pickles
+from terrazzo.checkpoint.formats.stand_ins import Call, Record
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
+
+Names = Mapping[tuple[str, str], Any]
+
+
+class _Namespace(Record):
+    """`argparse.Namespace`: many a training script stores its arguments."""
+
+    __slots__ = ()
+    made_of = "argparse.Namespace"
+
+    def finish(self) -> argparse.Namespace:
+        return argparse.Namespace(**self.fields)
+
+
+class _Path(Record):
+    """Paths, as plain strings: what kind of system they come from does not matter here."""
+
+    __slots__ = ()
+    made_of = "pathlib.Path"
+
+    def finish(self) -> str:
+        parts = [str(part) for part in self.args]
+        return "/".join(parts).replace("//", "/", 1) if parts else "."
+
+
+class _Version(Record):
+    """The version of PyTorch, a string with an order."""
+
+    __slots__ = ()
+    made_of = "torch.torch_version.TorchVersion"
+
+    def finish(self) -> str:
+        return _text(*self.args)
+
+
+def _from_items(kind: Callable[[Any], Any]) -> Call:
+    """Containers built from a list that is in the pickle itself: a range could ask for any amount of memory."""
+
+    def build(items: Any = ()) -> Any:
+        if type(items) not in (list, tuple, dict):
+            raise UnsafePickleError(f"a pickle builds a container from a {type(items).__name__}")
+        return kind(items)
+
+    return Call(build)
+
+
+def _bytes_from_text(text: str, encoding: str) -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise UnsafePickleError(f"a pickle encodes text as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _bytearray(*args: Any) -> bytearray:
+    if not args:
+        return bytearray()
+    if type(args[0]) is str:
+        return bytearray(_bytes_from_text(*args))
+    if type(args[0]) is not bytes:
+        raise UnsafePickleError("a pickle asks for a bytearray of its own choosing")
+    return bytearray(args[0])
+
+
+def _defaultdict(factory: Any = None, *rest: Any) -> Any:
+    if rest or not (factory is None or isinstance(factory, Call)):
+        raise UnsafePickleError("a pickle makes a defaultdict of something unknown")
+    kind = {id(PLAIN["builtins", name]): made for name, made in _FACTORIES.items()}.get(id(factory))
+    return collections.defaultdict(kind)
+
+
+_FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
+
+
+def _number(kind: type) -> Call:
+    def build(value: Any = 0) -> Any:
+        if type(value) not in (int, float, bool):
+            raise UnsafePickleError(f"a pickle makes a number of a {type(value).__name__}")
+        return kind(value)
+
+    return Call(build)
+
+
+def _text(value: Any = "") -> str:
+    if not isinstance(value, str):
+        raise UnsafePickleError(f"a pickle makes text of a {type(value).__name__}")
+    return str(value)
+
+
+def _names_of_builtins() -> dict[tuple[str, str], Any]:
+    table: dict[str, Any] = {
+        "set": _from_items(set),
+        "frozenset": _from_items(frozenset),
+        "list": _from_items(list),
+        "tuple": _from_items(tuple),
+        "dict": _from_items(dict),
+        "int": _number(int),
+        "float": _number(float),
+        "bool": _number(bool),
+        "str": Call(_text),
+        "complex": complex,
+        "slice": Call(slice),
+        "range": Call(range),
+        "xrange": Call(range),
+        "bytearray": Call(_bytearray),
+    }
+    return {(module, name): value for module in ("builtins", "__builtin__") for name, value in table.items()}
+
+
+def _dtypes() -> dict[tuple[str, str], Any]:
+    found = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {("torch", name): value for name, value in found.items()}
+
+
+_PATHS: Final = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+
+# Everything that a pickle of plain data may name.
+PLAIN: Final[Names] = MappingProxyType(
+    {
+        **_names_of_builtins(),
+        **_dtypes(),
+        **{(module, name): _Path for module in ("pathlib", "pathlib._local") for name in _PATHS},
+        **numpy_pickles.NAMES,
+        ("_codecs", "encode"): Call(_bytes_from_text),
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "defaultdict"): Call(_defaultdict),
+        ("collections", "Counter"): _from_items(collections.Counter),
+        ("collections", "deque"): _from_items(collections.deque),
+        ("argparse", "Namespace"): _Namespace,
+        ("torch", "Size"): _from_items(torch.Size),
+        ("torch", "device"): Call(torch.device),
+        ("torch.torch_version", "TorchVersion"): _Version,
+        ("torch.serialization", "_get_layout"): Call(lambda name: _layout(name)),
+    }
+)
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(layout, torch.layout):
+        raise UnsafePickleError(f"a pickle asks for the layout {name!r}")
+    return layout
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], names: Names, where: str, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._names = names
+        self._where = where
+        self._persistent = persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._names.get((module, name))
+        if found is None:
+            raise UnsafePickleError(
+                f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
+                "not run.  If you trust whoever wrote it, load it with torch.load(weights_only=False) and save it anew"
+            )
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise UnsafePickleError(f"{self._where}: the pickle refers to data outside of itself")
+        return self._persistent(pid)
+
+
+def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The value of the pickle at the file's position, made of plain data only.
+
+    Args:
+        where: what is being read, for error messages.
+        names: what the pickle may refer to; `PLAIN` and more.
+        persistent: what stands for the pickle's references to outside data.
+
+    >>> load(io.BytesIO(pickle.dumps({"step": 3})), "an example")
+    {'step': 3}
+    """
+    try:
+        return finished(_Unpickler(file, names, where, persistent).load())
+    except CheckpointError:
+        raise
+    except MemoryError as error:
+        raise CheckpointCorruptError(f"{where}: the pickle asks for more memory than there is") from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise CheckpointCorruptError(f"{where}: not a valid pickle ({type(error).__name__}: {error})") from error
+
+
+def loads(data: bytes | bytearray | memoryview, where: str, *, names: Names = PLAIN) -> Any:
+    """The same from bytes."""
+    return load(io.BytesIO(data), where, names=names)
+
+
+def finished(value: Any) -> Any:
+    """`value` with every record in it turned into what it stands for, containers changed in place."""
+    return _finish(value, {})
+
+
+def _finish(value: Any, seen: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, Record):
+        seen[id(value)] = (value, value)
+        value.args = _finish(value.args, seen)
+        value.state = _finish(value.state, seen)
+        result = value.finish()
+        seen[id(value)] = (value, result)
+        return result
+    if isinstance(value, dict):
+        seen[id(value)] = (value, value)
+        stale = [key for key in value if isinstance(key, (Record, tuple))]
+        for key, item in value.items():
+            value[key] = _finish(item, seen)
+        if stale:
+            items = [(_finish(key, seen), item) for key, item in value.items()]
+            value.clear()
+            value.update(items)
+        return value
+    if isinstance(value, list):
+        seen[id(value)] = (value, value)
+        value[:] = [_finish(item, seen) for item in value]
+        return value
+    if kind is tuple:
+        result = tuple(_finish(item, seen) for item in value)
+        result = value if all(a is b for a, b in zip(value, result, strict=True)) else result
+        seen[id(value)] = (value, result)
+        return result
+    return value
+
+
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, torch.Size, torch.dtype})

@@ -1,0 +1,173 @@
+"""Finding the records of an uncompressed zip archive, which may be part of a larger file.
+
+`torch.save` writes zip archives; a file of a torch DCP checkpoint holds one after the other.  Only the directory at an
+archive's end is read here; the records' contents stay where they are until somebody wants some of their bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+from terrazzo.checkpoint.stores.base import ReadFile
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+_END: Final = struct.Struct("<4s4H2LH")
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64: Final = struct.Struct("<4sLQL")
+_CENTRAL: Final = struct.Struct("<4s6H3L5H2L")
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_LARGE: Final = 0xFFFFFFFF
+_WHOLE: Final = 64 << 10  # archives up to this size are read in one go
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record: its size, its CRC-32 (0 if the writer was told not to compute it), where its local header begins."""
+
+    size: int
+    crc: int
+    header: int
+
+
+class Window:
+    """A part of a file; small ones are kept in memory, so that many small reads become one."""
+
+    def __init__(self, file: ReadFile, start: int, length: int, where: str) -> None:
+        if start < 0 or length < 0 or start + length > file.size:
+            raise CheckpointCorruptError(
+                f"{where}: bytes {start} to {start + length} are wanted, but the file has only {file.size}"
+            )
+        self.file = file
+        self.start = start
+        self.length = length
+        self.where = where
+        self._whole = self._read(0, length) if length <= _WHOLE else None
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes of the window."""
+        if offset < 0 or length < 0 or offset + length > self.length:
+            raise CheckpointCorruptError(f"{self.where}: the archive refers to bytes outside of itself")
+        if self._whole is not None:
+            return self._whole[offset : offset + length]
+        return self._read(offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from the window."""
+        if self._whole is not None:
+            buffer[:] = self.read(offset, len(buffer))
+        elif offset < 0 or offset + len(buffer) > self.length:
+            raise CheckpointCorruptError(f"{self.where}: the archive refers to bytes outside of itself")
+        else:
+            self.file.read_into(self.start + offset, [buffer])
+
+    def _read(self, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self.file.read_into(self.start + offset, [memoryview(data)])
+        return bytes(data)
+
+
+class ZipDirectory:
+    """The records of one archive by name, without the folder that all names of a `torch.save` archive begin with."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._starts: dict[str, int] = {}
+        try:
+            self.records = self._read_directory()
+        except (struct.error, IndexError, ValueError) as error:
+            raise CheckpointCorruptError(f"{window.where}: damaged zip directory ({error})") from error
+
+    def start_of(self, name: str) -> int:
+        """Where the contents of a record begin in the window: behind its local header, which has a length of its own."""
+        start = self._starts.get(name)
+        if start is None:
+            record = self.records[name]
+            header = _LOCAL.unpack(self._window.read(record.header, _LOCAL.size))
+            if header[0] != b"PK\x03\x04":
+                raise CheckpointCorruptError(f"{self._window.where}: the record {name!r} is not where it should be")
+            start = record.header + _LOCAL.size + header[9] + header[10]
+            if start + record.size > self._window.length:
+                raise CheckpointCorruptError(f"{self._window.where}: the record {name!r} is cut off")
+            self._starts[name] = start
+        return start
+
+    def read(self, name: str) -> bytes:
+        """All of a record, checked."""
+        record = self.records.get(name)
+        if record is None:
+            raise CheckpointFormatError(
+                f"{self._window.where}: a zip archive, but not of torch.save: it has no {name!r}"
+            )
+        data = self._window.read(self.start_of(name), record.size)
+        self.check(name, zlib.crc32(data))
+        return data
+
+    def check(self, name: str, crc: int) -> None:
+        """Compare the CRC-32 of a record's contents with the stored one."""
+        expected = self.records[name].crc
+        if expected and crc != expected:
+            raise CheckpointCorruptError(
+                f"{self._window.where}: the bytes of the record {name!r} are not the bytes that were written "
+                f"(CRC-32 {crc:08x}, expected {expected:08x})"
+            )
+
+    def _read_directory(self) -> dict[str, Record]:
+        count, size, offset = self._find_directory()
+        data = self._window.read(offset, size)
+        records: dict[str, Record] = {}
+        position = 0
+        for _ in range(count):
+            fields = _CENTRAL.unpack_from(data, position)
+            if fields[0] != b"PK\x01\x02":
+                raise ValueError("an entry has no signature")
+            method, crc, packed, unpacked = fields[4], fields[7], fields[8], fields[9]
+            name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
+            position += _CENTRAL.size
+            name = data[position : position + name_length].decode()
+            extra = data[position + name_length : position + name_length + extra_length]
+            position += name_length + extra_length + comment_length
+            unpacked, packed, header = _large_fields(extra, unpacked, packed, header)
+            if method != 0 or packed != unpacked:
+                raise CheckpointFormatError(
+                    f"{self._window.where}: the record {name!r} is compressed; torch.save does not do that"
+                )
+            records[name.partition("/")[2] or name] = Record(unpacked, crc, header)
+        return records
+
+    def _find_directory(self) -> tuple[int, int, int]:
+        """Number of entries, size and offset of the directory."""
+        length = self._window.length
+        tail_length = min(length, _END.size + _LOCATOR64.size + 0xFFFF)
+        tail = self._window.read(length - tail_length, tail_length)
+        end = tail.rfind(b"PK\x05\x06")
+        if end < 0:
+            raise CheckpointCorruptError(f"{self._window.where}: the zip directory at its end is missing; cut off?")
+        _, _, _, _, count, size, offset, _ = _END.unpack_from(tail, end)
+        locator = end - _LOCATOR64.size
+        if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
+            where64 = _LOCATOR64.unpack_from(tail, locator)[2]
+            fields = _END64.unpack(self._window.read(where64, _END64.size))
+            if fields[0] != b"PK\x06\x06":
+                raise ValueError("the 64-bit end record has no signature")
+            count, size, offset = fields[7], fields[8], fields[9]
+        return count, size, offset
+
+
+def _large_fields(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
+    """The 64-bit values of those fields that say to look for them in the extra field."""
+    values = [unpacked, packed, header]
+    position = 0
+    while position + 4 <= len(extra) and _LARGE in values:
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            at = position + 4
+            for i, value in enumerate(values):
+                if value == _LARGE:
+                    (values[i],) = struct.unpack_from("<Q", extra, at)
+                    at += 8
+            break
+        position += 4 + length
+    return values[0], values[1], values[2]

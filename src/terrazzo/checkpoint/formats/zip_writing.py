@@ -1,0 +1,121 @@
+"""Writing uncompressed zip archives, alone in a file or one after the other, as `torch.save` lays them out."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Final
+
+from terrazzo.checkpoint.stores.base import WriteFile
+
+ALIGNMENT: Final = 64  # of the contents, so that PyTorch can map a file into memory
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_CENTRAL: Final = struct.Struct("<4s6H3L5H2L")
+_END: Final = struct.Struct("<4s4H2LH")
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64: Final = struct.Struct("<4sLQL")
+_LARGE: Final = 0xFFFFFFFF
+_PLAIN_VERSION: Final = 20
+_LARGE_VERSION: Final = 45
+_DATE: Final = 0x21  # 1980-01-01: equal contents give equal archives
+_TOGETHER: Final = 1 << 20  # bytes gathered before they are written
+
+
+class ZipWriter:
+    """One archive, begun at `start` of a file.  `finish` writes its directory and says where it ends."""
+
+    def __init__(self, file: WriteFile, start: int, folder: str = "archive") -> None:
+        self._file = file
+        self._start = start
+        self._position = start
+        self._folder = folder
+        self._waiting: list[memoryview] = []
+        self._waiting_bytes = 0
+        self._directory: list[bytes] = []
+
+    def add(self, name: str, data: bytes | memoryview) -> None:
+        """A record whose contents are at hand."""
+        view = memoryview(data).cast("B")
+        self._append(self._header(name, len(view), zlib.crc32(view)))
+        self._append(view)
+
+    def add_pieces(self, name: str, size: int, pieces: Iterable[memoryview]) -> None:
+        """A record whose contents come piece by piece: its checksum, known only then, is filled in at the end.
+
+        Each piece is written before the next is asked for.
+        """
+        self.flush()
+        start = self._position
+        header = self._header(name, size, 0)
+        self._append(header)
+        self.flush()
+        crc = 0
+        written = 0
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
+            self._file.write(self._position, [piece])
+            self._position += len(piece)
+            written += len(piece)
+        if written != size:
+            raise ValueError(f"the record {name!r} was to have {size} bytes and got {written}")
+        entry = bytearray(self._directory[-1])
+        struct.pack_into("<L", entry, 16, crc)
+        self._directory[-1] = bytes(entry)
+        self._file.write(start + 14, [memoryview(struct.pack("<L", crc))])
+
+    def finish(self) -> int:
+        """Write the directory; the position after it."""
+        offset = self._position + self._waiting_bytes - self._start
+        directory = b"".join(self._directory)
+        count = len(self._directory)
+        self._append(directory)
+        if offset >= _LARGE or count >= 0xFFFF:
+            end = offset + len(directory)
+            self._append(
+                _END64.pack(
+                    b"PK\x06\x06", _END64.size - 12, 45, _LARGE_VERSION, 0, 0, count, count, len(directory), offset
+                )
+            )
+            self._append(_LOCATOR64.pack(b"PK\x06\x07", 0, end, 1))
+        short = min(count, 0xFFFF)
+        self._append(_END.pack(b"PK\x05\x06", 0, 0, short, short, min(len(directory), _LARGE), min(offset, _LARGE), 0))
+        self.flush()
+        return self._position
+
+    def _header(self, name: str, size: int, crc: int) -> bytes:
+        """The local header of the next record, padded so that its contents are aligned; also notes the directory entry."""
+        path = f"{self._folder}/{name}".encode()
+        offset = self._position + self._waiting_bytes - self._start
+        large = size >= _LARGE
+        short = min(size, _LARGE)
+        version = _LARGE_VERSION if large or offset >= _LARGE else _PLAIN_VERSION
+        extra = struct.pack("<2H2Q", 1, 16, size, size) if large else b""
+        padding = -(offset + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", padding) + bytes(padding)
+        sizes64 = [value for value in (size, size, offset) if value >= _LARGE]
+        central_extra = struct.pack(f"<2H{len(sizes64)}Q", 1, 8 * len(sizes64), *sizes64) if sizes64 else b""
+        self._directory.append(
+            _CENTRAL.pack(
+                b"PK\x01\x02", version, version, 0, 0, 0, _DATE, crc, short, short,
+                len(path), len(central_extra), 0, 0, 0, 0, min(offset, _LARGE),
+            )
+            + path
+            + central_extra
+        )  # fmt: skip
+        header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, _DATE, crc, short, short, len(path), len(extra))
+        return header + path + extra
+
+    def _append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self._waiting.append(view)
+        self._waiting_bytes += len(view)
+        if self._waiting_bytes >= _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been gathered."""
+        if self._waiting:
+            self._file.write(self._position, self._waiting)
+            self._position += self._waiting_bytes
+            self._waiting, self._waiting_bytes = [], 0
