@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.errors import CommError
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Axis:
     """Ranks in a line, seen from one of them.
 

@@ -89,7 +89,7 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> P
 def _all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], async_op: bool) -> Pending[Tensor]:
     if axis.size == 1:
         return Pending("all_gather", axis, None, x)
-    _check_part("all_gather", x, axis, dim, sizes, sizes[axis.index])
+    _check_sizes("all_gather", x, axis, dim, sizes, own=True)
     if observe.observers:
         total = prod(x.shape[:dim]) * sum(sizes) * prod(x.shape[dim + 1 :]) * x.element_size()
         observe.report("all_gather", axis, (axis.size - 1) * total // axis.size, None, async_op)
@@ -133,7 +133,7 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: s
     if axis.size == 1:
         return Pending("reduce_scatter", axis, None, x)
     _check_reducible(x.dtype, op)
-    _check_part("reduce_scatter", x, axis, dim, sizes, sum(sizes))
+    _check_sizes("reduce_scatter", x, axis, dim, sizes, own=False)
     if observe.observers:
         observe.report("reduce_scatter", axis, (axis.size - 1) * x.nbytes // axis.size, op, async_op)
     return _start_reduce_scatter(x, axis, dim, sizes, op)
@@ -197,8 +197,8 @@ def _all_to_all(
     if axis.size == 1:
         return Pending("all_to_all", axis, None, x)
     n, index = axis.size, axis.index
-    _check_part("all_to_all", x, axis, split_dim, split_sizes, sum(split_sizes))
-    _check_part("all_to_all", x, axis, concat_dim, concat_sizes, concat_sizes[index])
+    _check_sizes("all_to_all", x, axis, split_dim, split_sizes, own=False)
+    _check_sizes("all_to_all", x, axis, concat_dim, concat_sizes, own=True)
     if split_dim == concat_dim:
         raise CommError(f"all_to_all on {axis} splits and concatenates dim {split_dim}; the two must differ")
     shape = list(x.shape)
@@ -251,12 +251,13 @@ def _exchange(
     async_op: bool,
 ) -> Pending[list[Tensor]]:
     n, index = axis.size, axis.index
-    own, own_shape = pieces[index], recv_shapes[index]
-    if len(pieces) != n or len(recv_shapes) != n or _shape_or_none(own) != _shape_or_none(own_shape):
+    own_shapes = [_shape_or_none(each[index]) if len(each) == n else None for each in (pieces, recv_shapes)]
+    if len(pieces) != n or len(recv_shapes) != n or own_shapes[0] != own_shapes[1]:
         raise CommError(
             f"exchange on {axis} needs a piece and a shape per rank, the same shape for what a rank keeps: "
-            f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {_shape_or_none(own)} as {own_shape}"
+            f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {own_shapes[0]} as {own_shapes[1]}"
         )
+    own = pieces[index]
     nothing = torch.empty(0, dtype=dtype, device=device)
     if n == 1:
         return Pending("exchange", axis, None, [nothing if own is None else own])
@@ -399,9 +400,9 @@ def _concatenate(flat: Tensor, numels: Sequence[int], shape: Sequence[int], dim:
     return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
-def _check_part(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], length: int) -> None:
-    """Sizes that do not fit would make ranks wait for bytes that nobody sends."""
-    if len(sizes) != axis.size or not 0 <= dim < x.ndim or x.shape[dim] != length:
+def _check_sizes(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], own: bool) -> None:
+    """Sizes that fit neither this rank's part nor (not `own`) the whole would make ranks wait for what nobody sends."""
+    if len(sizes) != axis.size or not 0 <= dim < x.ndim or x.shape[dim] != (sizes[axis.index] if own else sum(sizes)):
         raise CommError(
             f"{kind} on {axis}: a tensor of shape {tuple(x.shape)} does not fit sizes {tuple(sizes)} along dim {dim}"
         )

@@ -63,13 +63,14 @@ def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work:
 
 def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work:
     """Reduce the parts of `buffer`, all as long as `out`, each to the rank at its position."""
-    return _group(axis)._reduce_scatter_base(out, buffer, _REDUCE_SCATTER[op])
+    return _group(axis)._reduce_scatter_base(out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work:
     """Concatenate equally long parts in `out`."""
+    out, part = out.view(-1), part.view(-1)
     if part.dtype not in _MOVABLE:
-        out, part = out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
+        out, part = out.view(torch.uint8), part.view(torch.uint8)
     return _group(axis)._allgather_base(out, part)
 
 

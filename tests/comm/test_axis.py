@@ -1,0 +1,104 @@
+"""Axes: who is on the line, in which order, over which process group."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ranks import run_ranks
+from terrazzo.comm import Axis, axis_of
+from terrazzo.comm.collectives import all_gather
+from terrazzo.errors import CommError
+
+
+def ranks_heard(axis: Axis) -> tuple[int, ...]:
+    """The global ranks in the order in which a gather on the axis brings them."""
+    parts = all_gather(torch.tensor([dist.get_rank()]), axis, 0, (1,) * axis.size)
+    return tuple(parts.tolist())
+
+
+def lines_of_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    row, column = divmod(rank, 2)
+    dp, tp = axis_of(mesh, 0), axis_of(mesh, 1)
+    assert (dp.ranks, dp.index, dp.name) == ((column, column + 2), row, "dp")
+    assert (tp.ranks, tp.index, tp.name) == ((row * 2, row * 2 + 1), column, "tp")
+    assert dp.group is mesh.get_group(0) and dp.device_type == "cpu"
+    both, turned = axis_of(mesh, (0, 1)), axis_of(mesh, (1, 0))
+    assert (both.ranks, both.index, both.name) == ((0, 1, 2, 3), rank, "dp+tp")
+    assert both.group is dist.group.WORLD
+    assert (turned.ranks, turned.index, turned.name) == ((0, 2, 1, 3), column * 2 + row, "tp+dp")
+    for axis in (dp, tp, both, turned):
+        assert axis.size == len(axis.ranks) and ranks_heard(axis) == axis.ranks
+    assert axis_of(mesh, 0) is dp and axis_of(mesh, (0,)) is dp and axis_of(mesh, (1, 0)) is turned
+    assert repr(dp) == f"Axis('dp', ranks {list(dp.ranks)}, here {row})"
+    for wrong in ((), 2, -1, (0, 0)):
+        with pytest.raises(CommError, match="distinct dims"):
+            axis_of(mesh, wrong)
+
+
+def dims_of_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (1, 4, 1))
+    rank = dist.get_rank()
+    single = axis_of(mesh, 0)
+    assert (single.group, single.size, single.index, single.ranks) == (None, 1, 0, (rank,))
+    assert axis_of(mesh, (0, 2)).size == 1
+    assert axis_of(mesh, (2, 1, 0)).group is axis_of(mesh, 1).group
+    assert axis_of(mesh, 1).name == "dim1"
+
+
+def meshes_in_any_order() -> None:
+    # torch's own groups are sorted by rank; the order of an axis is that of the mesh.
+    mesh = DeviceMesh("cpu", [3, 1, 0, 2])
+    axis = axis_of(mesh, 0)
+    assert axis.ranks == (3, 1, 0, 2) and ranks_heard(axis) == axis.ranks
+    assert axis.index == axis.ranks.index(dist.get_rank())
+
+
+def part_of_the_world() -> None:
+    mesh = DeviceMesh("cpu", [[0, 2]])
+    if dist.get_rank() in (0, 2):
+        assert ranks_heard(axis_of(mesh, 1)) == (0, 2)
+    else:
+        with pytest.raises(CommError, match=f"rank {dist.get_rank()} is not part of the mesh"):
+            axis_of(mesh, 1)
+
+
+def groups_that_only_some_ranks_have() -> None:
+    # Ranks that are in different numbers of groups still agree on the name of a new one.
+    extra = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 1, 2))
+    cube = axis_of(mesh, (2, 0))
+    assert ranks_heard(cube) == (0, 2, 1, 3)
+    again = init_device_mesh("cpu", (2, 1, 2))
+    assert axis_of(again, (2, 0)) is not cube and ranks_heard(axis_of(again, (2, 0))) == (0, 2, 1, 3)
+    if dist.get_rank() in (0, 1):
+        dist.destroy_process_group(extra)
+
+
+def meshes_go_away() -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    axis = weakref.ref(axis_of(mesh, 0))
+    assert axis() is not None
+    del mesh
+    gc.collect()
+    assert axis() is None
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lines_of_a_mesh,
+        dims_of_one_rank,
+        meshes_in_any_order,
+        part_of_the_world,
+        groups_that_only_some_ranks_have,
+        meshes_go_away,
+    ],
+)
+def test_axes(check) -> None:
+    run_ranks(4, check)
