@@ -22,7 +22,7 @@ from terrazzo.tensor.inplace import run_in_place
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
-from terrazzo.tensor.runners import first_run, in_place_runner, keeping_view_marks
+from terrazzo.tensor.runners import first_run, view_runner
 from terrazzo.tensor.spec import Call, Operand
 
 PLAN_LIMIT = 16384
@@ -31,6 +31,19 @@ PLAN_LIMIT = 16384
 Special = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 specials: dict[str, Special] = {}
 """Functions by canonical name (in-place ones with their underscore) that are not a computation on locals."""
+
+LOCAL_QUESTIONS = frozenset(
+    [
+        *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
+        *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
+    ]
+)
+"""Questions about dtype and the like, which any rank's part answers."""
+
+
+def _ask_local(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+    return func(*loc, **kw)
+
 
 _skip_one_hop = torch._C._skip_one_hop_torch_function  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -71,8 +84,10 @@ def call_without_plan(
         admitted = admit_plain_tensors(name, func, args, kwargs)
         if admitted is not None:
             return func(*admitted[0], **admitted[1])
+    if name in LOCAL_QUESTIONS:
+        remember(key, _ask_local)
     call, loc, kw = describe(name, inplace, func, args, kwargs)
-    if not call.operands:
+    if not call.operands or name in LOCAL_QUESTIONS:
         return func(*loc, **kw)
     check_one_mesh(call)
     python_body = isinstance(func, types.FunctionType)
@@ -88,7 +103,7 @@ def call_without_plan(
             _key_by_value(func)
             key = None
         result, run = first_run(name, plan, func, args, loc, kw, dict(kwargs))
-        remember(key, keeping_view_marks(run) if spec.is_view else run)
+        remember(key, view_runner(plan, run) if spec.is_view else run)
         return result
     decomposition = DECOMPOSITIONS.get(name)
     if decomposition is not None:

@@ -12,6 +12,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,9 @@ Plan = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]],
 
 plans: dict[tuple[Any, ...], Plan] = {}
 """Cached plans by key; `dispatch` fills it and keeps it bounded."""
+
+list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
+"""Functions of lists of tensors (`torch._foreach_*`), which are not worth a key: handler by function."""
 
 float_values_matter: set[Any] = set()
 """Functions whose plan depends on the value of a float argument, not only on its being one."""
@@ -64,8 +68,35 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
+def sums_only(layout: Layout) -> bool:
+    """Whether what terms the layout has are terms of sums, whose gradient is the sum's on every rank."""
+    if layout.dual is layout:
+        return True
+    return all(not p.is_partial() or p.is_partial("sum") for p in layout.placements)
+
+
 class Unkeyable(TypeError):
     """An argument that no plan can be cached for (unhashable, or a plain tensor)."""
+
+
+def _append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
+    """Key a tuple of slices and plain values at once; False, and nothing appended, when there is something else in it."""
+    parts: list[Any] = []
+    for i in index:
+        if type(i) is slice:
+            start, stop, step = parts_of = (i.start, i.stop, i.step)
+            if not (type(start) in _BOUNDS and type(stop) in _BOUNDS and type(step) in _BOUNDS):
+                raise Unkeyable("a slice whose bounds are tensors")
+            parts.append(parts_of)
+        elif type(i) in _PLAIN_KEYS:
+            parts.append(i)
+        else:
+            return False
+    key += parts
+    return True
+
+
+_BOUNDS = frozenset([int, type(None)])
 
 
 def key_of(value: Any, key: list[Any], func: Any) -> Any:
@@ -86,19 +117,17 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
     if kind is list or kind is tuple:
         if value and type(value[0]) is DTensor:
             try:
-                key.append(tuple([x._layout for x in value]))
-                key.append(kind)
+                key.append((kind, *[x._layout for x in value]))
                 return [x._local for x in value]
             except AttributeError:
                 pass
         key.append(kind)
         key.append(len(value))
+        if kind is tuple and _append_basic_index(value, key):
+            return value
         return kind([key_of(x, key, func) for x in value])
     if kind is slice:
-        for part in (value.start, value.stop, value.step):
-            if not (part is None or type(part) is int):
-                raise Unkeyable("slice bounds that are tensors")
-        key.append((slice, value.start, value.stop, value.step))
+        _append_basic_index((value,), key)
         return value
     if isinstance(value, DTensor):  # nn.Parameter does not make a subclass of ours, users may
         key.append(value._layout)
@@ -116,6 +145,29 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         raise Unkeyable(f"an unhashable {kind.__name__}") from None
     key.append(value)
     return value
+
+
+def _general_key(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+    """The key of a call, and its arguments with locals in place of DTensors."""
+    key = [func]
+    loc = []
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            key.append(a._layout)
+            loc.append(a._local)
+        elif kind in _PLAIN_KEYS:
+            key.append(a)
+            loc.append(a)
+        else:
+            loc.append(key_of(a, key, func))
+    kw = {}
+    for name, a in kwargs.items():
+        key.append(name)
+        kw[name] = key_of(a, key, func)
+    return tuple(key), loc, kw
 
 
 class DTensor(torch.Tensor):
@@ -142,33 +194,50 @@ class DTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        key = [func]
-        loc = []
-        kw = {}
+        # The commonest forms are written out: this is the cost of every operation.
         try:
-            for a in args:
-                t = type(a)
-                if t is DTensor:
-                    key.append(a._layout)
-                    loc.append(a._local)
-                elif t in _PLAIN_KEYS:
-                    key.append(a)
-                    loc.append(a)
-                else:
-                    loc.append(key_of(a, key, func))
             if kwargs:
-                for name, a in kwargs.items():
-                    key.append(name)
-                    kw[name] = key_of(a, key, func)
-            hashable = tuple(key)
+                if args and type(args[0]) is list and func in list_handlers:
+                    return list_handlers[func](func, args, kwargs)
+                hashable, loc, kw = _general_key(func, args, kwargs)
+            else:
+                kwargs = kw = {}
+                count = len(args)
+                first = args[0] if count else None
+                if type(first) is DTensor and count < 4:
+                    if count == 1:
+                        hashable = (func, first._layout)
+                        loc = [first._local]
+                    elif count == 2:
+                        second = args[1]
+                        kind = type(second)
+                        if kind is DTensor:
+                            hashable = (func, first._layout, second._layout)
+                            loc = [first._local, second._local]
+                        elif kind in _PLAIN_KEYS:
+                            hashable = (func, first._layout, second)
+                            loc = [first._local, second]
+                        else:
+                            hashable, loc, kw = _general_key(func, args, kw)
+                    else:
+                        _, second, third = args
+                        if type(second) in _PLAIN_KEYS and type(third) in _PLAIN_KEYS:
+                            hashable = (func, first._layout, second, third)
+                            loc = [first._local, second, third]
+                        else:
+                            hashable, loc, kw = _general_key(func, args, kw)
+                elif type(first) is list and func in list_handlers:
+                    return list_handlers[func](func, args, kw)
+                else:
+                    hashable, loc, kw = _general_key(func, args, kw)
             plan = plans.get(hashable)
         except Unkeyable:
             hashable, plan = None, None
         if plan is not None:
-            return plan(func, args, loc, kw, kwargs or kw)
+            return plan(func, args, loc, kw, kwargs)
         from terrazzo.tensor.dispatch import call_without_plan
 
-        return call_without_plan(func, types, args, kwargs or {}, hashable)
+        return call_without_plan(func, types, args, kwargs, hashable)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,13 +267,9 @@ class DTensor(torch.Tensor):
         """One placement per mesh dimension."""
         return self._layout.placements
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]  # a getset in torch's stubs
-        return self._layout.shape
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return self._layout.ndim
+    # attrgetter runs in C, which these are worth: every layer of a model asks for shapes.
+    shape = property(attrgetter("_layout.shape"))  # type: ignore[assignment]  # a getset in torch's stubs
+    ndim = property(attrgetter("_layout.ndim"))  # type: ignore[assignment]
 
     def size(self, dim: int | None = None) -> Any:
         return self._layout.shape if dim is None else self._layout.shape[dim]
@@ -324,13 +389,10 @@ class DTensor(torch.Tensor):
 
     # ------------------------------------------------------------------ autograd
 
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._local.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
+    def _set_requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
+
+    requires_grad = property(attrgetter("_local.requires_grad"), _set_requires_grad)  # type: ignore[assignment]
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
         self._local.requires_grad_(requires_grad)
@@ -403,7 +465,7 @@ class DTensor(torch.Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        if inputs is not None or gradient is not None or self._layout.shape.numel() != 1:
+        if inputs is not None or gradient is not None or self._layout.shape.numel() != 1 or not sums_only(self._layout):
             torch.autograd.backward((self,), gradient, retain_graph, create_graph, inputs=inputs)
             return
         local = self._local
@@ -536,22 +598,12 @@ def _no_raw_access(what: str) -> NoReturn:
     )
 
 
-def _forward_to_local(name: str, settable: bool = False) -> property:
-    def get(self: DTensor) -> Any:
-        return getattr(self._local, name)
-
-    def put(self: DTensor, value: Any) -> None:
-        setattr(self._local, name, value)
-
-    return property(get, put if settable else None)
-
-
 for _name in (
     *("dtype", "device", "is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf"),
     *("itemsize", "_version", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr", "retains_grad", "output_nr", "grad_fn"),
     *("is_xla", "is_mtia", "is_ipu", "is_vulkan", "is_maia"),
 ):
-    setattr(DTensor, _name, _forward_to_local(_name))
+    setattr(DTensor, _name, property(attrgetter(f"_local.{_name}")))
 
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

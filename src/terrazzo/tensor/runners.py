@@ -193,8 +193,10 @@ def _general(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
     return run
 
 
-def keeping_view_marks(run: Plan) -> Plan:
+def view_runner(plan: CallPlan, run: Plan) -> Plan:
     """For views: a view of a copied view is a copied view."""
+    if not plan.copies_view and not any(o.cast for o in plan.operands) and len(plan.outs) == 1:
+        return _simple_view(plan)
 
     def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         result = run(func, args, loc, kw, kwargs)
@@ -203,6 +205,21 @@ def keeping_view_marks(run: Plan) -> Plan:
         return result
 
     return run_view
+
+
+def _simple_view(plan: CallPlan) -> Plan:
+    out, local_function = plan.outs[0], plan.local
+    size = out.shape
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+        local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
+        result: DTensor = _make(DTensor, size, dtype=local.dtype, device=local.device)
+        result._local = local
+        result._layout = out
+        result._memo = COPIED_VIEW if args and args[0]._memo is COPIED_VIEW else None
+        return result
+
+    return run
 
 
 def mark_copied(result: Any) -> None:

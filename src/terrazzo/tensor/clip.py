@@ -1,0 +1,95 @@
+"""`torch.nn.utils.clip_grad_norm_` over DTensors: local norms of all gradients at once, one reduction a mesh.
+
+PyTorch's function takes a list, so no tensor subclass can see it as one operation; gradient by gradient it would cost a
+reduction each, and fail where parameters live on different meshes. Its inner function that computes the total norm is
+replaced by one that asks first whether there are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+
+def install() -> None:
+    """Let PyTorch's clipping and optimizers treat lists of DTensors as lists of tensors."""
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if DTensor not in known:
+            known.append(DTensor)
+    clip_grad._get_total_norm = _over_dtensors(clip_grad._get_total_norm)
+
+
+def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not any(type(t) is DTensor for t in found) or norm_type <= 0:
+            return plain(found, norm_type, error_if_nonfinite, foreach)
+        with torch.no_grad():
+            total = total_norm(found, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped; to scale by it "
+                "anyway, set error_if_nonfinite=False"
+            )
+        return total
+
+    get_total_norm.__doc__ = plain.__doc__
+    return get_total_norm
+
+
+def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of all tensors taken as one vector, replicated on the mesh of the first DTensor.
+
+    Ranks outside a tensor's mesh hold none of it and see the norm of what they hold.
+    """
+    groups: dict[Any, list[torch.Tensor]] = {}
+    first: Layout | None = None
+    for t in tensors:
+        if type(t) is not DTensor:
+            groups.setdefault((None, ()), []).append(t)
+            continue
+        if t._layout.dual is not t._layout:
+            t = t.redistribute(placements=t._layout.dual.placements)
+        layout = t._layout
+        first = first or layout
+        groups.setdefault((layout.mesh, layout.varying), []).append(t._local)
+    assert first is not None
+    device = first.mesh.device_type
+    norms = []
+    for (mesh, dims), members in groups.items():
+        norm = _local_norm(members, order).to(device)
+        if dims:
+            axis = axis_of(mesh, dims)
+            if order == float("inf"):
+                norm = all_reduce(norm, axis, "max")
+            elif axis.size > 1:
+                norm = all_reduce(norm**order, axis) ** (1.0 / order)
+        norms.append(norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+    return wrap(total, Layout.of(first.mesh, (Replicate(),) * len(first.mesh_shape), ()))
+
+
+def _local_norm(members: list[torch.Tensor], order: float) -> torch.Tensor:
+    held = [t for t in members if t.numel()]
+    if not held:
+        return members[0].new_zeros(())
+    by_kind: dict[Any, list[torch.Tensor]] = {}
+    for t in held:
+        by_kind.setdefault((t.device, t.dtype), []).append(t)
+    norms: list[torch.Tensor] = []
+    for same in by_kind.values():
+        norms.extend(torch._foreach_norm(same, order))
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]) if len(by_kind) > 1 else torch.stack(norms), order)
