@@ -7,8 +7,6 @@ given up.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.comm.control import ControlPlane
+from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import CheckpointError
 
 
@@ -90,7 +88,7 @@ class Place:
         return _received(_decode(outcome))
 
     def reduce_scatter(self, step: Callable[[], bytes], combine: Callable[[list[bytes]], list[bytes]]) -> bytes:
-        """Run `step` on every rank, `combine` on the coordinator with all results; every rank gets its part of the result."""
+        """Run `step` on every rank, `combine` on the coordinator with all results; each rank gets its part."""
         answers = self._through_coordinator(step, combine, lambda: True)
         if self.plane is None:
             return answers[0].data
@@ -163,17 +161,11 @@ def _fail(failures: list[Failure], cause: BaseException | None, discard: bool) -
     raise StepFailed(error, discard)
 
 
-# One extra control plane per process group for background work, so that its messages never meet training's.
-_background_planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 def find_place(
     process_group: Any = None,
     *,
     no_dist: bool = False,
     alone: bool = False,
-    background: bool = False,
     timeout: timedelta | None = None,
 ) -> Place:
     """This process's place in a process group (the default one, or none at all).
@@ -190,11 +182,5 @@ def find_place(
         raise CheckpointError(f"rank {dist.get_rank()} is not in the process group it was told to save or load with")
     if len(ranks) == 1 or alone:
         return Place(rank, ranks, None)
-    limits = {} if timeout is None else {"timeout": timeout}
-    if not background:
-        return Place(rank, ranks, ControlPlane.for_group(group, **limits))
-    with _lock:
-        plane = _background_planes.get(group)
-        if plane is None:
-            plane = _background_planes[group] = ControlPlane.create(group, **limits)
-    return Place(rank, ranks, plane)
+    limit = timeout or DEFAULT_TIMEOUT
+    return Place(rank, ranks, ControlPlane.for_group(group, limit))

@@ -31,7 +31,8 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
         name = ".".join(map(str, path))
         if name in flat:
             raise CheckpointError(
-                f"two values of the state dict have the name {name!r}: at {list(paths[name])} and at {list(path)}; rename one"
+                f"two values of the state dict have the name {name!r}: "
+                f"at {list(paths[name])} and at {list(path)}; rename one"
             )
         flat[name] = value
         paths[name] = path

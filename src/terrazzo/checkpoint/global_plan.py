@@ -70,7 +70,8 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
                 raise CheckpointError(f"{name!r} is not the same on rank {rank} and on a rank before it")
             if known.properties.dtype != data.properties.dtype:
                 raise CheckpointError(
-                    f"{name!r} is {data.properties.dtype} on rank {rank} and {known.properties.dtype} on a rank before it"
+                    f"{name!r} is {data.properties.dtype} on rank {rank} "
+                    f"and {known.properties.dtype} on a rank before it"
                 )
             chunks[name].append(data.chunk)
     return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))

@@ -18,7 +18,8 @@ def find_writer(writer: StorageWriter | None, checkpoint_id: str | os.PathLike[s
             raise CheckpointError("nothing says where to save: pass checkpoint_id or storage_writer")
         if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
             raise CheckpointError(
-                f"{os.fspath(checkpoint_id)!r} is not a folder and cannot become one; for other places pass storage_writer"
+                f"{os.fspath(checkpoint_id)!r} is not a folder and cannot become one; for other places "
+                f"pass storage_writer"
             )
         writer = FileSystemWriter(checkpoint_id)
     writer.reset(checkpoint_id)

@@ -16,6 +16,18 @@ import torch
 
 from terrazzo.layout.chunk import ChunkStorageMetadata
 
+__all__ = [
+    "STATE_DICT_TYPE",
+    "STORAGE_TYPES",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+]
+
 STATE_DICT_TYPE: TypeAlias = dict[str, Any]
 
 # torch.memory_format objects refuse to be pickled, so they travel by name.

@@ -139,9 +139,9 @@ def _holders_by_number(own: np.ndarray, replies: Sequence[np.ndarray]) -> tuple[
 def _divergence(names: list[str]) -> DivergentValueError:
     shown = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     return DivergentValueError(
-        f"ranks hold different values of {shown}. A checkpoint has one value per name: wrap values that are each rank's own in "
-        f"terrazzo.checkpoint.PerRank (or name them in DefaultSavePlanner(per_rank=...)), or name those of which the lowest "
-        f"rank's is right in DefaultSavePlanner(lowest_rank_wins=...)"
+        f"ranks hold different values of {shown}. A checkpoint has one value per name: wrap values that are each "
+        f"rank's own in terrazzo.checkpoint.PerRank (or name them in DefaultSavePlanner(per_rank=...)), or name "
+        f"those of which the lowest rank's is right in DefaultSavePlanner(lowest_rank_wins=...)"
     )
 
 

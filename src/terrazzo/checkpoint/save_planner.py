@@ -112,7 +112,8 @@ class DefaultSavePlanner(SavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         if isinstance(storage_meta, bool):  # planners for PyTorch before 2.3 pass is_coordinator here
-            storage_meta, is_coordinator = None, storage_meta
+            is_coordinator = storage_meta
+            storage_meta = None
         self.mappings: dict[str, tuple[Any, ...]] = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)

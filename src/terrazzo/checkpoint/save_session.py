@@ -185,7 +185,7 @@ def _cache_of(planner: SavePlanner) -> GlobalPlanCache | None:
 
 
 def _encode_results(results: Sequence[WriteResult], planner_data: Any) -> bytes:
-    """A rank's results for the coordinator: compact where they are ours, pickled where a storage of somebody else made them.
+    """A rank's results for the coordinator: compact where they are ours, else pickled.
 
     Pickles go from one process of this job to another and are never stored.
     """

@@ -43,10 +43,10 @@ def _resolved(value: Any) -> Any:
 def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
     """Hand loaded values back: to `Stateful` objects through `load_state_dict`, all others into the state dict."""
     for key, value in values.items():
-        target = state_dict.get(key)
+        target: Any = state_dict.get(key)
         if _is_stateful(target):
             target.load_state_dict(value)
-        elif type(target) is dict and type(value) is dict:
+        elif isinstance(target, dict) and type(value) is dict:
             give_back_state(target, value)
         else:
             state_dict[key] = value

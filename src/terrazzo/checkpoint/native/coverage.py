@@ -17,7 +17,10 @@ _NAMED = 10  # how many tensors an error lists
 
 
 def check_coverage(entries: list[TensorEntry], counts: Array, boxes: list[Array]) -> None:
-    """Raise unless each tensor's chunks cover it exactly; `boxes[d]` has rows (offsets, lengths) in the order of the table."""
+    """Raise unless each tensor's chunks cover it exactly.
+
+    `boxes[d]` has a row (offsets, lengths) for each chunk of a tensor of `d` dims, in the order of the table.
+    """
     faults = []
     first = [0] * max(len(boxes), 1 + max((len(entry.shape) for entry in entries), default=0))
     for entry, count in zip(entries, counts.tolist(), strict=True):
@@ -34,8 +37,8 @@ def check_coverage(entries: list[TensorEntry], counts: Array, boxes: list[Array]
     if faults:
         more = f"\n  and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
         raise CheckpointError(
-            "the ranks did not write each element of each tensor exactly once; do all ranks that hold a shard take part "
-            "in this save?\n  " + "\n  ".join(faults[:_NAMED]) + more
+            "the ranks did not write each element of each tensor exactly once; do all ranks that hold a shard take "
+            "part in this save?\n  " + "\n  ".join(faults[:_NAMED]) + more
         )
 
 

@@ -191,7 +191,8 @@ class Manifest:
     @cached_property
     def names(self) -> dict[str, int]:
         """All names and their kinds: tensors in the order of the table, then objects."""
-        return {entry.name: entry.kind for entry in (*self.head.tensors, *self.head.objects)}
+        names = {entry.name: entry.kind for entry in self.head.tensors}
+        return names | {entry.name: entry.kind for entry in self.head.objects}
 
     def record(self, name: str) -> TensorRecord:
         """The rows of one tensor (or of an object kept in a data file); `KeyError` if there is none."""
@@ -227,7 +228,7 @@ class Manifest:
 
 def _checked_parts(data: memoryview, source: str) -> tuple[memoryview, memoryview]:
     """Head and columns, after comparing everything with its checksum."""
-    if len(data) < _PREAMBLE.size or data[:8] != MAGIC:
+    if len(data) < _PREAMBLE.size or bytes(data[:8]) != MAGIC:
         raise CheckpointCorruptError(f"{source}: this is no manifest, or its beginning is damaged")
     _, version, _, head_size, size, head_sum, column_sum, _, own_sum = _PREAMBLE.unpack_from(data)
     if checksum(data[: _PREAMBLE.size - 8]) != own_sum:

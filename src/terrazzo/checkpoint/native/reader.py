@@ -174,8 +174,8 @@ class Reading:
             target = planner.resolve_tensor(item)
             if target.device.type == "meta":
                 raise CheckpointError(
-                    f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, or load "
-                    f"with a planner whose resolve_tensor does"
+                    f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, "
+                    f"or load with a planner whose resolve_tensor does"
                 )
             run = self._direct_run(chunk, item, target)
             if run is None:
@@ -304,7 +304,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The first element of a box in the flattened shape, and how many elements lie from it to the last, both included."""
+    """The first element of a box in the flattened shape, and the elements from it to the last, inclusive."""
     strides = _strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     last = sum((length - 1) * stride for length, stride in zip(box.lengths, strides, strict=True))

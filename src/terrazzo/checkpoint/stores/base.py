@@ -17,7 +17,7 @@ class WriteFile(abc.ABC):
 
     @abc.abstractmethod
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other, the first at `offset`; all bytes, or raise.  Threads may write at once."""
+        """Write the buffers one after the other, the first at `offset`.  Threads may write at once."""
 
     @abc.abstractmethod
     def sync(self) -> None:

@@ -206,12 +206,11 @@ def _without_first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryvie
 
 
 def _start_writing_back(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to begin putting these pages on the disk now, so that the fsync at the end has less to wait for."""
+    """Ask the kernel to begin writing these pages to the disk, so that the fsync at the end has less to wait for."""
     function = _sync_file_range()
     if function is not None:
-        function(
-            fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), 2
-        )  # SYNC_FILE_RANGE_WRITE; a hint, failure is harmless
+        # 2: SYNC_FILE_RANGE_WRITE.  It is a hint, failure is harmless.
+        function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), 2)
 
 
 @cache
