@@ -77,6 +77,14 @@ class MixedTensorError(DTensorError, TypeError):
     """Plain tensors and DTensors met in one operation."""
 
 
+class ParallelPlanError(DTensorError, ValueError):
+    """A plan for parallel modules does not fit the module, or its inputs and outputs."""
+
+
+class UnsupportedModuleError(DTensorError, NotImplementedError):
+    """A parallel style was given a kind of module that it cannot cut."""
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

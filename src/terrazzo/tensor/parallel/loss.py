@@ -1,0 +1,239 @@
+"""Cross entropy of logits that are sharded over the classes, without gathering them.
+
+A row's loss needs three numbers of all its classes: the largest logit, the sum of the exponentials below it, and the
+logit of the target. Each rank finds its part of them, and the ranks join the parts: three reductions of one number a
+row instead of a gather of all classes. All is made of differentiable pieces, so gradients of any order need no code of
+their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.comm.differentiable import reduce_replicate
+from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dispatch import special
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+
+class _Active(threading.local):
+    depth = 0
+
+
+_active = _Active()
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside, `cross_entropy` of logits sharded over the classes is computed where the shards are.
+
+        with loss_parallel():
+            loss = F.cross_entropy(logits, target)
+        loss.backward()
+
+    All of `cross_entropy` works: class indices or probabilities, weights, `ignore_index`, label smoothing, every
+    reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
+    tensors that are the same on every rank. The backward may happen inside or outside.
+    """
+    _active.depth += 1
+    try:
+        yield
+    finally:
+        _active.depth -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """How the logits lie: which dim holds the classes, and which mesh dims cut classes and samples."""
+
+    layout: Layout
+    classes: int
+    class_mesh: tuple[int, ...]
+    sample_mesh: tuple[int, ...]
+    first: int
+    """This rank's first class."""
+    samples: Layout
+    """The layout of one number a sample."""
+
+    @staticmethod
+    def of(layout: Layout) -> _Where:
+        dim = 1 if layout.ndim > 1 else 0
+        cut = layout.shard_order(dim)
+        others = tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and m not in cut)
+        kept = [d for d in range(layout.ndim) if d != dim]
+        samples = Layout.of(
+            layout.mesh,
+            [
+                Shard(kept.index(p.dim)) if isinstance(p, Shard) and p.dim != dim else Replicate()
+                for p in layout.placements
+            ],
+            [layout.shape[d] for d in kept],
+            layout.order,
+        )
+        return _Where(layout, dim, cut, others, layout.box().offsets[dim], samples)
+
+
+@special("cross_entropy")
+def _cross_entropy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if not _active.depth or func is not torch.nn.functional.cross_entropy:
+        return NotImplemented
+    return _parallel_cross_entropy(*args, **kwargs)
+
+
+def _parallel_cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    if not isinstance(input, DTensor) or size_average is not None or reduce is not None:
+        return NotImplemented
+    placements = [Replicate() if isinstance(p, Partial) else p for p in input.placements]
+    if Shard(1 if input.ndim > 1 else 0) not in placements:
+        return NotImplemented
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    logits = input.redistribute(placements=placements) if placements != list(input.placements) else input
+    where = _Where.of(logits._layout)
+    is_probability = tuple(target.shape) == tuple(input.shape)
+    wanted = _brought(target, where.layout if is_probability else where.samples, "target")
+    weights = None
+    if weight is not None:
+        everywhere = Layout.of(where.layout.mesh, [Replicate()] * len(placements), weight.shape)
+        weights = _brought(weight, everywhere, "weight").detach()
+    rows = _Rows.of(logits._local, where)
+    if is_probability:
+        losses, total = _of_probabilities(rows, wanted, weights, label_smoothing)
+    else:
+        losses, total = _of_indices(rows, wanted, weights, ignore_index, label_smoothing)
+    # As in cross_entropy itself, autocast makes this a float32 operation.
+    dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    return _reduced(losses, total, where, reduction, dtype)
+
+
+def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
+    """This rank's part of `value` under `layout`; a plain tensor is the whole value, the same on every rank."""
+    if tuple(value.shape) != tuple(layout.shape):
+        raise DTensorError(f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}")
+    if isinstance(value, DTensor):
+        if value._layout is layout:
+            return value._local
+        return value.redistribute(layout.mesh, layout.placements)._local
+    if not layout.is_replicated:
+        raise MixedTensorError(
+            f"cross_entropy: the logits are sharded over the samples too, so {name} must be a DTensor, best placed "
+            f"{list(layout.placements)}; got a plain tensor"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of logits, relative to each row's largest, with the logarithm of the sum of their exponentials."""
+
+    where: _Where
+    shifted: torch.Tensor
+    log_total: torch.Tensor
+
+    @staticmethod
+    def of(local: torch.Tensor, where: _Where) -> _Rows:
+        dim, axis = where.classes, axis_of(where.layout.mesh, where.class_mesh)
+        # Sums of exponentials in half precision would lose what small classes add.
+        x = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+        if x.shape[dim]:
+            top = x.detach().amax(dim, keepdim=True)
+        else:
+            top = x.detach().new_full([1 if d == dim else n for d, n in enumerate(x.shape)], float("-inf"))
+        shifted = x - all_reduce(top, axis, "max")
+        return _Rows(where, shifted, reduce_replicate(shifted.exp().sum(dim), axis).log())
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Each row's sum of `values` over all classes."""
+        return reduce_replicate(values.sum(self.where.classes), axis_of(self.where.layout.mesh, self.where.class_mesh))
+
+    def own(self, per_class: torch.Tensor) -> torch.Tensor:
+        """This rank's part of one number a class, shaped to meet the rows."""
+        dim, x = self.where.classes, self.shifted
+        part = per_class.narrow(0, self.where.first, x.shape[dim]).to(x.dtype)
+        return part.view([-1 if d == dim else 1 for d in range(x.ndim)])
+
+
+def _of_indices(
+    rows: _Rows, target: torch.Tensor, weights: torch.Tensor | None, ignore_index: int, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One loss a sample, and the weight that a mean divides by, both of this rank's samples."""
+    where, x = rows.where, rows.shifted
+    dim, count = where.classes, where.layout.shape[where.classes]
+    counts = target != ignore_index
+    safe = target.masked_fill(~counts, 0)
+    _check_bounds(safe, count)
+    mine = safe - where.first
+    here = (mine >= 0) & (mine < x.shape[dim])
+    if x.shape[dim]:
+        picked = x.gather(dim, mine.masked_fill(~here, 0).unsqueeze(dim)).squeeze(dim)
+    else:
+        picked = x.sum(dim)
+    # Replaced, not multiplied: a logit of another class may be infinite.
+    logit = reduce_replicate(
+        torch.where(here, picked, torch.zeros_like(picked)), axis_of(where.layout.mesh, where.class_mesh)
+    )
+    losses = rows.log_total - logit
+    weight = counts.to(x.dtype)
+    if weights is not None:
+        weight = weight * weights[safe].to(x.dtype)
+        losses = losses * weights[safe].to(x.dtype)
+    if smoothing:
+        smooth = rows.log_total * count - rows.summed(x)
+        if weights is not None:
+            smooth = rows.log_total * weights.sum().to(x.dtype) - rows.summed(x * rows.own(weights))
+        losses = (1 - smoothing) * losses + smoothing / count * smooth
+    return losses.masked_fill(~counts, 0), weight.sum()
+
+
+def _of_probabilities(
+    rows: _Rows, target: torch.Tensor, weights: torch.Tensor | None, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, count = rows.shifted, rows.where.layout.shape[rows.where.classes]
+    share = target.to(x.dtype)
+    if smoothing:
+        share = share * (1 - smoothing) + smoothing / count
+    if weights is not None:
+        share = share * rows.own(weights)
+    losses = rows.summed(share) * rows.log_total - rows.summed(share * x)
+    return losses, losses.new_tensor(float(losses.numel()))
+
+
+def _check_bounds(target: torch.Tensor, count: int) -> None:
+    # No rank would find such a class among its own, and the sum over ranks would be a plausible number.
+    inside = ((target >= 0) & (target < count)).all()
+    if target.device.type != "cpu":
+        torch._assert_async(inside, "cross_entropy: target out of bounds")
+    elif not inside:
+        wrong = target[(target < 0) | (target >= count)]
+        raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")
+
+
+def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction: str, dtype: torch.dtype) -> DTensor:
+    if reduction == "none":
+        return wrap(losses.to(dtype), where.samples)
+    result = losses.sum()
+    if reduction == "mean":
+        if where.sample_mesh:
+            total = all_reduce(total.detach(), axis_of(where.layout.mesh, where.sample_mesh))
+        result = result / total
+    placements: list[Placement] = [
+        Partial("sum") if m in where.sample_mesh else Replicate() for m in range(len(where.layout.placements))
+    ]
+    return wrap(result.to(dtype), Layout.of(where.layout.mesh, placements, ()))
+
+
+__all__ = ["loss_parallel"]

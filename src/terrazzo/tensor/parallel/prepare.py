@@ -1,0 +1,203 @@
+"""Styles that only convert what goes into a module and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import ParallelPlanError
+from terrazzo.layout import Placement
+from terrazzo.tensor.parallel.style import ParallelStyle, as_dtensor, placed
+
+Layouts: TypeAlias = Placement | tuple[Placement | None, ...]
+
+
+def _per_value(layouts: Layouts) -> tuple[Placement | None, ...]:
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _same_length(given: Any, desired: Any, what: str) -> None:
+    if len(given) != len(desired):
+        raise ParallelPlanError(
+            f"{what} and desired_{what} must have the same length, got {len(given)} and {len(desired)}"
+        )
+
+
+def _convert(
+    value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool, what: str
+) -> Any:
+    """`value`, of placement `given`, brought to `desired`; without `given` it is left alone."""
+    if given is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise ParallelPlanError(
+            f"{what} is to be placed as {given} and is no tensor but {type(value).__name__}: put None in its place in "
+            "the layouts"
+        )
+    tensor = as_dtensor(value, mesh, (given,))
+    if desired is not None:
+        tensor = placed(tensor, (desired,))
+    return tensor.to_local() if local else tensor
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Make a module's inputs DTensors, and bring them to the placements that it needs.
+
+    An input that is a DTensor already keeps its placement until it is brought to the desired one.
+
+    Args:
+        input_layouts: For each positional input how it is placed, None for what is left alone. One placement serves for
+            one input.
+        desired_input_layouts: For each of them the placement that the module gets, in the same order.
+        input_kwarg_layouts: The same for keyword inputs, by name.
+        desired_input_kwarg_layouts: The same for keyword inputs, by name.
+        use_local_output: Hand the module this rank's plain parts instead of DTensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = None if input_layouts is None else _per_value(input_layouts)
+        self.desired_input_layouts = None if desired_input_layouts is None else _per_value(desired_input_layouts)
+        self.use_local_output = use_local_output
+        if self.input_layouts is not None:
+            if self.desired_input_layouts is None:
+                raise ParallelPlanError("input_layouts without desired_input_layouts: say what the module needs")
+            _same_length(self.input_layouts, self.desired_input_layouts, "input_layouts")
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        if self.with_kwargs:
+            _same_length(self.input_kwarg_layouts, self.desired_input_kwarg_layouts, "input_kwarg_layouts")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def convert(_module: nn.Module, inputs: Any) -> tuple[Any, ...]:
+            return self._positional(inputs, device_mesh)
+
+        def convert_all(
+            _module: nn.Module, inputs: Any, kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._positional(inputs, device_mesh), self._named(kwargs, device_mesh)
+
+        if self.with_kwargs:
+            module.register_forward_pre_hook(convert_all, with_kwargs=True)
+        else:
+            module.register_forward_pre_hook(convert)
+        return module
+
+    def _positional(self, inputs: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        given, desired = self.input_layouts, self.desired_input_layouts
+        if given is None or desired is None:
+            return inputs
+        if len(inputs) != len(given):
+            raise ParallelPlanError(f"the module got {len(inputs)} positional inputs, input_layouts has {len(given)}")
+        return tuple(
+            _convert(x, mesh, g, d, self.use_local_output, f"input {i}")
+            for i, (x, g, d) in enumerate(zip(inputs, given, desired, strict=True))
+        )
+
+    def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        return {
+            name: _convert(x, mesh, given.get(name), desired.get(name), self.use_local_output, f"input {name!r}")
+            for name, x in kwargs.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInput({self._described()}, use_local_output={self.use_local_output})"
+
+    def _described(self) -> str:
+        names = ("input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Make a module's outputs DTensors, and bring them to the placements that its users need.
+
+    Args:
+        output_layouts: For each output how it is placed, None for what is left alone. One placement serves for one
+        output.
+        desired_output_layouts: For each of them the placement that is wanted, in the same order.
+        use_local_output: Give this rank's plain parts instead of DTensors.
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts = _per_value(output_layouts)
+        self.desired_output_layouts = _per_value(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _same_length(self.output_layouts, self.desired_output_layouts, "output_layouts")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _module, _inputs, outputs: self._convert_outputs(outputs, device_mesh))
+        return module
+
+    def _convert_outputs(self, outputs: Any, mesh: DeviceMesh) -> Any:
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if len(outputs) != len(self.output_layouts):
+            raise ParallelPlanError(
+                f"the module gave {len(outputs)} outputs, output_layouts has {len(self.output_layouts)}"
+            )
+        converted = tuple(
+            _convert(x, mesh, g, d, self.use_local_output, f"output {i}")
+            for i, (x, g, d) in enumerate(zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True))
+        )
+        return converted[0] if len(converted) == 1 else converted
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleOutput({self._described()}, use_local_output={self.use_local_output})"
+
+    def _described(self) -> str:
+        return f"output_layouts={self.output_layouts}, desired_output_layouts={self.desired_output_layouts}"
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; `use_local_input` is the first's `use_local_output`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        inputs, outputs = self.prepare_module_input, self.prepare_module_output
+        return (
+            f"PrepareModuleInputOutput({inputs._described()}, use_local_input={inputs.use_local_output}, "
+            f"{outputs._described()}, use_local_output={outputs.use_local_output})"
+        )

@@ -1,0 +1,205 @@
+"""How one module is cut: styles that place its parameters and convert what goes in and comes out.
+
+A style places parameters once, when it is applied, and registers two hooks: one makes the input a DTensor of the
+placement that the cut needs, the other brings the output to the placement that was asked for. What happens between, the
+arithmetic and its communication, is the module's own forward on DTensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import ParallelPlanError, UnsupportedModuleError
+from terrazzo.layout import Layout, Placement, Replicate, Shard
+from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.dtensor import DTensor
+
+Placements = tuple[Placement, ...]
+
+
+class ParallelStyle(ABC):
+    """What `parallelize_module` does with one module. Subclass it for a style of your own.
+
+    `_apply` changes the module in place and returns it. `src_data_rank`, set before, says whose values the parameters
+    take (None: every rank its own, without communication).
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+
+def as_dtensor(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """`value` itself if it is a DTensor, else a DTensor of which it is this rank's part."""
+    if isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(value, mesh, placements, run_check=False)
+
+
+def placed(value: DTensor, placements: Placements) -> DTensor:
+    """`value` with these placements; itself when it has them."""
+    layout = value._layout
+    if Layout.of(layout.mesh, placements, layout.shape) is layout:
+        return value
+    return value.redistribute(placements=placements)
+
+
+def place_parameters(
+    module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement], src_data_rank: int | None
+) -> None:
+    """Make the module's own parameters DTensors, in place."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+class _Cut(ParallelStyle):
+    """What column- and row-wise styles share: one tensor in, one out, and a table of where parameters of which module
+    go."""
+
+    input_layouts: Placements
+    output_layouts: Placements
+    use_local_output: bool
+    _cuts: Mapping[type[nn.Module], tuple[Mapping[str, Placement], Placement]]
+    """Per kind of module: where its parameters go, and what the cut needs its input to be."""
+
+    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
+        self.input_layouts = (input_layouts,)
+        self.output_layouts = (output_layouts,)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for kind, (parameters, needed) in self._cuts.items():
+            if isinstance(module, kind):
+                return self._cut(module, device_mesh, parameters, (needed,))
+        raise UnsupportedModuleError(
+            f"{type(self).__name__} cuts {' and '.join(f'nn.{k.__name__}' for k in self._cuts)}, not "
+            f"{type(module).__name__}: "
+            "write a ParallelStyle for it, or place its parameters with distribute_module"
+        )
+
+    def _cut(
+        self, module: nn.Module, mesh: DeviceMesh, parameters: Mapping[str, Placement], needed: Placements
+    ) -> nn.Module:
+        src_data_rank = self.src_data_rank
+
+        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            place_parameters(submodule, mesh, lambda name: parameters.get(name, Replicate()), src_data_rank)
+
+        def convert_input(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return (placed(as_dtensor(inputs[0], mesh, self.input_layouts), needed), *inputs[1:])
+
+        def convert_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            output = placed(output, self.output_layouts)
+            return output.to_local() if self.use_local_output else output
+
+        return distribute_module(module, mesh, partition, convert_input, convert_output)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_Cut):
+    """Each rank computes some of the output features of an `nn.Linear`, or some of the columns of an `nn.Embedding`.
+
+    Args:
+        input_layouts: How a plain input is placed; replicated by default.
+        output_layouts: How the output is placed; by default sharded on its last dim, which needs no communication.
+        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+
+    >>> ColwiseParallel(use_local_output=False)
+    ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=False)
+    """
+
+    _cuts = {
+        nn.Linear: ({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
+        nn.Embedding: ({"weight": Shard(1)}, Replicate()),
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+
+
+class RowwiseParallel(_Cut):
+    """Each rank takes some of the input features of an `nn.Linear`, or some of the rows (the words) of an
+    `nn.Embedding`.
+
+    The ranks' results are terms of a sum. `output_layouts=Replicate()` all-reduces them, `Shard(dim)` reduce-scatters.
+
+    Args:
+        input_layouts: How a plain input is placed; by default sharded on its last dim. Word indices of an embedding are
+            the same on every rank: say `Replicate()`.
+        output_layouts: How the output is placed; replicated by default.
+        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+    """
+
+    _cuts = {
+        nn.Linear: ({"weight": Shard(1)}, Shard(-1)),
+        nn.Embedding: ({"weight": Shard(0)}, Replicate()),
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+
+
+class SequenceParallel(ParallelStyle):
+    """Each rank works on a part of the sequence, with all parameters: for `nn.LayerNorm`, `nn.RMSNorm`, `nn.Dropout`.
+
+    A plain input is taken as this rank's part of the sequence. Parameters take the values of `src_data_rank`, whatever
+    their initialisation.
+
+    Args:
+        sequence_dim: Which dim of the input is the sequence.
+        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding: Placements = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sharding, src_data_rank = self.sequence_sharding, self.src_data_rank
+
+        def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            place_parameters(submodule, mesh, lambda name: Replicate(), src_data_rank)
+
+        def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            if not isinstance(inputs[0], torch.Tensor):
+                raise ParallelPlanError(
+                    f"SequenceParallel: the first input of {type(mod).__name__} must be a tensor, got "
+                    f"{type(inputs[0]).__name__}"
+                )
+            return (placed(as_dtensor(inputs[0], mesh, sharding), sharding), *inputs[1:])
+
+        def convert_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            return output.to_local() if self.use_local_output else output
+
+        return distribute_module(module, device_mesh, replicate, convert_input, convert_output)
+
+    def __repr__(self) -> str:
+        (sharding,) = self.sequence_sharding
+        assert isinstance(sharding, Shard)
+        return f"SequenceParallel(sequence_dim={sharding.dim}, use_local_output={self.use_local_output})"
