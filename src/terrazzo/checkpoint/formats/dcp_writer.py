@@ -131,11 +131,6 @@ class DCPWriter(StorageWriter):
             if name.startswith("__") and name.endswith(_SUFFIX) and name not in used:
                 store.delete(name)
 
-    def abandon(self) -> None:
-        """The save has failed on some rank: remove what this rank has written."""
-        if self._name:
-            self._store.delete(self._name)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "://" not in os.fspath(checkpoint_id)

@@ -25,7 +25,7 @@ class _Dtype(Record):
         code = self.args[0] if self.args else None
         if not isinstance(code, str) or _SIMPLE.fullmatch(code) is None:
             raise UnsafePickleError(f"a pickle holds a NumPy value of type {code!r}; only plain numbers are read")
-        order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
+        order: Any = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
         dtype = np.dtype(code)
         return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 

@@ -12,6 +12,7 @@ class Call:
     """A function that a pickle may call; nothing else can be done to it."""
 
     __slots__ = ("_function",)
+    _function: Callable[..., Any]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         object.__setattr__(self, "_function", function)

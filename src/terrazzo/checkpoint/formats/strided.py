@@ -91,14 +91,11 @@ def _pieces(stored: Strided, box: Box, itemsize: int) -> Iterator[Box]:
     if span <= _BUFFER and (span <= 2 * wanted or _run_length(stored, box) * itemsize < _SHORT):
         yield box
         return
-    dim = max(
-        (d for d in range(box.ndim) if box.lengths[d] > 1),
-        key=lambda d: (stored.strides[d], box.lengths[d]),
-        default=-1,
-    )
-    if dim < 0:
+    splittable = [dim for dim in range(box.ndim) if box.lengths[dim] > 1]
+    if not splittable:
         yield box
         return
+    dim = max(splittable, key=lambda d: (stored.strides[d], box.lengths[d]))
     half = box.lengths[dim] // 2
     for part in box.split(dim, (half, box.lengths[dim] - half)):
         yield from _pieces(stored, part, itemsize)

@@ -310,6 +310,8 @@ _STORAGE_TYPES: Final = {
     "UntypedStorage": torch.uint8,
 }
 
+_STORAGE_MODULES: Final = ("torch", "torch.storage", "torch.cuda")
+
 TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
     {
         **unpickle.PLAIN,

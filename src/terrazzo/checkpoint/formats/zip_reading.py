@@ -81,7 +81,7 @@ class ZipDirectory:
             raise CheckpointCorruptError(f"{window.where}: damaged zip directory ({error})") from error
 
     def start_of(self, name: str) -> int:
-        """Where the contents of a record begin in the window: behind its local header, which has a length of its own."""
+        """Where the contents of a record begin: behind its local header, which has a length of its own."""
         start = self._starts.get(name)
         if start is None:
             record = self.records[name]

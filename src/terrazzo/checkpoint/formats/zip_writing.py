@@ -84,7 +84,7 @@ class ZipWriter:
         return self._position
 
     def _header(self, name: str, size: int, crc: int) -> bytes:
-        """The local header of the next record, padded so that its contents are aligned; also notes the directory entry."""
+        """The local header of the next record, padded to align its contents; also notes the directory entry."""
         path = f"{self._folder}/{name}".encode()
         offset = self._position + self._waiting_bytes - self._start
         large = size >= _LARGE

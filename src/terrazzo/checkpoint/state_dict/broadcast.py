@@ -36,7 +36,7 @@ def broadcast_state(state: dict[str, Any], receive: Callable[[tuple[Any, ...], t
         alone: dict[str, Any] = map_paths(state, lambda path, v: receive(path, v) if _is_tensor(v) else v)
         return alone
     source = dist.get_rank() == 0
-    device = _wire_device()
+    device = wire_device()
     structure = _agree_on_structure(state if source else None)
     tensors = iter(_tensors(state) if source else ())
     refused: list[str] = []
@@ -101,7 +101,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _wire_device() -> torch.device:
+def wire_device() -> torch.device:
     """A device whose tensors the default group can broadcast, the CPU where possible."""
     devices = dist.distributed_c10d._get_default_group()._device_types
     cpu = torch.device("cpu")

@@ -1,0 +1,58 @@
+"""Between checkpoints and files of `torch.save`: functions, a reader and planner for loading, and a command line.
+
+python -m terrazzo.checkpoint.format_utils torch_to_dcp model.pt checkpoint/
+python -m terrazzo.checkpoint.format_utils dcp_to_torch checkpoint/ model.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from terrazzo.checkpoint.formats.broadcasting import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.formats.detect import Format
+from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.errors import TerrazzoError
+
+__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """Make one file of `torch.save` from a checkpoint, of torch DCP's or of terrazzo's own format.
+
+    Tensors pass through memory in small pieces, so the checkpoint may be larger than memory.  Nothing in it is run.
+    """
+    convert(dcp_checkpoint_dir, torch_save_path, Format.TORCH_SAVE, overwrite=True)
+
+
+def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Make a torch DCP checkpoint, which PyTorch and terrazzo load, from a state dict in a file of `torch.save`.
+
+    Tensors pass through memory one part at a time.  Nothing in the file is run.
+    """
+    convert(TorchSaveReader(torch_save_path), dcp_checkpoint_dir, Format.DCP, overwrite=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m terrazzo.checkpoint.format_utils", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("mode", choices=("torch_to_dcp", "dcp_to_torch"))
+    parser.add_argument("src", help="the checkpoint to convert")
+    parser.add_argument("dst", help="where the converted checkpoint goes; what is there is replaced")
+    chosen = parser.parse_args(arguments)
+    action = torch_save_to_dcp if chosen.mode == "torch_to_dcp" else dcp_to_torch_save
+    try:
+        action(chosen.src, chosen.dst)
+    except (TerrazzoError, OSError) as error:
+        print(f"{chosen.src} was not converted: {error}", file=sys.stderr)
+        return 1
+    print(f"{chosen.src} -> {chosen.dst}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

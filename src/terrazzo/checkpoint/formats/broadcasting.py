@@ -1,0 +1,198 @@
+"""Loading a file of `torch.save` that only one rank reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from terrazzo.checkpoint.flatten import flatten_state_dict
+from terrazzo.checkpoint.formats.torch_archive import replace_tensors
+from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveFile
+from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.sharded import is_sharded
+from terrazzo.checkpoint.state_dict.broadcast import wire_device
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
+from terrazzo.layout.box import Box
+
+_PIECE: Final = 64 << 20  # bytes that are broadcast at once
+
+
+class BroadcastingTorchSaveReader(StorageReader):
+    """Reads a file of `torch.save` on one rank, which sends the others what they need of it.
+
+    For files that only one rank can see, or that all ranks reading at once would overwhelm; otherwise
+    `TorchSaveReader`, which needs no communication, is faster.  Unlike PyTorch's, it sends a tensor in pieces, never
+    holds the whole file, loads values that are not tensors too, and takes different keys on different ranks.
+
+    Args:
+        checkpoint_id: The file; `load(checkpoint_id=...)` names another.
+        coordinator_rank: The rank that reads.
+
+    >>> import tempfile, torch
+    >>> from terrazzo.checkpoint import load
+    >>> file = tempfile.NamedTemporaryFile(suffix=".pt")
+    >>> torch.save({"w": torch.arange(3.0)}, file.name)
+    >>> state = {"w": torch.zeros(3)}
+    >>> reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
+    >>> load(state, storage_reader=reader, planner=planner, checkpoint_id=file.name)
+    >>> state["w"]
+    tensor([0., 1., 2.])
+    """
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.coordinator_rank = coordinator_rank
+        self._file: TorchSaveFile | None = None
+        self._metadata = Metadata({})
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._file = None
+
+    def read_metadata(self) -> Metadata:
+        self._metadata = self._from_coordinator(lambda: self._open().metadata)
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to learn: the rank that reads was named, and need not be the one that plans."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(item.storage_index.fqn, []).append(item)
+        for name in self._wanted_anywhere(list(items)):
+            entry = self._metadata.state_dict_metadata.get(name)
+            if entry is None:
+                raise CheckpointMismatchError(f"{self.checkpoint_id} does not have {name}", missing=(name,))
+            if isinstance(entry, TensorStorageMetadata):
+                self._send_tensor(name, entry, items.get(name, []), planner)
+            else:
+                value = self._from_coordinator(lambda name=name: self._value(name))
+                for item in items.get(name, []):
+                    planner.load_bytes(item, ObjectBytes(value))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isfile(checkpoint_id)
+
+    # -------------------------------------------------------------- on the coordinator
+
+    def _open(self) -> TorchSaveFile:
+        if self.checkpoint_id is None:
+            raise CheckpointError("nothing says what to read: pass checkpoint_id to the reader or to load")
+        if self._file is None:
+            self._file = TorchSaveFile(Path(self.checkpoint_id))
+        return self._file
+
+    def _value(self, name: str) -> Any:
+        file = self._open()
+        return replace_tensors(file.contents[name], file.archive.tensor)
+
+    def _read_piece(self, name: str, window: Box, piece: torch.Tensor) -> None:
+        file = self._open()
+        file.archive.read_box(file.contents[name], window, piece)
+
+    # -------------------------------------------------------------- on every rank
+
+    def _send_tensor(
+        self, name: str, entry: TensorStorageMetadata, items: list[ReadItem], planner: LoadPlanner
+    ) -> None:
+        targets = [
+            (item, Box(tuple(item.storage_offsets), tuple(item.lengths)), planner.resolve_tensor(item).detach())
+            for item in items
+            if item.type is LoadItemType.TENSOR
+        ]
+        dtype = entry.properties.dtype
+        device = wire_device() if _together() else torch.device("cpu")
+        for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
+            piece = torch.empty(window.lengths, dtype=dtype, device=device)
+            self._from_coordinator(lambda window=window, piece=piece: self._read_piece(name, window, piece))
+            if _together() and piece.numel():
+                dist.broadcast(piece.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
+            for _, box, target in targets:
+                common = box.intersect(window)
+                if common is not None:
+                    part = piece[common.relative_to(window).slices()]
+                    target[common.relative_to(box).slices()].copy_(part)
+        for item, _, target in targets:
+            planner.commit_tensor(item, target)
+
+    def _is_reader(self) -> bool:
+        return not _together() or dist.get_rank() == self.coordinator_rank
+
+    def _from_coordinator(self, make: Any) -> Any:
+        """What `make` returns, or raises, on the rank that reads; on every rank."""
+        message: list[Any] = [None, None]
+        if self._is_reader():
+            try:
+                message[0] = make()
+            except (CheckpointError, OSError) as error:
+                message[1] = error
+        if _together():
+            dist.broadcast_object_list(message, src=self.coordinator_rank)
+        if message[1] is not None:
+            raise message[1]
+        return message[0]
+
+    def _wanted_anywhere(self, names: list[str]) -> list[str]:
+        """The names that any rank asks for, in the same order everywhere."""
+        if not _together():
+            return names
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, names)
+        return list(dict.fromkeys(name for part in every for name in part))
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Plans loading from storage that has no table of contents: what the state dict asks for is taken to be there.
+
+    Where the storage does have one (`BroadcastingTorchSaveReader` sends the file's), that is used, so that missing
+    names, other shapes and lossy dtypes are found as usual.
+    """
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if metadata is None or not metadata.state_dict_metadata:
+            values = flatten_state_dict(state_dict)[0] if self.flatten_state_dict else state_dict
+            metadata = Metadata({name: _asked_for(value) for name, value in values.items()})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _asked_for(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, torch.Tensor) and not is_sharded(value):
+        return BytesStorageMetadata()
+    size = value.size()
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(value.dtype), size, [whole])
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized()

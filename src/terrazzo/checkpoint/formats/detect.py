@@ -1,0 +1,72 @@
+"""Recognising what lies at a path."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+
+from terrazzo.checkpoint.formats.dcp_metadata import METADATA
+from terrazzo.checkpoint.formats.dcp_reader import DCPReader
+from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointNotFoundError
+
+
+class Format(Enum):
+    """Kinds of checkpoints."""
+
+    NATIVE = "native"
+    DCP = "dcp"
+    TORCH_SAVE = "torch_save"
+    DEEPSPEED = "deepspeed"
+
+
+def detect(path: str | os.PathLike[str]) -> Format | None:
+    """The format of the checkpoint at `path`; None if it is none that is known.
+
+    >>> import tempfile, torch
+    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+    ...     torch.save({"w": torch.zeros(1)}, file.name)
+    ...     detect(file.name)
+    <Format.TORCH_SAVE: 'torch_save'>
+    """
+    path = Path(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(4)
+        return Format.TORCH_SAVE if start.startswith((b"PK\x03\x04", b"\x80")) else None
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is nothing at {path}")
+    names = set(os.listdir(path))
+    if MANIFEST in names:
+        return Format.NATIVE
+    if METADATA in names or any(name.startswith("__") and name.endswith(METADATA) for name in names):
+        return Format.DCP
+    if _is_deepspeed_tag(names) or _latest_is_deepspeed(path, names):
+        return Format.DEEPSPEED
+    return None
+
+
+def reader_for(path: str | os.PathLike[str]) -> StorageReader | None:
+    """A reader of the checkpoint at `path`, if it is of another system's format."""
+    if not Path(path).exists():
+        return None
+    found = detect(path)
+    if found is Format.DCP:
+        return DCPReader(path)
+    return TorchSaveReader(path) if found is Format.TORCH_SAVE else None
+
+
+def _is_deepspeed_tag(names: set[str]) -> bool:
+    return any(name.endswith(("_model_states.pt", "-model_states.pt", "_optim_states.pt")) for name in names)
+
+
+def _latest_is_deepspeed(path: Path, names: set[str]) -> bool:
+    """`latest` holds the name of a folder beside it."""
+    if "latest" not in names or not (path / "latest").is_file():
+        return False
+    tag = (path / "latest").read_bytes()[:4096].decode(errors="replace").strip()
+    folder = path / tag
+    return bool(tag) and "/" not in tag and folder.is_dir() and _is_deepspeed_tag(set(os.listdir(folder)))

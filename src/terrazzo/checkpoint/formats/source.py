@@ -1,0 +1,199 @@
+"""Any checkpoint as a place to fetch single tensors and values from, and as something that a writer can save."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.chunks import overlapping
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.objects import ObjectBytes, encode
+from terrazzo.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import Box
+
+_PIECE: Final = 16 << 20  # bytes that are held at once when a tensor passes through
+_CHUNK: Final = 256 << 20  # larger chunks are copied in parts
+
+
+class Source:
+    """A checkpoint behind a reader.
+
+    Attributes:
+        metadata: its table of contents.
+        paths: where in a nested state dict each name belongs.
+    """
+
+    def __init__(self, reader: StorageReader) -> None:
+        self._reader = reader
+        self.metadata = reader.read_metadata()
+        reader.set_up_storage_reader(self.metadata, True)
+        known = self.metadata.planner_data
+        self.paths: dict[str, tuple[Any, ...]] = known if isinstance(known, dict) else {}
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Fill `target` with a box of a tensor."""
+        entry = self.metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{name} is not a tensor")
+        where = MetadataIndex(name, box.offsets)
+        items = [
+            ReadItem(
+                LoadItemType.TENSOR,
+                where,
+                torch.Size(common.relative_to(box).offsets),
+                MetadataIndex(name, chunk.offsets, number),
+                torch.Size(common.relative_to(chunk).offsets),
+                torch.Size(common.lengths),
+            )
+            for number, chunk, common in overlapping(entry.chunks, box)
+        ]
+        if sum(Box(tuple(item.dest_offsets), tuple(item.lengths)).numel for item in items) != box.numel:
+            raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor")
+        self._fetch(items, _Fetch(target))
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes in row-major order, a few at a time, each good until the next is asked for."""
+        entry = self.metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{name} is not a tensor")
+        dtype = entry.properties.dtype
+        buffer = torch.empty(0, dtype=dtype)
+        for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
+            if window.numel > buffer.numel():
+                buffer = torch.empty(window.numel, dtype=dtype)
+            part = buffer[: window.numel]
+            self.read(name, window, part.view(window.lengths))
+            yield bytes_of(part)
+
+    def value(self, name: str) -> io.BytesIO:
+        """What is stored under a name that is not a tensor: an `ObjectBytes`, or a planner's own bytes."""
+        none = torch.Size()
+        fetch = _Fetch(None)
+        self._fetch([ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, MetadataIndex(name), none, none)], fetch)
+        if fetch.loaded is None:
+            raise CheckpointCorruptError(f"{name}: the reader gave no value")
+        return fetch.loaded
+
+    def _fetch(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+
+class _Fetch(LoadPlanner):
+    """Takes what a reader reads: into one tensor, or one value."""
+
+    def __init__(self, target: torch.Tensor | None) -> None:
+        self._target = target
+        self.loaded: io.BytesIO | None = None
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.loaded = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self._target is None:
+            raise CheckpointCorruptError(f"{read_item.storage_index.fqn} is stored as a tensor, not as a value")
+        return self._target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class CopyPlanner(SavePlanner):
+    """Saves what is in a source, chunk by chunk, each read when the writer asks for it."""
+
+    def __init__(self, source: Source, *, allow_pickle: bool = False) -> None:
+        self._source = source
+        self._allow_pickle = allow_pickle
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for name, entry in self._source.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            chunks = [part for chunk in entry.chunks for part in _parts(chunk.box, entry.properties.dtype.itemsize)]
+            kind = WriteItemType.TENSOR if len(chunks) == 1 else WriteItemType.SHARD
+            for number, box in enumerate(chunks):
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+                data = TensorWriteData(chunk, entry.properties, entry.size)
+                items.append(WriteItem(MetadataIndex(name, box.offsets, number), kind, data))
+        return SavePlan(items, planner_data=self._source.paths or None)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        entries = dict(self._source.metadata.state_dict_metadata)
+        for plan in all_plans:
+            chunks: dict[str, list[ChunkStorageMetadata]] = {}
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
+            for name, parts in chunks.items():
+                entry = entries[name]
+                assert isinstance(entry, TensorStorageMetadata)
+                entries[name] = TensorStorageMetadata(entry.properties, entry.size, parts)
+        return all_plans, Metadata(entries, planner_data=self._source.paths or None)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        name, data = write_item.index.fqn, write_item.tensor_data
+        if data is None:
+            found = self._source.value(name)
+            if not isinstance(found, ObjectBytes):
+                return found
+            try:
+                return ObjectBytes(found.value, encode(found.value, allow_pickle=self._allow_pickle))
+            except UnsupportedValueError as error:
+                raise UnsupportedValueError(f"{name}: {error}") from error
+        target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+        self._source.read(name, data.chunk.box, target)
+        return target
+
+
+def _parts(box: Box, itemsize: int) -> list[Box]:
+    """A chunk, or the parts of it that are copied one after the other."""
+    if box.numel * itemsize <= _CHUNK:
+        return [box]
+    return [part.shifted(box.offsets) for part in row_major_windows(box.lengths, _CHUNK // itemsize)]

@@ -1,0 +1,169 @@
+"""Reading files of `torch.save` as checkpoints, without loading what is not asked for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from terrazzo.checkpoint.flatten import flatten_state_dict
+from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
+from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import LocalStore, ReadFile
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+
+class TorchSaveFile:
+    """An open file of `torch.save` whose value is a dict, by flat names.
+
+    Attributes:
+        metadata: its table of contents; every tensor is one chunk.
+        contents: under each name a `StoredTensor` or a value.
+        close: releases the file; so does forgetting this object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path)
+        self.close = weakref.finalize(self, self._file.close)
+        try:
+            self.archive: Archive = open_archive(Window(self._file, 0, self._file.size, str(path)))
+            self.contents, paths = _flatten(self.archive.value, path)
+        except BaseException:
+            self.close()
+            raise
+        self.metadata = Metadata(
+            {name: _entry(value) for name, value in self.contents.items()},
+            planner_data=paths,
+            storage_meta=StorageMeta(str(path)),
+        )
+
+    def read(self, item: ReadItem, planner: LoadPlanner) -> int:
+        """Give the planner what an item asks for; the bytes that were needed."""
+        name = item.storage_index.fqn
+        value = self.contents.get(name)
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, ObjectBytes(replace_tensors(value, self.archive.tensor)))
+            return 0
+        if not isinstance(value, StoredTensor):
+            raise CheckpointCorruptError(f"{name}: the file holds no tensor of this name")
+        target = planner.resolve_tensor(item).detach()
+        self.archive.read_box(value, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
+        planner.commit_tensor(item, target)
+        return target.numel() * value.dtype.itemsize
+
+
+class TorchSaveReader(StorageReader):
+    """Reads a file of `torch.save` that holds a state dict, nested or flat.
+
+    Each rank reads the parts that it needs, as from any checkpoint.  The file's pickle is read as plain data; one that
+    refers to anything else (a whole module, say) raises `UnsafePickleError`.
+
+    Args:
+        path: The file; `load(checkpoint_id=...)` names another.
+    """
+
+    plans_alone = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._opened: TorchSaveFile | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The file that is read."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._opened = None
+        self.bytes_read = 0
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        self._opened = TorchSaveFile(self.path)
+        return self._opened.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        if self._opened is None:
+            self._opened = TorchSaveFile(self.path)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._opened is None:
+            self._opened = TorchSaveFile(self.path)
+        for item in plan.items:
+            self.bytes_read += self._opened.read(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isfile(checkpoint_id)
+
+
+def _open(path: Path) -> ReadFile:
+    try:
+        return LocalStore(path.parent).open(path.name)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    except IsADirectoryError as error:
+        raise CheckpointFormatError(f"{path} is a folder, not a file of torch.save") from error
+
+
+def _flatten(value: Any, path: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    if not isinstance(value, dict):
+        raise CheckpointFormatError(f"{path} holds a {type(value).__name__}, not a state dict; put it into a dict")
+    # A list is taken apart if it holds tensors; to be seen as such, stored ones pose as tensors without data.
+    stored: dict[int, StoredTensor] = {}
+    posing: list[torch.Tensor] = []
+
+    def pose(tensor: StoredTensor) -> torch.Tensor:
+        posing.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        stored[id(posing[-1])] = tensor
+        return posing[-1]
+
+    flat, paths = flatten_state_dict(replace_tensors(value, pose))
+    back = {id(tensor): stored[id(tensor)] for tensor in posing}
+    return {name: _unpose(item, back) for name, item in flat.items()}, paths
+
+
+def _unpose(value: Any, stored: dict[int, StoredTensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return stored.get(id(value), value)
+    if type(value) is dict:  # inside of a tuple: tuples are values, with or without tensors in them
+        return {key: _unpose(item, stored) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpose(item, stored) for item in value)
+    return value
+
+
+def _entry(value: Any) -> STORAGE_TYPES:
+    if not isinstance(value, StoredTensor):
+        return BytesStorageMetadata()
+    size = torch.Size(value.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(value.dtype), size, [chunk])
