@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from terrazzo.comm import collectives
 from terrazzo.comm.axis import Axis
@@ -51,12 +51,17 @@ _Pending = Pending[Tensor] | None
 
 
 def _differentiates(x: Tensor) -> bool:
+    # Both hide from requires_grad what they compute, so what they wrap would go through as a constant.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise CommError("communication has no forward-mode derivative: use backward, or autograd.grad twice for a jvp")
+    if torch._C._are_functorch_transforms_active():
+        raise CommError("torch.func's transforms cannot pass through communication: use autograd.grad instead")
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def _apply_of(function: type[Function]) -> Callable[..., Any]:
-    # Function.apply looks for a setup_context and for functorch each time, a microsecond that these do not need: they
-    # have none, and the C++ call below it refuses functorch's transforms as well.
+    # Function.apply looks for a setup_context and for functorch's transforms each time, a microsecond that these do not
+    # need: they have no such context, and _differentiates refuses the transforms.
     return super(Function, function).apply  # type: ignore[misc]  # the stub of _C._FunctionBase has no apply
 
 
