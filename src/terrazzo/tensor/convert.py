@@ -15,7 +15,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.transition import LOCAL_STEPS, Step
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, pending, wrap
 from terrazzo.tensor.redistribute import redistribute_local, run_step, start_step
 
 
@@ -149,10 +149,6 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
     """Start the first communication now; the rest happens when the result's local tensor is first used."""
     src, local = tensor._layout, tensor._local
     finish = _start(local, src, dst)
-    result: DTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
-        DTensor, dst.shape, dtype=local.dtype, device=local.device
-    )
-    result._layout, result._memo = dst, None
     lock = threading.Lock()
     done: list[torch.Tensor] = []
     grad_mode = torch.is_grad_enabled()
@@ -164,8 +160,7 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
                     done.append(finish())
             return done[0]
 
-    result._pending = resolve
-    return result
+    return pending(dst, local, resolve)
 
 
 def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor]:
@@ -175,10 +170,10 @@ def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.
         return lambda: redistribute_local(local, src, dst)
     for step in steps[:first]:
         local = run_step(local, step, src.mesh, ())
-    pending = start_step(local, steps[first], src.mesh)
+    started = start_step(local, steps[first], src.mesh)
 
     def finish() -> torch.Tensor:
-        result = run_step(local, steps[first], src.mesh, (), pending)
+        result = run_step(local, steps[first], src.mesh, (), started)
         for step in steps[first + 1 :]:
             result = run_step(result, step, src.mesh, ())
         return result

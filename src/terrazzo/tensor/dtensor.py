@@ -129,7 +129,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
     if kind is slice:
         _append_basic_index((value,), key)
         return value
-    if isinstance(value, DTensor):  # nn.Parameter does not make a subclass of ours, users may
+    if isinstance(value, DTensor):  # one whose communication is under way, or a user's subclass
         key.append(value._layout)
         return value._local
     if isinstance(value, torch.Tensor):
@@ -181,7 +181,7 @@ class DTensor(torch.Tensor):
     _local: torch.Tensor
     _layout: Layout
     _memo: Any
-    _grad_wrapper: DTensor | None
+    _grad_wrapper: DTensor
     _pending: Callable[[], torch.Tensor]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -217,6 +217,9 @@ class DTensor(torch.Tensor):
                         elif kind in _PLAIN_KEYS:
                             hashable = (func, first._layout, second)
                             loc = [first._local, second]
+                        elif kind is tuple and _append_basic_index(second, key := [func, first._layout]):
+                            hashable = tuple(key)
+                            loc = [first._local, second]
                         else:
                             hashable, loc, kw = _general_key(func, args, kw)
                     else:
@@ -244,15 +247,6 @@ class DTensor(torch.Tensor):
         from terrazzo.tensor.aten import dispatch_aten
 
         return dispatch_aten(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        # Slots that are rarely used stay unset, so that wrapping stays cheap; an unset slot ends up here.
-        if name == "_local":
-            local = self._local = self._pending()
-            return local
-        if name == "_grad_wrapper":
-            return None
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ what it is
 
@@ -403,16 +397,20 @@ class DTensor(torch.Tensor):
         g = self._local.grad
         if g is None:
             return None
-        w = self._grad_wrapper
-        if w is None or w._local is not g:
-            w = self._grad_wrapper = wrap(g, self._layout.dual)
+        try:
+            w = self._grad_wrapper
+            if w._local is g:
+                return w
+        except AttributeError:  # the slot is only set once a gradient was asked for
+            pass
+        w = self._grad_wrapper = wrap(g, self._layout.dual)
         return w
 
     @grad.setter
     def grad(self, value: DTensor | None) -> None:
         if value is None:
             self._local.grad = None
-            self._grad_wrapper = None
+            self._drop_grad_wrapper()
             return
         if not isinstance(value, DTensor):
             raise DTensorError(
@@ -446,7 +444,13 @@ class DTensor(torch.Tensor):
             self._local.data = local
             self._layout = value._layout
         self._memo = None
-        self._grad_wrapper = None
+        self._drop_grad_wrapper()
+
+    def _drop_grad_wrapper(self) -> None:
+        try:
+            del self._grad_wrapper
+        except AttributeError:
+            pass
 
     def detach(self) -> DTensor:
         return wrap(self._local.detach(), self._layout)
@@ -589,6 +593,31 @@ class DTensor(torch.Tensor):
     @property
     def __cuda_array_interface__(self) -> Any:
         raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
+
+
+class PendingDTensor(DTensor):
+    """A DTensor whose communication is under way; it becomes a plain `DTensor` when its local tensor is first used."""
+
+    __slots__ = ()
+
+    @property
+    def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base
+        local = self._pending()
+        _local_slot.__set__(self, local)
+        self.__class__ = DTensor
+        return local
+
+
+_local_slot: Any = DTensor.__dict__["_local"]
+
+
+def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
+    """A DTensor whose local tensor `resolve` gives when it is first needed."""
+    result: PendingDTensor = _make(PendingDTensor, layout.shape, dtype=like.dtype, device=like.device)
+    result._layout = layout
+    result._memo = None
+    result._pending = resolve
+    return result
 
 
 def _no_raw_access(what: str) -> NoReturn:

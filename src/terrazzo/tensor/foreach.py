@@ -6,6 +6,7 @@ holds terms, which is what optimizers do; anything else goes tensor by tensor th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
 from terrazzo.tensor.dispatch import specials
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, list_handlers, wrap
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.rules.pointwise import is_pointwise
 
@@ -29,11 +30,13 @@ def install() -> None:
             specials[name] = _foreach
     for name in dir(torch):
         if name.startswith("_foreach_"):
-            specials[name] = _foreach
+            specials[name] = list_handlers[getattr(torch, name)] = _foreach
     for name in _ELEMENTWISE_FUSED:
         specials[name] = specials[name + "_"] = _fused
-    specials["_foreach_norm"] = _norms
-    specials["_foreach_max"] = _one_by_one
+        if hasattr(torch, name + "_"):
+            list_handlers[getattr(torch, name + "_")] = _fused
+    specials["_foreach_norm"] = list_handlers[torch._foreach_norm] = _norms
+    specials["_foreach_max"] = list_handlers[torch._foreach_max] = _one_by_one
     specials["_amp_foreach_non_finite_check_and_unscale_"] = _unscale
     specials["_amp_update_scale_"] = _update_scale
 
@@ -51,48 +54,64 @@ def _locals(value: Any) -> Any:
     return value._local if isinstance(value, DTensor) else value
 
 
+def _layouts(tensors: Sequence[Any]) -> list[Layout | None]:
+    """Their layouts, None for a plain tensor: a model may have both kinds of parameters."""
+    try:
+        return [x._layout for x in tensors]
+    except AttributeError:
+        return [x._layout if isinstance(x, DTensor) else None for x in tensors]
+
+
 def _placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether the locals can be updated as they are."""
-    try:
-        layouts = [x._layout for x in first]
-    except AttributeError:
+    layouts = _layouts(first)
+    if any(layout is not None and layout.dual is not layout for layout in set(layouts)):
         return False
-    checked: set[int] = set()
-    for layout in layouts:
-        if id(layout) not in checked:
-            checked.add(id(layout))
-            if layout.dual is not layout:
-                return False
     for other in others:
         if _is_list(other):
-            if len(other) != len(layouts):
+            if _layouts(other) != layouts and not _all_scalars(other, len(layouts), layouts):
                 return False
-            for x, layout in zip(other, layouts, strict=True):
-                if not isinstance(x, DTensor):
-                    if x.dim():
-                        return False
-                elif x._layout is not layout and not (x._layout.ndim == 0 and x._layout.is_replicated):
-                    return False
-        elif isinstance(other, DTensor) and not (other._layout.ndim == 0 and other._layout.is_replicated):
+        elif isinstance(other, DTensor) and not _is_scalar(other):
             return False
     return True
 
 
-def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _is_scalar(x: Any) -> bool:
+    """A number on every rank, plain or replicated."""
+    if isinstance(x, DTensor):
+        return x._layout.ndim == 0 and x._layout.is_replicated
+    return not isinstance(x, torch.Tensor) or x.dim() == 0
+
+
+def _all_scalars(other: Sequence[Any], count: int, layouts: Sequence[Layout | None]) -> bool:
+    return len(other) == count and all(
+        _is_scalar(x) or found is layout for x, found, layout in zip(other, _layouts(other), layouts, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether a list operation is elementwise, and whether it writes its first list."""
     name, inplace = canonical_name(func)
     single = name.removeprefix("_foreach_")
+    return is_pointwise(single) or single in ("copy", "zero", "clone"), inplace
+
+
+def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    elementwise, inplace = _kind(func)
     first = args[0]
-    others = [*args[1:], *kwargs.values()]
-    differentiable = torch.is_grad_enabled() and any(
-        x.requires_grad for v in (first, *others) if _is_list(v) for x in v
-    )
-    if differentiable or not (is_pointwise(single) or single in ("copy", "zero", "clone")) or not _placed_alike(first, others):
+    others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
+    if (
+        not elementwise
+        or (torch.is_grad_enabled() and any(x.requires_grad for v in (first, *others) if _is_list(v) for x in v))
+        or not _placed_alike(first, others)
+    ):
         return _one_by_one(func, args, kwargs)
-    local_kwargs = {k: _locals(v) for k, v in kwargs.items()} if kwargs else {}
-    result = func(*[_locals(a) for a in args], **local_kwargs)
+    result = func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
     if inplace:
         return first if result is not None else None
-    return type(result)([wrap(r, x._layout) for r, x in zip(result, first, strict=True)])
+    placed = zip(result, _layouts(first), strict=True)
+    return type(result)([r if layout is None else wrap(r, layout) for r, layout in placed])
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ Index tensors, boolean masks and mixtures are advanced indexing, where whole dim
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from terrazzo.tensor.fallback import replicate_and_run_in_place
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.rules.registry import rule
 from terrazzo.tensor.runners import refuse_copied_view
-from terrazzo.tensor.spec import Call, Operand, Spec
+from terrazzo.tensor.spec import Call, OneArgument, Operand, Spec
 
 
 def _as_tuple(index: Any) -> tuple[Any, ...]:
@@ -96,7 +97,7 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
         linear=[(0,)],
         moves_only=True,
         is_view=True,
-        localize=lambda chosen: lambda func, loc, kw: loc[0][local_index],
+        localize=lambda chosen: OneArgument(operator.getitem, local_index),
     )
 
 

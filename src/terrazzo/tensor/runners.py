@@ -18,6 +18,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Plan, wrap
 from terrazzo.tensor.planner import CallPlan, OperandPlan
 from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.spec import OneArgument
 from terrazzo.tensor.structure import map_tensors
 
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # not in torch's stubs
@@ -210,6 +211,18 @@ def view_runner(plan: CallPlan, run: Plan) -> Plan:
 def _simple_view(plan: CallPlan) -> Plan:
     out, local_function = plan.outs[0], plan.local
     size = out.shape
+    if isinstance(local_function, OneArgument):
+        function, argument = local_function.function, local_function.argument
+
+        def run_one(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+            local = function(loc[0], argument)
+            result: DTensor = _make(DTensor, size, dtype=local.dtype, device=local.device)
+            result._local = local
+            result._layout = out
+            result._memo = COPIED_VIEW if args and args[0]._memo is COPIED_VIEW else None
+            return result
+
+        return run_one
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
         local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)

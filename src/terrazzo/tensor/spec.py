@@ -33,6 +33,17 @@ LocalFunction: TypeAlias = Callable[[Any, list[Any], dict[str, Any]], Any]
 """Runs on the locals: (caller's function, local args, local kwargs) -> result."""
 
 
+@dataclass(frozen=True, slots=True)
+class OneArgument:
+    """A local function of the commonest form, which runners call without a Python frame: `function(local, argument)`."""
+
+    function: Callable[[Any, Any], Any]
+    argument: Any
+
+    def __call__(self, func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+        return self.function(loc[0], self.argument)
+
+
 class Operand:
     """A DTensor argument as rules see it."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -102,13 +102,8 @@ def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
                 even[a[0]] = (input.shape[a[0]], shape[b[0]])
 
     def localize(chosen: Chosen) -> LocalFunction:
-        local_shape = tuple(chosen.outs[0].local_shape)
-
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor = loc[0].reshape(local_shape)
-            return result
-
-        return run
+        # Not view: the local's strides may not allow what a global tensor's would.
+        return OneArgument(torch.Tensor.reshape, tuple(chosen.outs[0].local_shape))
 
     return moved(input, out, shape, localize=localize, even=even)
 
@@ -240,13 +235,7 @@ def expand(call: Call, input: Operand, *sizes: Any, implicit: bool = False) -> S
         return None
 
     def localize(chosen: Chosen) -> LocalFunction:
-        local_shape = tuple(chosen.outs[0].local_shape)
-
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor = loc[0].expand(local_shape)
-            return result
-
-        return run
+        return OneArgument(torch.Tensor.expand, tuple(chosen.outs[0].local_shape))
 
     return moved(input, out, shape, localize=localize)
 
