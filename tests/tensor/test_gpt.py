@@ -41,7 +41,10 @@ def both_ways(name: str, parameter: nn.Parameter) -> Sequence[Placement]:
 def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Activations between the cut layers are sharded along the sequence; logits along the words."""
     to_whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=R)
-    column, row = ColwiseParallel(use_local_output=False), RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    column, row = (
+        ColwiseParallel(use_local_output=False),
+        RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    )
     return parallelize_module(
         model,
         mesh,
@@ -97,7 +100,9 @@ WAYS = {
     "data parallel": Way((4,), (Shard(0),), by(lambda n, p: R)),
     "tensor parallel": Way((4,), (R,), by(tensor_parallel)),
     "tensor parallel, parallel loss": Way((4,), (R,), by(tensor_parallel), loss_parallel=True),
-    "data x tensor parallel": Way((2, 2), (Shard(0), R), by(lambda n, p: [R, tensor_parallel(n, p)]), loss_parallel=True),
+    "data x tensor parallel": Way(
+        (2, 2), (Shard(0), R), by(lambda n, p: [R, tensor_parallel(n, p)]), loss_parallel=True
+    ),
     "sharded parameters": Way((4,), (Shard(0),), by(sharded_first)),
     "hybrid sharded parameters": Way((2, 2), (Shard(0), Shard(0)), by(lambda n, p: [R, Shard(0)])),
     "sharded parameters x tensor parallel": Way((2, 2), (Shard(0), R), by(both_ways), loss_parallel=True),
@@ -144,3 +149,21 @@ def test_gpt_trains_as_on_one_device(name):
             assert loss < TOLERANCE
             assert gradient < TOLERANCE, where
             assert norm < TOLERANCE
+
+
+UNEVEN = {"vocabulary": 61, "width": 24, "heads": 3, "length": 7}
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "sequence" not in name and "plain" not in name])
+def test_uneven_words_heads_and_samples(name):
+    """Three heads, 61 words and five samples do not divide among four ranks; one rank has no samples."""
+    for rows in run_ranks(4, train_both, name, UNEVEN, 2, 5, timeout=120):
+        for loss, gradient, where, norm in rows:
+            assert max(loss, gradient, norm) < TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", list(WAYS)[1:])
+def test_tied_weights(name):
+    for rows in run_ranks(4, train_both, name, {"tied": True}, 3, timeout=120):
+        for loss, gradient, where, norm in rows:
+            assert max(loss, gradient, norm) < TOLERANCE, where
