@@ -16,7 +16,8 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dispatch import special
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
+from terrazzo.tensor.redistribute import redistribute_local
 
 Function = torch.autograd.Function
 
@@ -30,21 +31,27 @@ def _local_of(value: Any) -> Any:
 
 
 def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
-    """The local root and its gradient. A scalar loss of any placement starts with one: that is its dual's value."""
+    """The local root and its gradient: of a sum's term the gradient is that of the sum.
+
+    Terms of another reduction have gradients of their own (a share for a mean, that of one rank for a maximum), so these
+    are reduced first.
+    """
     if not isinstance(output, DTensor):
         return output, gradient
+    local, dual = output._local, output._layout.dual
+    if not sums_only(output._layout):
+        local = redistribute_local(local, output._layout, dual)
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return output._local, torch.ones_like(output._local)
+        return local, torch.ones_like(local)
     if not isinstance(gradient, DTensor):
         if gradient.dim() == 0 and output.dim() == 0:
-            return output._local, gradient
+            return local, gradient
         raise DTensorError(f"the gradient of a DTensor must be a DTensor, got {type(gradient).__name__}")
-    dual = output._layout.dual
     if gradient._layout is not dual:
         gradient = gradient.redistribute(dual.mesh, dual.placements)
-    return output._local, gradient._local
+    return local, gradient._local
 
 
 @special("backward")
