@@ -1,0 +1,377 @@
+"""Runs on every rank: entries of the op database with distributed inputs, compared with one device.
+
+A case is one sample, one way of distributing its tensors, and one form of the operation (plain or in place).  Its result is
+`right`, `raises` (an error where one device gives a result), or `wrong`: another value, shape, dtype or gradient, a lost
+gradient, or ranks that do not agree on the outcome.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.tensor import DTensor, Replicate, fallback, init_device_mesh
+from tests.tensor.sweep.placing import MESHES, choose, distribute, kinds, terms_in_mean
+from tests.tensor.sweep.samples import entries, samples
+
+# Their values are whatever memory held: only shape, dtype and device are compared.
+UNDEFINED_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What identifies one run of one entry."""
+
+    size: str
+    sample: int
+    mesh: str
+    family: str
+    seed: int = 0
+    inplace: bool = False
+
+    def __str__(self) -> str:
+        form = ", in place" if self.inplace else ""
+        return f"{self.size} sample {self.sample}, mesh {self.mesh}, {self.family} (seed {self.seed}){form}"
+
+
+@dataclass
+class Report:
+    """What the cases of one entry came to."""
+
+    name: str
+    right: int = 0
+    without_operand: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    raises: list[tuple[str, str]] = field(default_factory=list)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    gathered: bool = False
+    random: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.wrong:
+            return "wrong"
+        if self.raises:
+            return "raises"
+        return "right" if self.right or self.without_operand else "skipped"
+
+
+class _Skip(Exception):
+    """The case says nothing about distributed tensors; the message is the reason."""
+
+
+class _Mismatch(Exception):
+    """The result is not that of one device."""
+
+
+@lru_cache(maxsize=4)
+def mesh_of(name: str) -> Any:
+    return init_device_mesh("cpu", MESHES[name])
+
+
+def sweep_entries(plan: Sequence[tuple[str, Sequence[Case]]]) -> list[Report]:
+    """Run the cases of each entry; every rank returns the same verdicts."""
+    torch.set_num_threads(1)
+    return [sweep_entry(name, cases) for name, cases in plan]
+
+
+def sweep_entry(name: str, cases: Sequence[Case]) -> Report:
+    report = Report(name)
+    made: dict[str, list[Any]] = {}
+    references: dict[tuple[str, int, bool], _Reference] = {}
+    for case in cases:
+        if case.size not in made:
+            count = 1 + max(c.sample for c in cases if c.size == case.size)
+            made[case.size] = samples(name, case.size, count)
+        if case.sample >= len(made[case.size]):
+            continue
+        at = (case.size, case.sample, case.inplace)
+        if at not in references:
+            references[at] = _Reference(
+                name, made[case.size][case.sample], case.inplace, zlib.crc32(f"{name} {at}".encode())
+            )
+        outcome, message = _agreed(*_outcome(references[at], case, report))
+        if outcome == "right":
+            report.right += 1
+        elif outcome == "no operand":
+            report.without_operand += 1
+        elif outcome == "skipped":
+            report.skipped[message] = report.skipped.get(message, 0) + 1
+        elif outcome == "raises":
+            report.raises.append((str(case), message))
+        else:
+            report.wrong.append((str(case), message))
+    return report
+
+
+def _outcome(reference: _Reference, case: Case, report: Report) -> tuple[str, str]:
+    try:
+        expected = reference.expected()
+        report.random |= reference.is_random
+        if not expected.inputs.tensors:
+            return "no operand", ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fallback._warned.clear()
+            _run_case(reference, expected, case, report)
+        report.gathered |= any(issubclass(w.category, fallback.ReplicationWarning) for w in caught)
+        return "right", ""
+    except _Skip as reason:
+        return "skipped", str(reason)
+    except _Mismatch as mismatch:
+        return "wrong", str(mismatch)
+    except Exception as error:
+        return "raises", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _agreed(outcome: str, message: str) -> tuple[str, str]:
+    """The outcome of all ranks; one that differs between ranks is wrong."""
+    codes = ("right", "no operand", "skipped", "raises", "wrong")
+    mine = torch.tensor([codes.index(outcome)])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    seen = [codes[int(c)] for c in everyone]
+    if len(set(seen)) == 1:
+        return outcome, message
+    if "wrong" in seen:
+        return "wrong", message or f"on another rank ({seen})"
+    return "wrong", f"ranks disagree: {seen}; here {message or 'no error'}"
+
+
+@dataclass
+class _Expected:
+    """What a case must come to: whole plain tensors."""
+
+    inputs: _Inputs
+    result: Any
+    requires_grad: list[bool]
+    cotangents: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] | None  # None: one device has none
+
+
+class _Reference:
+    """One sample in one form, on one device; what is random, replicated on a mesh."""
+
+    def __init__(self, name: str, sample: Any, inplace: bool, seed: int) -> None:
+        self.op, self.name, self.sample, self.inplace, self.seed = entries()[name], name, sample, inplace, seed
+        self.function: Callable[..., Any] = self.op.get_inplace() if inplace else self.op.op
+        self.is_random = False
+        self._expected: _Expected | _Skip | None = None
+
+    def expected(self) -> _Expected:
+        if self._expected is None:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._expected = self._find()
+            except _Skip as reason:
+                self._expected = reason
+        if isinstance(self._expected, _Skip):
+            raise self._expected
+        return self._expected
+
+    def call(self, inputs: _Inputs, seed: int = 0) -> Any:
+        torch.default_generator.manual_seed(self.seed + seed)
+        target = inputs.input
+        if self.inplace and isinstance(target, torch.Tensor) and target.requires_grad:
+            target = target.clone()
+        result = self.function(target, *inputs.args, **inputs.kwargs)
+        if not self.inplace:
+            return self.sample.output_process_fn_grad(result)
+        if result is not target:
+            raise _Mismatch("the in-place form did not return its first argument")
+        return result
+
+    def _find(self) -> _Expected:
+        if self.inplace and self.sample.broadcasts_input:
+            raise _Skip("in place, the input would be broadcast")
+        inputs = _Inputs(self.sample, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+        try:
+            result = self.call(inputs)
+        except Exception as error:
+            raise _Skip(f"one device raises {type(error).__name__}") from error
+        if self.name not in UNDEFINED_VALUES and inputs.tensors and self._differs_when_drawn_again(result):
+            self.is_random = True
+            plain = result
+            inputs = self.placed("replicate", mesh_of("4"), random.Random())
+            result = self.call(inputs)
+            _compare_kind(_unwrapped(result), plain)
+        outs = _tensors(result)
+        wanted = [t.requires_grad for t in outs] if self.op.supports_autograd else []
+        generator = torch.Generator().manual_seed(self.seed)
+        roots = [t for t in outs if t.requires_grad]
+        cotangents = [torch.randn(tuple(t.shape), dtype=t.dtype, generator=generator) for t in roots]
+        gradients = self._gradients(roots, cotangents, inputs) if any(wanted) else None
+        return _Expected(inputs, _unwrapped(result), wanted, cotangents, gradients)
+
+    def _differs_when_drawn_again(self, first: Any) -> bool:
+        with torch.no_grad():
+            again = self.call(_Inputs(self.sample, lambda t: t.detach().clone()), seed=1)
+        pairs = zip(_tensors(first), _tensors(again), strict=False)
+        return any(a.shape != b.shape or not torch.equal(_comparable(a), _comparable(b)) for a, b in pairs)
+
+    def _gradients(self, roots: list[Any], cotangents: list[torch.Tensor], inputs: _Inputs) -> list[Any] | None:
+        if self.is_random:
+            mesh = mesh_of("4")
+            cotangents = [distribute(c, mesh, [Replicate()]) for c in cotangents]
+        try:
+            torch.autograd.backward(roots, cotangents)
+        except RuntimeError:
+            return None
+        return [None if t.grad is None else _unwrapped(t.grad) for t in inputs.tensors]
+
+    def placed(self, family: str, mesh: Any, rng: random.Random) -> _Inputs:
+        dim = rng.randrange(8)
+
+        def place(t: torch.Tensor) -> DTensor:
+            floating = t.is_floating_point() or t.is_complex()
+            return distribute(t, mesh, choose(tuple(t.shape), floating, family, mesh.ndim, rng, dim))
+
+        return _Inputs(self.sample, place)
+
+
+def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Report) -> None:
+    mesh = mesh_of(case.mesh)
+    rng = random.Random(zlib.crc32(f"{reference.name} {case}".encode()))
+    placed = reference.placed(case.family, mesh, rng)
+    for t in placed.tensors:
+        report.kinds |= kinds(t._layout)
+    result = reference.call(placed)
+    whole = _unwrapped(result)
+    _compare_kind(whole, expected.result)
+    if reference.name not in UNDEFINED_VALUES:
+        for i, (mine, theirs) in enumerate(zip(_tensors(whole), _tensors(expected.result), strict=True)):
+            _compare_values(f"output {i}", mine, theirs)
+    if not any(expected.requires_grad):
+        return
+    outs = _tensors(result)
+    if [t.requires_grad for t in outs] != expected.requires_grad:
+        raise _Mismatch(
+            f"requires_grad of the outputs: {[t.requires_grad for t in outs]} instead of {expected.requires_grad}"
+        )
+    if expected.gradients is None:
+        report.skipped["gradient: one device raises"] = report.skipped.get("gradient: one device raises", 0) + 1
+        return
+    given = []
+    for c in expected.cotangents:
+        family = rng.choice(("replicate", "shard"))
+        given.append(distribute(c, mesh, choose(tuple(c.shape), True, family, mesh.ndim, rng, rng.randrange(8))))
+    torch.autograd.backward([t for t in outs if t.requires_grad], given)
+    for i, (x, gradient) in enumerate(zip(placed.tensors, expected.gradients, strict=True)):
+        if x.requires_grad:
+            _compare_gradient(f"gradient of tensor {i}", x.grad, gradient, terms_in_mean(x._layout))
+
+
+class _Inputs:
+    """A sample with each tensor replaced by `make(tensor)`, once for each."""
+
+    def __init__(self, sample: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.tensors: list[Any] = []
+        self._made: dict[int, torch.Tensor] = {}
+        self._make = make
+        self.input = self._walk(sample.input)
+        self.args = self._walk(tuple(sample.args))
+        self.kwargs = self._walk(dict(sample.kwargs))
+
+    def _walk(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._made:
+                made = self._made[id(value)] = self._make(value)
+                self.tensors.append(made)
+            return self._made[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(self._walk(v) for v in value)
+        if type(value) is dict:
+            return {k: self._walk(v) for k, v in value.items()}
+        return value
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    return []
+
+
+def _unwrapped(value: Any) -> Any:
+    """Results with whole plain tensors in place of DTensors."""
+    if isinstance(value, DTensor):
+        return value.detach().full_tensor()
+    if isinstance(value, (list, tuple)):
+        items = [_unwrapped(v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {k: _unwrapped(v) for k, v in value.items()}
+    return value
+
+
+def _compare_kind(mine: Any, theirs: Any) -> None:
+    """Same structure; tensors of the same shape and dtype; other values equal."""
+    if isinstance(theirs, torch.Tensor):
+        if not isinstance(mine, torch.Tensor):
+            raise _Mismatch(f"{type(mine).__name__} instead of a tensor")
+        if tuple(mine.shape) != tuple(theirs.shape) or mine.dtype != theirs.dtype or mine.layout != theirs.layout:
+            raise _Mismatch(
+                f"{tuple(mine.shape)} {mine.dtype} {mine.layout} instead of {tuple(theirs.shape)} {theirs.dtype} {theirs.layout}"
+            )
+    elif isinstance(theirs, (list, tuple)):
+        if not isinstance(mine, (list, tuple)) or len(mine) != len(theirs):
+            raise _Mismatch(f"{type(mine).__name__} instead of {type(theirs).__name__} of {len(theirs)}")
+        for a, b in zip(mine, theirs, strict=True):
+            _compare_kind(a, b)
+    elif isinstance(theirs, float):
+        if not (mine == theirs or abs(mine - theirs) <= 1e-5 * abs(theirs) or (mine != mine and theirs != theirs)):
+            raise _Mismatch(f"{mine!r} instead of {theirs!r}")
+    elif mine != theirs:
+        raise _Mismatch(f"{mine!r} instead of {theirs!r}")
+
+
+def _comparable(t: torch.Tensor) -> torch.Tensor:
+    t = _unwrapped(t.detach())
+    t = t if t.layout == torch.strided else t.to_dense()
+    return t.nan_to_num() if t.is_floating_point() else t
+
+
+def _compare_values(what: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    mine, theirs = mine.detach(), theirs.detach()
+    if mine.layout != torch.strided:
+        mine, theirs = mine.to_dense(), theirs.to_dense()
+    if mine.dtype.is_floating_point or mine.dtype.is_complex:
+        finite = theirs.abs()[theirs.isfinite()]
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        # Sums in another order differ by rounding, in proportion to the largest value.
+        if torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5 * scale, equal_nan=True):
+            return
+    elif torch.equal(mine, theirs):
+        return
+    bad = mine != theirs
+    raise _Mismatch(
+        f"{what}: {int(bad.sum())} of {mine.numel()} values differ, {mine[bad][:3].tolist()} instead of {theirs[bad][:3].tolist()}"
+    )
+
+
+def _compare_gradient(what: str, mine: Any, theirs: Any, terms: int) -> None:
+    # A leaf's gradient is that of what each rank holds: of a mean's term, a share of that of the mean.
+    theirs = None if theirs is None else theirs / terms
+    if mine is None:
+        if theirs is not None and bool((theirs != 0).any()):
+            raise _Mismatch(f"{what} is missing")
+        return
+    whole = _unwrapped(mine)
+    if theirs is None:
+        theirs = torch.zeros_like(whole)
+    if whole.dtype != theirs.dtype or whole.shape != theirs.shape:
+        raise _Mismatch(f"{what}: {whole.dtype} {tuple(whole.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}")
+    _compare_values(what, whole, theirs)

@@ -1,0 +1,78 @@
+"""The sweep's results for people."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from tests.tensor.sweep.check import Report
+
+
+def show(reports: Sequence[Report], verbose: bool) -> None:
+    for r in reports:
+        if r.verdict != "right" or verbose:
+            total = r.right + len(r.raises) + len(r.wrong)
+            gathered = ", gathers" if r.gathered else ""
+            print(f"{r.verdict:8s} {r.name} ({r.right} of {total} cases right{gathered}; skipped {r.skipped})")
+        for label, findings in (("wrong", r.wrong), ("raises", r.raises)):
+            for case, message in findings if verbose else findings[:1]:
+                print(f"    {label}: {case}: {message}")
+    counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
+    print(
+        f"{len(reports)} entries: {counts}; {sum(r.gathered for r in reports)} gather; {sum(r.right for r in reports)} cases right"
+    )
+
+
+def summary(reports: Sequence[Report], samples: int) -> str:
+    """docs/op-sweep.md."""
+    counts = {v: [r for r in reports if r.verdict == v] for v in ("right", "raises", "wrong", "skipped")}
+    cases = sum(r.right for r in reports)
+    idle = sum(r.verdict == "right" and not r.right for r in reports)
+    kinds = {k: sum(k in r.kinds for r in reports) for k in ("replicate", "even", "uneven", "empty", "partial")}
+    lines = [
+        "# The sweep of PyTorch's op database",
+        "",
+        "Every entry of `torch.testing._internal.common_methods_invocations.op_db` for float32 on the CPU runs on four local ranks, on a",
+        "one-dimensional mesh of 4 and on a 2 x 2 mesh, with its tensors replicated, sharded evenly, unevenly and with empty shards, as",
+        "terms (sum and avg), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are compared with one",
+        "device; in-place forms too, where the database has them. What is random must not depend on the placements.",
+        "",
+        "    python -m tests.tensor.sweep --write docs/op-sweep.md",
+        "",
+        "writes this page. The test suite runs a part of it that meets every entry (`tests/tensor/test_sweep.py`).",
+        "",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {samples} samples of each entry at each of "
+        f"three sizes; {cases} cases right.",
+        "",
+        "| entries | count | share |",
+        "|---|---|---|",
+    ]
+    for verdict, text in (
+        ("right", "right"),
+        ("raises", "raise an error where one device does not"),
+        ("wrong", "wrong, hang or crash"),
+        ("skipped", "not run"),
+    ):
+        n = len(counts[verdict])
+        lines.append(f"| {text} | {n} | {n / max(len(reports), 1):.1%} |")
+    lines += [
+        f"| all | {len(reports)} | |",
+        "",
+        f"Of the right ones {idle} take no tensor (factories such as `arange`) and run as plain PyTorch; {sum(r.random for r in reports)} are random. "
+        f"Entries whose tensors were met replicated: {kinds['replicate']}, in even shards: {kinds['even']}, uneven: {kinds['uneven']}, "
+        f"with empty shards: {kinds['empty']}, as terms: {kinds['partial']}. {sum(r.gathered for r in reports)} entries replicate "
+        "an operand in at least one case, having no rule for it; the others never do.",
+        "",
+    ]
+    for verdict, title in (("wrong", "Wrong"), ("raises", "Raise, and why"), ("skipped", "Not run, and why")):
+        if counts[verdict]:
+            lines += [f"## {title}", ""]
+            for r in counts[verdict]:
+                reasons = {m for _, m in r.wrong + r.raises} or set(r.skipped)
+                total = r.right + len(r.raises) + len(r.wrong)
+                lines.append(f"- `{r.name}` ({total - r.right} of {total} cases): {'; '.join(sorted(reasons)[:2])}")
+            lines.append("")
+    return "\n".join(lines)
