@@ -1,0 +1,208 @@
+"""What a debug mode writes down: a tree of modules, and in each what ran there, forward and backward apart.
+
+Which module the forward is in is known from hooks. Which module a backward node belongs to is known from its sequence
+number: autograd counts nodes as it makes them, so the nodes of one call of a module are an interval of numbers. Nothing
+is added to the graph, and no tensor is kept alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._C import _current_autograd_node
+from torch._C._autograd import _get_sequence_nr
+
+from terrazzo.tensor.dtensor import DTensor
+
+Phase: TypeAlias = Literal["forward", "backward"]
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective: its kind, the axis and how many ranks it has, and the bytes (see `terrazzo.comm.observe`)."""
+
+    kind: str
+    axis: str
+    ranks: int
+    bytes: int
+    op: str | None
+    phase: Phase
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: the user's own on DTensors (`distributed`), or one of ATen's on this rank's local tensors."""
+
+    name: str
+    arguments: tuple[str, ...]
+    distributed: bool
+    trivial: bool
+
+
+Entry: TypeAlias = Collective | Operation
+
+
+@dataclass(slots=True)
+class ModuleRecord:
+    """One module of the tree; the root is called Global and holds what ran outside of all modules."""
+
+    fqn: str
+    type_name: str
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    children: list[ModuleRecord] = field(default_factory=list)
+    entries: dict[Phase, list[Entry]] = field(default_factory=lambda: {"forward": [], "backward": []})
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
+        """This record and all below it, with their depths."""
+        yield depth, self
+        for child in self.children:
+            yield from child.walk(depth + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A module call under way."""
+
+    record: ModuleRecord
+    first_node: int
+    in_backward: bool  # recomputed by activation checkpointing
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+class _Calls:
+    """The finished module calls of one thread, in order of ending; calls nest."""
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._calls: list[tuple[int, bool, ModuleRecord]] = []
+
+    def add(self, first_node: int, end: int, outermost: bool, record: ModuleRecord) -> None:
+        self._ends.append(end)
+        self._calls.append((first_node, outermost, record))
+
+    def innermost(self, node: int) -> ModuleRecord | None:
+        """The module that made node number `node`: the first of those still running then to end."""
+        for first_node, outermost, record in self._calls[bisect_right(self._ends, node) :]:
+            if first_node <= node:
+                return record
+            if outermost:
+                return None
+        return None
+
+
+class ModuleTree:
+    """The record of one debug mode, and who is being recorded now."""
+
+    def __init__(self) -> None:
+        self.root = ModuleRecord("Global", "")
+        self._stack = _Stack()
+        self._records: WeakKeyDictionary[nn.Module, ModuleRecord] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._roots: Counter[str] = Counter()
+        self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by thread, because numbers are
+        self._home = threading.get_ident()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ hooks
+
+    def enter(self, module: nn.Module, _args: Any) -> None:
+        frames = self._stack.frames
+        with self._lock:
+            record = self._records.get(module)
+            if record is None:
+                parent = frames[-1].record if frames else self.root
+                record = self._records[module] = self._new_record(module, parent)
+        frames.append(_Frame(record, _get_sequence_nr(), _current_autograd_node() is not None))
+
+    def leave(self, _module: nn.Module, _args: Any, _result: Any) -> None:
+        frames = self._stack.frames
+        if frames:  # the mode may have been entered within this call
+            frame = frames.pop()
+            self._calls[threading.get_ident()].add(frame.first_node, _get_sequence_nr(), not frames, frame.record)
+
+    def _new_record(self, module: nn.Module, parent: ModuleRecord) -> ModuleRecord:
+        fqn = self._names.get(module)
+        if fqn is None:
+            fqn = type(module).__name__
+            if parent is not self.root:
+                fqn = f"{parent.fqn}.{fqn}"
+            self._roots[fqn] += 1
+            if self._roots[fqn] > 1:
+                fqn = f"{fqn}({self._roots[fqn]})"
+            for name, inner in module.named_modules():
+                if name:
+                    self._names.setdefault(inner, f"{fqn}.{name}")
+        parameters = {name: p.data for name, p in module.named_parameters(recurse=False)}
+        record = ModuleRecord(fqn, type(module).__name__, parameters)
+        parent.children.append(record)
+        return record
+
+    # ------------------------------------------------------------------ who is running
+
+    def current(self) -> tuple[ModuleRecord, Phase]:
+        """The module on whose behalf this thread runs, and whether that is its backward."""
+        node = _current_autograd_node()
+        frames = self._stack.frames
+        top = frames[-1] if frames else None
+        if node is None:
+            return (self.root if top is None else top.record), "forward"
+        if top is not None and top.in_backward:
+            return top.record, "backward"
+        # Accelerators have backward threads of their own, which work on what the thread of the mode has made.
+        here = threading.get_ident()
+        made = self._calls[here if here in self._calls else self._home].innermost(node._sequence_nr())
+        return self.root if made is None else made, "backward"
+
+    def write(self, entry: Operation) -> None:
+        record, phase = self.current()
+        record.entries[phase].append(entry)
+
+    def write_collective(self, kind: str, axis: str, ranks: int, nbytes: int, op: str | None) -> Collective:
+        record, phase = self.current()
+        collective = Collective(kind, axis, ranks, nbytes, op, phase, record.fqn)
+        record.entries[phase].append(collective)
+        return collective
+
+
+def describe_argument(value: Any) -> str:
+    """How an argument of an operation is shown: tensors by shape and placements.
+
+    >>> describe_argument([torch.ones(2, 3), 4])
+    '[f32[2, 3], 4]'
+    """
+    if isinstance(value, DTensor):
+        placements = "".join(str(p) for p in value.placements)
+        return f"{short_dtype(value.dtype)}{list(value.shape)}{placements}"
+    if isinstance(value, torch.Tensor):
+        return f"{short_dtype(value.dtype)}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(describe_argument(v) for v in value)}]"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """A dtype in few letters.
+
+    >>> short_dtype(torch.float32), short_dtype(torch.bfloat16), short_dtype(torch.bool)
+    ('f32', 'bf16', 'bool')
+    """
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return name
