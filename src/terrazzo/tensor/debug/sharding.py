@@ -126,7 +126,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "") -> None:
     """Show which ranks hold which part of a tensor of up to two dims, on a mesh of any rank.
 
     The mesh's first rank shows it: as text, or in a notebook as a coloured table. Nothing is shown for a tensor
-    without elements. Replicas share a cell; ranks with an empty shard, and reductions still to be done, are named below.
+    without elements. Replicas share a cell; ranks with an empty shard and reductions still to be done are named below.
 
     Args:
         dtensor: What to show.
