@@ -85,6 +85,21 @@ class UnsupportedModuleError(DTensorError, NotImplementedError):
     """A parallel style was given a kind of module that it cannot cut."""
 
 
+# ------------------------------------------------------------------ fully_shard
+
+
+class FSDPError(TerrazzoError, RuntimeError):
+    """A module that cannot be sharded, or a sharded module used in a way that cannot work."""
+
+
+class FSDPValueError(FSDPError, ValueError):
+    """An argument that `fully_shard` or one of its module's methods cannot take."""
+
+
+class DivergedRanksError(FSDPError, CommError):
+    """Ranks asked for different collectives; the message names each rank and where it was."""
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
