@@ -6,6 +6,7 @@ how.  Names are those of `torch.distributed.checkpoint`.
 
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
+from terrazzo.checkpoint.lazy import Checkpoint, LazyTensor
 from terrazzo.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,17 +32,20 @@ from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
 from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
 from terrazzo.checkpoint.stateful import Stateful
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from terrazzo.checkpoint.verify import verify
 
 __all__ = [
     "AsyncCheckpointerType",
     "AsyncStager",
     "BlockingAsyncStager",
     "BytesStorageMetadata",
+    "Checkpoint",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "LazyTensor",
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
@@ -67,4 +71,5 @@ __all__ = [
     "load_state_dict",
     "save",
     "save_state_dict",
+    "verify",
 ]

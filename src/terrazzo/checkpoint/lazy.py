@@ -1,0 +1,238 @@
+"""A checkpoint as a read-only mapping: tensors that are read when they are indexed, and only as far.
+
+with Checkpoint(path) as ckpt:
+    ckpt["layers.0.weight"].shape
+    ckpt["layers.0.weight"][10:20]      # reads ten rows
+    ckpt["step"]                        # a value that is not a tensor
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.checkpoint.chunks import overlapping
+from terrazzo.checkpoint.flatten import set_element
+from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import Box
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The checkpoint at a path, of any format that terrazzo reads.
+
+    Tensors come as `LazyTensor`s, other values as themselves.  `allow_pickle` unpickles values that were stored
+    as pickles; only for checkpoints that you trust.
+
+    >>> import tempfile
+    >>> from terrazzo.checkpoint import save
+    >>> path = tempfile.mkdtemp()
+    >>> _ = save({"w": torch.arange(12.0).reshape(4, 3), "step": 7}, checkpoint_id=path)
+    >>> ckpt = Checkpoint(path)
+    >>> ckpt["w"], ckpt["step"]
+    (LazyTensor('w', shape=[4, 3], dtype=torch.float32), 7)
+    >>> ckpt["w"][1:3, 0]
+    tensor([3., 6.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | StorageReader, *, allow_pickle: bool = False) -> None:
+        self._reader = path if isinstance(path, StorageReader) else reader_for(path)
+        self._allow_pickle = allow_pickle
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, True)
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self.metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            return LazyTensor(self, name, entry)
+        catcher = _Catcher({}, self._allow_pickle)
+        index, none = MetadataIndex(name), torch.Size()
+        self._read([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], catcher)
+        return catcher.values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.metadata.state_dict_metadata
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metadata.state_dict_metadata)
+
+    def __len__(self) -> int:
+        return len(self.metadata.state_dict_metadata)
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes have been read from storage so far (of readers that count)."""
+        count: int = getattr(self._reader, "bytes_read", 0)
+        return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, loaded, nested as it was saved."""
+        paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
+        nested: dict[str, Any] = {}
+        for name in self:
+            value = self[name]
+            set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
+        return nested
+
+    def _read(self, items: list[ReadItem], planner: _Catcher) -> None:
+        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+    def close(self) -> None:
+        """Nothing is held between reads; for use as a context manager."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class LazyTensor:
+    """A stored tensor.  Indexing reads what the index selects: `t[2:4]`, `t[..., 0]`, `t[...]` for all of it."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, entry: TensorStorageMetadata) -> None:
+        self._checkpoint = checkpoint
+        self._entry = entry
+        self.name = name
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._entry.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._entry.properties.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def chunks(self) -> list[Box]:
+        """The boxes in which the tensor is stored."""
+        return [chunk.box for chunk in self._entry.chunks]
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        return len(self.shape) and self.shape[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = _expanded(index, len(self.shape))
+        if parts is None:  # an index of tensors, or with new dims: select from all of it
+            whole: torch.Tensor = self.read(Box.whole(self.shape))[index]
+            return whole
+        offsets, lengths = [], []
+        rest: list[int | slice] = []
+        for part, size in zip(parts, self.shape, strict=True):
+            if isinstance(part, slice):
+                chosen = range(*part.indices(size))
+                if chosen.step < 1:
+                    raise ValueError("step must be greater than zero")
+                offsets.append(min(chosen.start, size))
+                lengths.append(chosen[-1] - chosen[0] + 1 if chosen else 0)
+                rest.append(slice(None, None, chosen.step))
+            else:
+                if not -size <= part < size:
+                    raise IndexError(f"index {part} is out of bounds for a dim of size {size}")
+                offsets.append(part % size)
+                lengths.append(1)
+                rest.append(0)
+        return self.read(Box(tuple(offsets), tuple(lengths)))[tuple(rest)]
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The elements of a box, as a tensor."""
+        target = torch.empty(box.lengths, dtype=self.dtype)
+        if box.is_empty:
+            return target
+        index = MetadataIndex(self.name, box.offsets)
+        items = []
+        covered = 0
+        for number, chunk, common in overlapping(self._entry.chunks, box):
+            covered += common.numel
+            items.append(
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    index,
+                    torch.Size(common.relative_to(box).offsets),
+                    MetadataIndex(self.name, chunk.offsets, number),
+                    torch.Size(common.relative_to(chunk).offsets),
+                    torch.Size(common.lengths),
+                )
+            )
+        if covered != box.numel:
+            raise CheckpointError(f"{self.name!r}: the checkpoint holds {covered} of the {box.numel} elements of {box}")
+        self._checkpoint._read(items, _Catcher({index: target}, False))
+        return target
+
+
+def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
+    """One int or slice per dim; None if the index has anything else."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
+        return None
+    if Ellipsis in parts:
+        where = parts.index(Ellipsis)
+        parts[where : where + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    if len(parts) > ndim or Ellipsis in parts:
+        raise IndexError(f"too many indices for a tensor of {ndim} dims")
+    return parts + [slice(None)] * (ndim - len(parts))
+
+
+class _Catcher(LoadPlanner):
+    """A planner without a state dict: its plan is made by its owner, and it keeps what is read."""
+
+    def __init__(self, targets: dict[MetadataIndex, torch.Tensor], allow_pickle: bool) -> None:
+        self.targets = targets
+        self.values: dict[str, Any] = {}
+        self.allow_pickle = allow_pickle
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: there is no state dict."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        if isinstance(value, ObjectBytes):
+            self.values[name] = value.value
+            return
+        try:
+            self.values[name] = torch.load(value, map_location="cpu", weights_only=not self.allow_pickle)
+        except Exception as error:
+            raise UnsupportedValueError(
+                f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
+                f"checkpoint, open it with allow_pickle=True"
+            ) from error
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return self.targets[read_item.dest_index][box.slices()]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: the tensor is the target's own memory."""
+
+
+def names_of(checkpoint: Checkpoint) -> Sequence[str]:
+    """The names, sorted as people sort: `layers.2` before `layers.10`."""
+    return sorted(
+        checkpoint, key=lambda name: [(not p.isdigit(), int(p) if p.isdigit() else p) for p in name.split(".")]
+    )
