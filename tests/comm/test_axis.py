@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ranks import run_ranks
-from terrazzo.comm import Axis, axis_of
+from terrazzo.comm import Axis, axis_of, axis_over
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import CommError
 
@@ -75,9 +75,24 @@ def groups_that_only_some_ranks_have() -> None:
     cube = axis_of(mesh, (2, 0))
     assert ranks_heard(cube) == (0, 2, 1, 3)
     again = init_device_mesh("cpu", (2, 1, 2))
-    assert axis_of(again, (2, 0)) is not cube and ranks_heard(axis_of(again, (2, 0))) == (0, 2, 1, 3)
+    assert axis_of(again, (2, 0)) is not cube and axis_of(again, (2, 0)).group is cube.group
+    dist.destroy_process_group(cube.group)
+    another = axis_of(init_device_mesh("cpu", (2, 1, 2)), (2, 0))
+    assert another.group is not cube.group and ranks_heard(another) == (0, 2, 1, 3)
     if dist.get_rank() in (0, 1):
         dist.destroy_process_group(extra)
+
+
+def ranks_of_no_mesh() -> None:
+    me = dist.get_rank()
+    if me in (3, 0, 2):
+        axis = axis_over((3, 0, 2), "cpu")
+        assert ranks_heard(axis) == (3, 0, 2) and axis_over((3, 0, 2), "cpu") is axis and axis.name == "ranks 3,0,2"
+    else:
+        with pytest.raises(CommError, match="rank 1 is not one of the ranks"):
+            axis_over((3, 0, 2), "cpu")
+    assert axis_over((0, 1, 2, 3), "cpu").group is dist.group.WORLD
+    assert axis_over((me,), "cpu").group is None
 
 
 def meshes_go_away() -> None:
@@ -97,6 +112,7 @@ def meshes_go_away() -> None:
         meshes_in_any_order,
         part_of_the_world,
         groups_that_only_some_ranks_have,
+        ranks_of_no_mesh,
         meshes_go_away,
     ],
 )

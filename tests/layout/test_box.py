@@ -1,6 +1,5 @@
 """Box arithmetic against masks and index arrays of numpy."""
 
-import doctest
 from itertools import pairwise
 from math import prod
 
@@ -10,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrazzo.errors import LayoutError
-from terrazzo.layout import box as box_module
-from terrazzo.layout import chunking as chunking_module
 from terrazzo.layout.box import Box, boxes_of_flat_range
 
 
@@ -143,9 +140,3 @@ def test_refuses_what_is_no_box() -> None:
     for call, message in cases:
         with pytest.raises(LayoutError, match=message):
             call()
-
-
-def test_examples_in_docstrings() -> None:
-    for module in (box_module, chunking_module):
-        result = doctest.testmod(module)
-        assert result.attempted and not result.failed

@@ -5,7 +5,7 @@ autograd.  Names are shared between the two, so they are used through their modu
 """
 
 from terrazzo.comm import collectives, differentiable
-from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.control import ControlPlane
 from terrazzo.comm.observe import CommEvent, Observer, add_observer, remove_observer
 from terrazzo.comm.pending import Pending
@@ -18,6 +18,7 @@ __all__ = [
     "Pending",
     "add_observer",
     "axis_of",
+    "axis_over",
     "collectives",
     "differentiable",
     "remove_observer",

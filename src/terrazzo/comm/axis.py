@@ -51,22 +51,6 @@ def axis_of(mesh: DeviceMesh, dims: int | tuple[int, ...]) -> Axis:
     return axis
 
 
-_axes_over: dict[tuple[tuple[int, ...], str], tuple[ProcessGroup, Axis]] = {}
-
-
-def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
-    """The axis of these global ranks, of no mesh in particular; all of them have to ask for it together at first."""
-    default = distributed_c10d._get_default_group()
-    found = _axes_over.get((ranks, device_type))
-    if found is None or found[0] is not default:
-        everyone = tuple(dist.get_process_group_ranks(default)) == ranks
-        group = None if len(ranks) == 1 else default if everyone else _new_group(device_type, ranks)
-        name = f"ranks {','.join(map(str, ranks))}"
-        found = (default, Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type))
-        _axes_over[ranks, device_type] = found
-    return found[1]
-
-
 def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
     def forget(reference: "weakref.ref[DeviceMesh]") -> None:
         entry = _axes_by_mesh.get(mesh_id)
@@ -74,6 +58,24 @@ def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
             del _axes_by_mesh[mesh_id]
 
     return forget
+
+
+# Axes of no mesh, with the default group that was there when they were made.
+_axes_over: dict[tuple[tuple[int, ...], str], tuple[ProcessGroup, Axis]] = {}
+
+
+def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
+    """The axis of these global ranks, of no mesh in particular; the first time, all of them ask for it together."""
+    default = distributed_c10d._get_default_group()
+    found = _axes_over.get((ranks, device_type))
+    if found is None or found[0] is not default:
+        if dist.get_rank() not in ranks:
+            raise CommError(f"rank {dist.get_rank()} is not one of the ranks {list(ranks)} of the axis it asks for")
+        name = f"ranks {','.join(map(str, ranks))}"
+        group = _group_of(ranks, device_type, []) if len(ranks) > 1 else None
+        found = default, Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type)
+        _axes_over[ranks, device_type] = found
+    return found[1]
 
 
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
@@ -87,8 +89,9 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
     kept = sorted(dims)
     ranks = tuple(line.permute([kept.index(dim) for dim in dims]).reshape(-1).tolist())
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)]
     return Axis(
-        group=_group_of(mesh, dims, ranks) if len(ranks) > 1 else None,
+        group=_group_of(ranks, mesh.device_type, candidates) if len(ranks) > 1 else None,
         size=len(ranks),
         index=ranks.index(dist.get_rank()),
         ranks=ranks,
@@ -97,31 +100,36 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
     )
 
 
-def _group_of(mesh: DeviceMesh, dims: tuple[int, ...], ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group whose ranks are `ranks` in this order: an existing one where there is one."""
+def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[ProcessGroup]) -> ProcessGroup:
+    """A group whose ranks are `ranks` in this order: one of the candidates, the default group, or one of our own."""
     default = distributed_c10d._get_default_group()
-    candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)]
-    if any(device.type == mesh.device_type for device in default._device_types):
-        candidates.append(default)
+    if any(device.type == device_type for device in default._device_types):
+        candidates = [*candidates, default]
     for group in candidates:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    return _new_group(mesh.device_type, ranks)
+    return _own_group(device_type, ranks)
 
 
-# How often a group of these ranks was made here; part of its name, because a store remembers the names of old groups.
-_groups_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+# The groups made below, for as long as they are in use, and how often one was made of the same ranks.
+_groups: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], ProcessGroup] = weakref.WeakValueDictionary()
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
-def _new_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
+def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
+    """A group of these ranks in this order, made once: another mesh with the same line shares it."""
+    world = distributed_c10d._world
+    key = (device_type, ranks)
+    group = _groups.get(key)
+    if group is not None and group in world.pg_map:  # destroy_process_group takes it out
+        return group
     # Either dist.new_group is called by every rank of the world, or it names the group by how many groups this process
     # is in.  But an axis is made by its own ranks only, and that count differs between them once there is a group of
     # some of them: they would wait for each other under different names.  So the name is made of what all of them know.
-    _groups_made[device_type, ranks] += 1
-    name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_groups_made[device_type, ranks]}"
-    world = distributed_c10d._world
+    # The number is there because a store remembers the names of old groups.
+    _made[key] += 1
+    name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
     default = distributed_c10d._get_default_group()
-    group: ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -133,4 +141,5 @@ def _new_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
         group_desc="terrazzo_axis",
     )
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    _groups[key] = group
     return group

@@ -17,11 +17,11 @@ from torch.distributed import Work
 
 from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.buffers import concatenate, dense, flat_parts, repeat
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import CommError
 from terrazzo.layout.chunking import chunk_sizes
-
-_OPS = ("sum", "avg", "product", "max", "min")
+from terrazzo.layout.placement import REDUCE_OPS
 
 # What torch itself does not reduce on one device.
 _IRREDUCIBLE = frozenset(
@@ -55,7 +55,7 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
     nbytes = x.nbytes
     if observe.observers:
         observe.report("all_reduce", axis, 2 * (n - 1) * nbytes // n, op, async_op)
-    x = _dense(x)
+    x = dense(x)
     if x.is_cpu and nbytes * n <= _ONE_ROUND_BYTES:
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
@@ -93,7 +93,7 @@ def _all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], async_op:
     if observe.observers:
         total = prod(x.shape[:dim]) * sum(sizes) * prod(x.shape[dim + 1 :]) * x.element_size()
         observe.report("all_gather", axis, (axis.size - 1) * total // axis.size, None, async_op)
-    return _start_all_gather(_dense(x), axis, dim, sizes)
+    return _start_all_gather(dense(x), axis, dim, sizes)
 
 
 def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Pending[Tensor]:
@@ -110,10 +110,10 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
     row = lead * prod(x.shape[dim + 1 :])
     numels = [size * row for size in sizes]
     flat = x.new_empty(sum(numels))
-    work = wire.all_to_all(axis, flat, _repeat(x, n), numels, [x.numel()] * n)
+    work = wire.all_to_all(axis, flat, repeat(x, n), numels, [x.numel()] * n)
     if lead == 1:
         return Pending("all_gather", axis, work, flat.view(shape))
-    return Pending("all_gather", axis, work, flat, lambda: _concatenate(flat, numels, x.shape, dim, sizes))
+    return Pending("all_gather", axis, work, flat, lambda: concatenate(flat, numels, x.shape, dim, sizes))
 
 
 # ------------------------------------------------------------------ reduce-scatter
@@ -142,7 +142,7 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: s
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str) -> Pending[Tensor]:
     n = axis.size
     own_shape = (*x.shape[:dim], sizes[axis.index], *x.shape[dim + 1 :])
-    flat = _flat_parts(x, dim, sizes)
+    flat = flat_parts(x, dim, sizes)
     native_op = "sum" if op == "avg" else op
     if wire.has_reduce_scatter(x) and wire.reduces(x.dtype, native_op) and sizes.count(sizes[0]) == n:
         out = x.new_empty(own_shape)
@@ -209,12 +209,12 @@ def _all_to_all(
         kept = sum([a * b for a, b in zip(split_sizes, concat_sizes, strict=True)])
         moved = (sum(split_sizes) * sum(concat_sizes) - kept) * rest * x.element_size()
         observe.report("all_to_all", axis, moved // n, None, async_op)
-    flat = _flat_parts(x, split_dim, split_sizes)
+    flat = flat_parts(x, split_dim, split_sizes)
     sent_row = x.numel() // x.shape[split_dim] if x.shape[split_dim] else 0
     numels = [size * row for size in concat_sizes]
     out = x.new_empty(sum(numels))
     work = wire.all_to_all(axis, out, flat, numels, [size * sent_row for size in split_sizes])
-    return Pending("all_to_all", axis, work, out, lambda: _concatenate(out, numels, shape, concat_dim, concat_sizes))
+    return Pending("all_to_all", axis, work, out, lambda: concatenate(out, numels, shape, concat_dim, concat_sizes))
 
 
 def exchange(
@@ -262,7 +262,7 @@ def _exchange(
     if n == 1:
         return Pending("exchange", axis, None, [nothing if own is None else own])
     # Empty pieces for oneself keep what stays off the wire.
-    sent = [nothing if piece is None or i == index else _dense(piece).view(-1) for i, piece in enumerate(pieces)]
+    sent = [nothing if piece is None or i == index else dense(piece).view(-1) for i, piece in enumerate(pieces)]
     sent_numels = [piece.numel() for piece in sent]
     numels = [0 if shape is None or i == index else prod(shape) for i, shape in enumerate(recv_shapes)]
     if observe.observers:
@@ -291,7 +291,7 @@ def broadcast(x: Tensor, axis: Axis, src: int) -> Tensor:
         return x
     if observe.observers:
         observe.report("broadcast", axis, (axis.size - 1) * x.nbytes // axis.size, None, False)
-    out = _dense(x).clone() if axis.index == src else torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = dense(x).clone() if axis.index == src else torch.empty_like(x, memory_format=torch.contiguous_format)
     return Pending("broadcast", axis, wire.broadcast(axis, out, src), out).wait()
 
 
@@ -314,7 +314,7 @@ def scatter(
     if parts is None:
         sent, sent_numels = out.new_empty(0), [0] * axis.size
     else:
-        sent = torch.cat([_dense(part).view(-1) for part in parts])
+        sent = torch.cat([dense(part).view(-1) for part in parts])
         sent_numels = [part.numel() for part in parts]
     if observe.observers:
         nbytes = (sent.numel() - out.numel()) * out.element_size() if parts is not None else 0
@@ -331,12 +331,8 @@ def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work:
     """All parts one after the other in `out`, all as large as the dense `x`."""
     if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
         numels = [x.numel()] * axis.size
-        return wire.all_to_all(axis, out.view(-1), _repeat(x, axis.size), numels, numels)
+        return wire.all_to_all(axis, out.view(-1), repeat(x, axis.size), numels, numels)
     return wire.all_gather(axis, out, x)
-
-
-def _repeat(x: Tensor, n: int) -> Tensor:
-    return x.view(-1).expand(n, -1).contiguous().view(-1)
 
 
 def _reduce(stack: Tensor, op: str) -> Tensor:
@@ -351,53 +347,14 @@ def _reduce(stack: Tensor, op: str) -> Tensor:
 
 
 def _check_reducible(dtype: torch.dtype, op: str) -> None:
-    if op not in _OPS:
-        raise CommError(f"{op!r} is no reduction; there are {', '.join(_OPS)}")
+    if op not in REDUCE_OPS:
+        raise CommError(f"{op!r} is no reduction; there are {', '.join(REDUCE_OPS)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
     if dtype in _IRREDUCIBLE or (op == "avg" and exact) or (op in ("max", "min") and dtype.is_complex):
         raise CommError(f"torch has no {op} of {dtype}: convert the tensor first")
 
 
 # ------------------------------------------------------------------ shapes and buffers
-
-
-def _detached(x: Tensor) -> Tensor:
-    """The values of `x`, stored as they show, without history."""
-    if x.requires_grad and torch.is_grad_enabled():
-        x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The values of `x` in row-major order, without history."""
-    return _detached(x).contiguous()
-
-
-def _flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, each flattened in row-major order, one after the other."""
-    x = _detached(x)
-    if prod(x.shape[:dim]) == 1:
-        return x.contiguous().view(-1)
-    if sizes.count(sizes[0]) == len(sizes):
-        return x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0).reshape(-1)
-    flat = x.new_empty(x.numel())
-    start = 0
-    for part in x.split_with_sizes(list(sizes), dim):
-        stop = start + part.numel()
-        flat[start:stop].view(part.shape).copy_(part)
-        start = stop
-    return flat
-
-
-def _concatenate(flat: Tensor, numels: Sequence[int], shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
-    """Parts that lie in `flat` one after the other, of `shape` but for their `sizes` along `dim`, as one tensor."""
-    before, after = tuple(shape[:dim]), tuple(shape[dim + 1 :])
-    if prod(before) == 1:
-        return flat.view(*before, sum(sizes), *after)
-    parts = flat.split_with_sizes(list(numels))
-    return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def _check_sizes(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], own: bool) -> None:

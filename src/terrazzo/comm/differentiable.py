@@ -27,21 +27,19 @@ That `replicate_to_partial` and `first_of` need no communication rests on the ty
 it is the gradient of the sum, equal on every rank.
 
 On an axis of one rank each returns its input, and where no gradient is wanted none makes an autograd node.
-Where a collective was started before, `pending` is what is waited for.
+Where a collective was started before, `pending` is what is waited for.  Each node keeps its `origin`; see `observe`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import combinations
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from terrazzo.comm import collectives
+from terrazzo.comm import collectives, observe
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.buffers import assemble
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import CommError
 from terrazzo.layout.box import Box
@@ -71,6 +69,7 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 class _Cast(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.axis = axis
         return x.view_as(x)  # a view, so that autograd refuses to write through it
 
@@ -82,6 +81,7 @@ class _Cast(Function):
 class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, op: str, pending: _Pending) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.axis = axis
         ctx.op = op
         return collectives.all_reduce(x, axis, op) if pending is None else pending.wait()
@@ -124,6 +124,7 @@ def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending =
 class _GatherReplicate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
         return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
 
@@ -135,6 +136,7 @@ class _GatherReplicate(Function):
 class _SliceOwn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
         return _own_part(x, axis, dim, sizes)
 
@@ -174,6 +176,7 @@ def _own_part(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
 class _GatherVarying(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
         return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
 
@@ -185,6 +188,7 @@ class _GatherVarying(Function):
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str, pending: _Pending) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
         ctx.op = op
         return collectives.reduce_scatter(x, axis, dim, sizes, op) if pending is None else pending.wait()
@@ -245,6 +249,7 @@ class _AllToAll(Function):
         concat_sizes: Sequence[int],
         pending: _Pending,
     ) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.back = (axis, concat_dim, concat_sizes, split_dim, split_sizes)
         args = (split_dim, split_sizes, concat_dim, concat_sizes)
         return collectives.all_to_all(x, axis, *args) if pending is None else pending.wait()
@@ -283,6 +288,7 @@ class _Exchange(Function):
         shape: Sequence[int],
         pending: Pending[list[Tensor]] | None,
     ) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.back = (axis, receive, send, x.shape)
         return _exchange_boxes(x, axis, send, receive, shape, pending)
 
@@ -323,27 +329,7 @@ def _exchange_boxes(
         pieces = [None if box is None else x[box.slices()] for box in send]
         lengths = [None if box is None else box.lengths for box in receive]
         pending = collectives.exchange_start(pieces, axis, lengths, x.dtype, x.device)
-    parts = pending.wait()
-    if _tile(tuple(receive), tuple(shape)):
-        out = x.new_empty(tuple(shape))
-        for box, part in zip(receive, parts, strict=True):
-            if box is not None:
-                out[box.slices()] = part
-    else:
-        out = x.new_zeros(tuple(shape))
-        for box, part in zip(receive, parts, strict=True):
-            if box is not None:
-                out[box.slices()] += part
-    return out
-
-
-@lru_cache(maxsize=1024)
-def _tile(boxes: tuple[Box | None, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the boxes cover a tensor of `shape`, each element once."""
-    there = [box for box in boxes if box is not None]
-    return sum(box.numel for box in there) == prod(shape) and all(
-        a.intersect(b) is None for a, b in combinations(there, 2)
-    )
+    return assemble(pending.wait(), receive, shape, x)
 
 
 # ------------------------------------------------------------------ replicated to partial and back
@@ -352,6 +338,7 @@ def _tile(boxes: tuple[Box | None, ...], shape: tuple[int, ...]) -> bool:
 class _KeepFirst(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.axis = axis
         return _first_only(x, axis)
 
@@ -363,6 +350,7 @@ class _KeepFirst(Function):
 class _FirstOf(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.origin = observe.origin_of_node()
         ctx.axis = axis
         return x.view_as(x)
 

@@ -13,11 +13,15 @@ What `CommEvent.bytes` counts is what the best algorithm makes a rank send, on a
     exchange, scatter                                 what this rank sends to others; other ranks may see another number
 
 An axis of one rank communicates nothing and reports nothing.
+
+Whoever judges an event may want to know why it happens.  In backward the answer lies with the forward, so the nodes of
+`differentiable` keep what `origin.describe` says when they are made, as `node.origin`.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch._C import _current_autograd_node
 
@@ -34,6 +38,21 @@ class CommEvent:
     op: str | None  # sum, avg, product, max or min, for the kinds that reduce
     async_op: bool
     in_backward: bool
+
+
+class Origin(threading.local):
+    """Per thread: who can say why communication happens now; usually nobody asks."""
+
+    describe: Callable[[], Any] | None = None
+
+
+origin = Origin()
+
+
+def origin_of_node() -> Any:
+    """What a node that is made now keeps about its origin."""
+    describe = origin.describe
+    return None if describe is None else describe()
 
 
 Observer = Callable[[CommEvent], None]
