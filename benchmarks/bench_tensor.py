@@ -23,7 +23,9 @@ PARAMETERS = 300
 class Triple:
     """One tensor three ways."""
 
-    def __init__(self, tensor: torch.Tensor, mesh: DeviceMesh, sharded: bool = True, requires_grad: bool = False) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, sharded: bool = True, requires_grad: bool = False
+    ) -> None:
         ours = distribute_tensor(tensor, mesh, [Shard(0) if sharded else Replicate()])
         theirs = torch_tensor.distribute_tensor(
             tensor.clone(), mesh, [torch_tensor.Shard(0) if sharded else torch_tensor.Replicate()]
@@ -66,13 +68,19 @@ _operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
 @case(budget=Budget("overhead", 0.45))
 def layer_norm(setting: Setting) -> Implementations:
     mesh = _mesh()
-    return _each(lambda a, w: F.layer_norm(a, (8,), w, w), Triple(torch.randn(8, 8), mesh), Triple(torch.ones(8), mesh, False))
+    return _each(
+        lambda a, w: F.layer_norm(a, (8,), w, w), Triple(torch.randn(8, 8), mesh), Triple(torch.ones(8), mesh, False)
+    )
 
 
 @case(budget=Budget("overhead", 0.45))
 def linear(setting: Setting) -> Implementations:
     mesh = _mesh()
-    x, w, b = Triple(torch.randn(8, 8), mesh), Triple(torch.randn(8, 8), mesh, False), Triple(torch.randn(8), mesh, False)
+    x, w, b = (
+        Triple(torch.randn(8, 8), mesh),
+        Triple(torch.randn(8, 8), mesh, False),
+        Triple(torch.randn(8), mesh, False),
+    )
     return _each(F.linear, x, w, b)
 
 
@@ -86,7 +94,9 @@ def forward_backward(setting: Setting) -> Implementations:
         w.grad = None
 
     return _each(
-        step, Triple(torch.randn(8, 8), mesh, requires_grad=True), Triple(torch.randn(8, 8), mesh, False, requires_grad=True)
+        step,
+        Triple(torch.randn(8, 8), mesh, requires_grad=True),
+        Triple(torch.randn(8, 8), mesh, False, requires_grad=True),
     )
 
 

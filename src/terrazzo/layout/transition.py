@@ -163,7 +163,9 @@ class _Planner:
 
     def _pending(self, kind: type, target: type) -> list[int]:
         goal = self.dst.placements
-        return [m for m, p in enumerate(self.at) if isinstance(p, kind) and p is not goal[m] and isinstance(goal[m], target)]
+        return [
+            m for m, p in enumerate(self.at) if isinstance(p, kind) and p is not goal[m] and isinstance(goal[m], target)
+        ]
 
     def _length(self, dim: int, outside: int | None = None) -> int:
         """This rank's length of `dim` now, leaving out the cut by mesh dim `outside` (which must be innermost)."""
@@ -213,8 +215,7 @@ class _Planner:
         for m in self._pending(Partial, Shard):
             placement = self.at[m]
             assert isinstance(placement, Partial)
-            op = placement.reduce_op
-            self._shard(m, lambda m, dim, sizes: ReduceScatter((m,), dim, sizes, op))
+            self._shard(m, functools.partial(_reduce_scatter, op=placement.reduce_op))
 
     def _shard(self, m: int, make: Callable[[int, int, tuple[int, ...]], Step]) -> None:
         target = self.dst.placements[m]
@@ -259,7 +260,10 @@ class _Planner:
             if m in leaving and isinstance(placement, Shard):
                 by_dim.setdefault(placement.dim, []).append(m)
         blocked = [
-            m for dim, ms in by_dim.items() for m in ms if [k for k in self.nesting if self.at[k].is_shard(dim)][-len(ms) :] != ms
+            m
+            for dim, ms in by_dim.items()
+            for m in ms
+            if [k for k in self.nesting if self.at[k].is_shard(dim)][-len(ms) :] != ms
         ]
         if blocked:
             staying = [m for m in self.nesting if m not in leaving]
@@ -316,6 +320,10 @@ class _Planner:
         if a is not b:
             return True
         return isinstance(a, Shard) and now.shard_order(a.dim) != then.shard_order(a.dim)
+
+
+def _reduce_scatter(m: int, dim: int, sizes: tuple[int, ...], *, op: str) -> ReduceScatter:
+    return ReduceScatter((m,), dim, sizes, op)
 
 
 def _shards_only(placements: list[Placement]) -> list[Placement]:

@@ -26,8 +26,9 @@ def distribute_tensor(
 ) -> DTensor:
     """Make a DTensor of a global tensor that every rank has, or could have.
 
-    The values are those of the rank at position `src_data_rank` of each mesh dimension; with None every rank uses its own
-    values and nothing is sent. The result is a leaf: use `DTensor.from_local` inside a differentiated computation.
+    The values are those of the rank at position `src_data_rank` of each mesh dimension; with None every rank uses
+    its own values and nothing is sent. The result is a leaf: use `DTensor.from_local` inside a differentiated
+    computation.
 
     Args:
         tensor: The global tensor. Its values matter on the source rank only, its shape and dtype everywhere.
@@ -39,10 +40,13 @@ def distribute_tensor(
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise DTensorError("distribute_tensor got a DTensor on another mesh: use tensor.redistribute(mesh, placements)")
+            raise DTensorError(
+                "distribute_tensor got a DTensor on another mesh: use tensor.redistribute(mesh, placements)"
+            )
         if tensor._layout is not Layout.of(mesh, placed, tensor.shape):
             raise DTensorError(
-                f"distribute_tensor got a DTensor placed {list(tensor.placements)}: use tensor.redistribute(placements=...) to "
+                f"distribute_tensor got a DTensor placed {list(tensor.placements)}: use "
+                "tensor.redistribute(placements=...) to "
                 f"place it as {list(placed)}"
             )
         return tensor
@@ -103,7 +107,8 @@ def distribute_module(
     Args:
         module: The module; it is changed and returned.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
-        partition_fn: Called as `partition_fn(name, submodule, mesh)` for each submodule, to distribute parameters; what it
+        partition_fn: Called as `partition_fn(name, submodule, mesh)` for each submodule, to distribute parameters;
+        what it
             leaves plain is replicated.
         input_fn: Called as `input_fn(module, inputs, mesh)` before forward; returns the new inputs.
         output_fn: Called as `output_fn(module, outputs, mesh)` after forward; returns the new outputs.

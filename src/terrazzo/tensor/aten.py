@@ -1,4 +1,5 @@
-"""The way through PyTorch's C++: composites that know no DTensor decompose there and come back one aten operation at a time.
+"""The way through PyTorch's C++: composites that know no DTensor decompose there and come back one aten operation at
+a time.
 
 A DTensor's autograd graph lives on its local tensor, so what arrives here has passed C++ autograd without a trace. The
 thread state from before is restored, so that the operations on the locals record the graph as usual.
@@ -15,6 +16,7 @@ from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.names import canonical_name
 
 _DispatchKey = torch._C.DispatchKey
+_RestoreThreadState: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 # Autocast has acted on the composite's own inputs already; the pieces must not be cast again.
 _AUTOCAST = torch._C.DispatchKeySet(_DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(_DispatchKey.AutocastCUDA)
 
@@ -38,5 +40,5 @@ def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return op.decompose(*args, **kwargs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
-    with torch._C._RestorePythonTLSSnapshot(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # type: ignore[attr-defined]
+    with _RestoreThreadState(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))

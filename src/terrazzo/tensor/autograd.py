@@ -1,8 +1,8 @@
 """Autograd's entry points, for graphs that live on local tensors.
 
-`torch.autograd.backward` and `grad` are given the locals. `torch.autograd.Function.apply`, which C++ would run without a
-trace because the wrappers themselves require no gradient, is bridged: a twin class runs the user's forward and backward on
-DTensors, and is itself applied to the locals.
+`torch.autograd.backward` and `grad` are given the locals. `torch.autograd.Function.apply`, which C++ would run
+without a trace because the wrappers themselves require no gradient, is bridged: a twin class runs the user's forward
+and backward on DTensors, and is itself applied to the locals.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _local_of(value: Any) -> Any:
 def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
     """The local root and its gradient: of a sum's term the gradient is that of the sum.
 
-    Terms of another reduction have gradients of their own (a share for a mean, that of one rank for a maximum), so these
-    are reduced first.
+    Terms of another reduction have gradients of their own (a share for a mean, that of one rank for a maximum), so
+    these are reduced first.
     """
     if not isinstance(output, DTensor):
         return output, gradient
@@ -67,16 +67,18 @@ def backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
     outputs = _as_tuple(tensors)
     given = (None,) * len(outputs) if grad_tensors is None else _as_tuple(grad_tensors)
     roots = [_root(o, g) for o, g in zip(outputs, given, strict=True)]
     wanted = None if inputs is None else [_local_of(i) for i in _as_tuple(inputs)]
-    torch.autograd.backward(
-        [r[0] for r in roots], [r[1] for r in roots], retain_graph, create_graph, inputs=wanted
-    )
+    torch.autograd.backward([r[0] for r in roots], [r[1] for r in roots], retain_graph, create_graph, inputs=wanted)
 
 
 @special("grad")
@@ -85,11 +87,20 @@ def grad(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
-    only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: Any = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
     if is_grads_batched:
-        raise DTensorError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors: loop over the batch")
+        raise DTensorError(
+            "torch.autograd.grad(is_grads_batched=True) is not available for DTensors: loop over the batch"
+        )
     outs, ins = _as_tuple(outputs), _as_tuple(inputs)
     given = (None,) * len(outs) if grad_outputs is None else _as_tuple(grad_outputs)
     roots = [_root(o, g) for o, g in zip(outs, given, strict=True)]
@@ -98,7 +109,8 @@ def _grad(
         allow_unused=allow_unused, materialize_grads=materialize_grads,
     )  # fmt: skip
     return tuple(
-        wrap(g, i._layout.dual) if g is not None and isinstance(i, DTensor) else g for g, i in zip(found, ins, strict=True)
+        wrap(g, i._layout.dual) if g is not None and isinstance(i, DTensor) else g
+        for g, i in zip(found, ins, strict=True)
     )
 
 
@@ -115,6 +127,10 @@ class _Context:
 
     # `_real` is only there while forward or backward runs: kept, it would tie node and proxy into a cycle, and saved
     # tensors would live until the garbage collector finds it.
+    _real: Any
+    _count: int
+    _layouts: tuple[Any, ...]
+
     def __init__(self, count: int) -> None:
         self.__dict__.update(_real=None, _count=count, _layouts=())
 
@@ -129,7 +145,8 @@ class _Context:
         saved = self._real.saved_tensors
         layouts = self._layouts or (None,) * len(saved)
         return tuple(
-            wrap(t, layout) if t is not None and layout is not None else t for t, layout in zip(saved, layouts, strict=True)
+            wrap(t, layout) if t is not None and layout is not None else t
+            for t, layout in zip(saved, layouts, strict=True)
         )
 
     def mark_dirty(self, *tensors: Any) -> None:

@@ -40,7 +40,8 @@ def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             total = total_norm(found, float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped; to scale by it "
+                f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped; to "
+                "scale by it "
                 "anyway, set error_if_nonfinite=False"
             )
         return total
@@ -92,4 +93,6 @@ def _local_norm(members: list[torch.Tensor], order: float) -> torch.Tensor:
     for same in by_kind.values():
         norms.extend(torch._foreach_norm(same, order))
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]) if len(by_kind) > 1 else torch.stack(norms), order)
+    return torch.linalg.vector_norm(
+        torch.stack([n.to(device) for n in norms]) if len(by_kind) > 1 else torch.stack(norms), order
+    )

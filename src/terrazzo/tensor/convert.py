@@ -39,7 +39,9 @@ def from_local(
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     if isinstance(local, DTensor):
-        raise DTensorError("from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew")
+        raise DTensorError(
+            "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
+        )
     mesh = current_mesh(mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if local.device.type != mesh.device_type and local.device.type != "meta":
@@ -49,8 +51,10 @@ def from_local(
     layout = Layout.of(mesh, placed, tuple(shape))
     if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
         raise DTensorError(
-            f"rank {dist.get_rank()}: a local tensor of shape {tuple(local.shape)} is not this rank's part of a tensor of "
-            f"shape {tuple(shape)} placed {list(placed)}, which is {tuple(layout.local_shape)}; pass shape= when ranks hold "
+            f"rank {dist.get_rank()}: a local tensor of shape {tuple(local.shape)} is not this rank's part of a "
+            "tensor of "
+            f"shape {tuple(shape)} placed {list(placed)}, which is {tuple(layout.local_shape)}; pass shape= when "
+            "ranks hold "
             "parts of different sizes"
         )
     local = local.view_as(local) if local.requires_grad else local.detach()
@@ -75,7 +79,9 @@ def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
     everyone = axis_of(layout.mesh, tuple(range(len(layout.mesh_shape))))
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
-    mine = torch.tensor([dtypes.index(local.dtype) if local.dtype in dtypes else -1, *layout.shape], device=local.device)
+    mine = torch.tensor(
+        [dtypes.index(local.dtype) if local.dtype in dtypes else -1, *layout.shape], device=local.device
+    )
     rows = all_gather(mine.unsqueeze(0), everyone, 0, (1,) * everyone.size)
     for i, row in enumerate(rows):
         if not torch.equal(row, mine):
@@ -189,7 +195,8 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     layout = tensor._layout
     if any(p.is_partial() for p in layout.placements):
         raise DTensorError(
-            f"a DTensor placed {list(layout.placements)} holds terms, which have no place in a checkpoint: redistribute it to "
+            f"a DTensor placed {list(layout.placements)} holds terms, which have no place in a checkpoint: "
+            "redistribute it to "
             "Shard or Replicate first"
         )
     if layout.coord is None:

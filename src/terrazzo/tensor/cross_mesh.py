@@ -1,8 +1,8 @@
 """Redistribution from one mesh to another: other shapes, other ranks, subsets and supersets.
 
-The ranks of both meshes exchange intersections of boxes. A rank that holds what it needs keeps it; otherwise the replicas
-of a box take turns as senders. The gradient of a replicated value is replicated, so the backward of a transfer is the
-transfer the other way, not its transpose.
+The ranks of both meshes exchange intersections of boxes. A rank that holds what it needs keeps it; otherwise the
+replicas of a box take turns as senders. The gradient of a replicated value is replicated, so the backward of a
+transfer is the transfer the other way, not its transpose.
 
 Ranks outside a mesh take part with an empty local tensor.
 """

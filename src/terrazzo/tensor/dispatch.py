@@ -1,8 +1,8 @@
 """What happens the first time a function meets these layouts.
 
-In this order: functions with a meaning of their own (`specials`), the operation's rule, the body of a function written in
-Python, the decomposition of the composites listed in `decompositions`, and last replicate-and-run (`fallback`).
-A call that a rule covers leaves a plan behind; the next call with the same key runs that.
+In this order: functions with a meaning of their own (`specials`), the operation's rule, the body of a function
+written in Python, the decomposition of the composites listed in `decompositions`, and last replicate-and-run
+(`fallback`). A call that a rule covers leaves a plan behind; the next call with the same key runs that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.aten import run_composite
-from terrazzo.tensor.dtensor import DTensor, Unkeyable, key_of, per_thread, plans, wrap
+from terrazzo.tensor.dtensor import DTensor, Unkeyable, key_of, per_thread, plans, set_wrapper_data, wrap
 from terrazzo.tensor.fallback import replicate_and_run
 from terrazzo.tensor.inplace import run_in_place
 from terrazzo.tensor.names import canonical_name
@@ -34,7 +34,16 @@ specials: dict[str, Special] = {}
 
 LOCAL_QUESTIONS = frozenset(
     [
-        *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
+        *(
+            "is_complex",
+            "is_floating_point",
+            "is_signed",
+            "is_inference",
+            "is_conj",
+            "is_neg",
+            "is_tensor",
+            "is_storage",
+        ),
         *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
     ]
 )
@@ -45,7 +54,7 @@ def _ask_local(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
     return func(*loc, **kw)
 
 
-_skip_one_hop = torch._C._skip_one_hop_torch_function  # type: ignore[attr-defined]  # not in torch's stubs
+_skip_one_hop = torch._C._skip_one_hop_torch_function
 
 
 def special(*names: str) -> Callable[[Special], Special]:
@@ -149,7 +158,8 @@ def check_one_mesh(call: Call) -> None:
     meshes = {o.layout.mesh for o in call.operands}
     if len(meshes) > 1:
         raise DTensorError(
-            f"{call.name}: its DTensors live on different meshes, {', '.join(str(m) for m in meshes)}; bring them to one "
+            f"{call.name}: its DTensors live on different meshes, {', '.join(str(m) for m in meshes)}; bring them to "
+            "one "
             "with x.redistribute(mesh, placements)"
         )
 
@@ -157,7 +167,8 @@ def check_one_mesh(call: Call) -> None:
 def admit_plain_tensors(
     name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Plain tensors as replicated DTensors where that is allowed (scalars, `implicit_replication`); None: there are none."""
+    """Plain tensors as replicated DTensors where that is allowed (scalars, `implicit_replication`); None: there are
+    none."""
     mesh_layout = _first_layout(list(args) + list(kwargs.values()))
     if mesh_layout is None:
         return None
@@ -169,7 +180,8 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if value.dim() and not per_thread.implicit_replication:
                 raise MixedTensorError(
-                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets DTensors. "
+                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets "
+                    "DTensors. "
                     "Either make it one (distribute_tensor(t, mesh, placements), or DTensor.from_local for each rank's "
                     "part), or run the call inside terrazzo.tensor.experimental.implicit_replication() if every rank "
                     "holds the same value"
@@ -211,7 +223,9 @@ def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 raise DTensorError(
                     f"{canonical_name(func)[0]}: out has shape {tuple(target.shape)}, the result {tuple(value.shape)}"
                 )
-            become(target, value.to(target.dtype))
+            converted = value.to(target.dtype)
+            assert isinstance(converted, DTensor)
+            become(target, converted)
         else:
             with torch.no_grad():
                 target.copy_(value)
@@ -221,7 +235,7 @@ def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
     with torch._C.DisableTorchFunctionSubclass():
-        torch._C.TensorBase.data.__set__(target, wrap(value._local.detach(), value._layout))  # type: ignore[attr-defined]
+        set_wrapper_data(target, wrap(value._local.detach(), value._layout))
     target._local, target._layout, target._memo = value._local, value._layout, value._memo
 
 
@@ -230,4 +244,14 @@ def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return DTensor.__torch_function__(func, (DTensor,), args, dict(kwargs))
 
 
-__all__ = ["Unkeyable", "become", "call_without_plan", "describe", "key_of", "remember", "run_again", "special", "specials"]
+__all__ = [
+    "Unkeyable",
+    "become",
+    "call_without_plan",
+    "describe",
+    "key_of",
+    "remember",
+    "run_again",
+    "special",
+    "specials",
+]

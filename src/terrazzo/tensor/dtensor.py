@@ -1,9 +1,9 @@
 """The distributed tensor: a plain local tensor with a layout.
 
-`DTensor` is a wrapper subclass with the global shape.  Its `_local` is an ordinary tensor that carries the autograd graph,
-its `_layout` says what part of the global tensor that is.  `__torch_function__` below is the hot path of the whole package:
-build a key from the function, the layouts and the static arguments, look the plan up, run it on the locals.  Everything
-that happens once per key lives in `dispatch`, `planner` and `rules`.
+`DTensor` is a wrapper subclass with the global shape.  Its `_local` is an ordinary tensor that carries the autograd
+graph, its `_layout` says what part of the global tensor that is.  `__torch_function__` below is the hot path of the
+whole package: build a key from the function, the layouts and the static arguments, look the plan up, run it on the
+locals.  Everything that happens once per key lives in `dispatch`, `planner` and `rules`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
 float_values_matter: set[Any] = set()
 """Functions whose plan depends on the value of a float argument, not only on its being one."""
 
-_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # not in torch's stubs
+_make = torch.Tensor._make_wrapper_subclass
 _PLAIN_KEYS = frozenset(
     [int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), torch.Size]
 )
 _TRUE, _FALSE = object(), object()
+set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"].__set__
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -80,7 +81,8 @@ class Unkeyable(TypeError):
 
 
 def _append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
-    """Key a tuple of slices and plain values at once; False, and nothing appended, when there is something else in it."""
+    """Key a tuple of slices and plain values at once; False, and nothing appended, when there is something else in
+    it."""
     parts: list[Any] = []
     for i in index:
         if type(i) is slice:
@@ -237,10 +239,10 @@ class DTensor(torch.Tensor):
         except Unkeyable:
             hashable, plan = None, None
         if plan is not None:
-            return plan(func, args, loc, kw, kwargs)
+            return plan(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
         from terrazzo.tensor.dispatch import call_without_plan
 
-        return call_without_plan(func, types, args, kwargs, hashable)
+        return call_without_plan(func, types, args, kwargs, hashable)  # type: ignore[arg-type]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,8 +264,8 @@ class DTensor(torch.Tensor):
         return self._layout.placements
 
     # attrgetter runs in C, which these are worth: every layer of a model asks for shapes.
-    shape = property(attrgetter("_layout.shape"))  # type: ignore[assignment]  # a getset in torch's stubs
-    ndim = property(attrgetter("_layout.ndim"))  # type: ignore[assignment]
+    shape = property(attrgetter("_layout.shape"))
+    ndim = property(attrgetter("_layout.ndim"))
 
     def size(self, dim: int | None = None) -> Any:
         return self._layout.shape if dim is None else self._layout.shape[dim]
@@ -386,14 +388,14 @@ class DTensor(torch.Tensor):
     def _set_requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
 
-    requires_grad = property(attrgetter("_local.requires_grad"), _set_requires_grad)  # type: ignore[assignment]
+    requires_grad = property(attrgetter("_local.requires_grad"), _set_requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         self._local.requires_grad_(requires_grad)
         return self
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         g = self._local.grad
         if g is None:
             return None
@@ -427,7 +429,7 @@ class DTensor(torch.Tensor):
         self.grad = None
 
     @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    def data(self) -> DTensor:
         return wrap(self._local.data, self._layout)
 
     @data.setter
@@ -440,7 +442,7 @@ class DTensor(torch.Tensor):
             self._layout = value._layout
         else:
             with torch._C.DisableTorchFunctionSubclass():
-                torch._C.TensorBase.data.__set__(self, wrap(local, value._layout))  # type: ignore[attr-defined]
+                set_wrapper_data(self, wrap(local, value._layout))
             self._local.data = local
             self._layout = value._layout
         self._memo = None
@@ -549,7 +551,13 @@ class DTensor(torch.Tensor):
         state = {k: v for k, v in self.__dict__.items() if k != "_is_param"}
         return (
             rebuild,
-            (self._local.detach(), self._layout, self._local.requires_grad, bool(self.__dict__.get("_is_param")), state),
+            (
+                self._local.detach(),
+                self._layout,
+                self._local.requires_grad,
+                bool(self.__dict__.get("_is_param")),
+                state,
+            ),
         )
 
     # ------------------------------------------------------------------ what has no meaning on one rank's part
@@ -601,10 +609,10 @@ class PendingDTensor(DTensor):
     __slots__ = ()
 
     @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base
+    def _local(self) -> torch.Tensor:
         local = self._pending()
         _local_slot.__set__(self, local)
-        self.__class__ = DTensor
+        object.__setattr__(self, "__class__", DTensor)
         return local
 
 
@@ -637,9 +645,9 @@ for _name in (
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the global tensor with the dims in the order in which the local tensor keeps them."""
-    order = range(len(shape))
+    order: Sequence[int] = range(len(shape))
     if not local.is_contiguous():
-        order = sorted(order, key=lambda d: (-local.stride(d), d))  # type: ignore[assignment]
+        order = sorted(order, key=lambda d: (-local.stride()[d], d))
     strides, step = [0] * len(shape), 1
     for d in reversed(list(order)):
         strides[d] = step

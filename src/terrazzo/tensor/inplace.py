@@ -37,7 +37,8 @@ def run_in_place(
     target = args[0] if args else None
     if not isinstance(target, DTensor):
         raise DTensorError(
-            f"{call.name}_: an in-place operation with DTensors needs a DTensor to write to, got {type(target).__name__}"
+            f"{call.name}_: an in-place operation with DTensors needs a DTensor to write to, got "
+            f"{type(target).__name__}"
         )
     refuse_copied_view(target)
     if call.name in _RESHAPING:

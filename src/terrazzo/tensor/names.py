@@ -1,7 +1,7 @@
 """One name for the many functions that are one operation.
 
-`torch.add`, `Tensor.__add__`, `Tensor.add` and `aten.add.Tensor` are all `add`; `Tensor.add_` and `aten.add_.Tensor` are
-`add`, in place.  Rules are registered under these names.
+`torch.add`, `Tensor.__add__`, `Tensor.add` and `aten.add.Tensor` are all `add`; `Tensor.add_` and `aten.add_.Tensor`
+are `add`, in place.  Rules are registered under these names.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 _ALIASES = {
-    "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__isub__": "sub_",
-    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul_", "__truediv__": "div", "__itruediv__": "div_", "__div__": "div",
-    "__idiv__": "div_", "__matmul__": "matmul", "__pow__": "pow", "__ipow__": "pow_", "__neg__": "neg", "__pos__": "positive",
-    "__abs__": "abs", "__invert__": "bitwise_not", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le",
-    "__gt__": "gt", "__ge__": "ge", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
-    "__iand__": "bitwise_and_", "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_",
-    "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift", "__mod__": "remainder", "__imod__": "remainder_",
-    "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs",
-    "true_divide_": "div_", "divide_": "div_", "multiply_": "mul_", "subtract_": "sub_", "negative_": "neg_",
-    "absolute_": "abs_", "concat": "cat", "concatenate": "cat", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "movedim": "movedim",
+    "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__isub__": "sub_", "__mul__": "mul",
+    "__rmul__": "mul", "__imul__": "mul_", "__truediv__": "div", "__itruediv__": "div_", "__div__": "div",
+    "__idiv__": "div_", "__matmul__": "matmul", "__pow__": "pow", "__ipow__": "pow_", "__neg__": "neg",
+    "__pos__": "positive", "__abs__": "abs", "__invert__": "bitwise_not", "__eq__": "eq", "__ne__": "ne",
+    "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__and__": "bitwise_and",
+    "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
+    "__ixor__": "bitwise_xor_", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
+    "__mod__": "remainder", "__imod__": "remainder_", "true_divide": "div", "divide": "div", "multiply": "mul",
+    "subtract": "sub", "negative": "neg", "absolute": "abs", "true_divide_": "div_", "divide_": "div_",
+    "multiply_": "mul_", "subtract_": "sub_", "negative_": "neg_", "absolute_": "abs_", "concat": "cat",
+    "concatenate": "cat", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "movedim": "movedim",
     "moveaxis": "movedim", "get_T": "numpy_T", "get_mT": "mT", "get_H": "H", "get_mH": "mH", "get_real": "real",
-    "get_imag": "imag", "special_expit": "sigmoid", "special_log_softmax": "log_softmax", "special_softmax": "softmax",
-    "clip": "clamp", "clip_": "clamp_", "fix": "trunc", "fix_": "trunc_", "linalg_matmul": "matmul",
+    "get_imag": "imag", "special_expit": "sigmoid", "special_log_softmax": "log_softmax",
+    "special_softmax": "softmax", "clip": "clamp", "clip_": "clamp_", "fix": "trunc", "fix_": "trunc_",
+    "linalg_matmul": "matmul",
 }  # fmt: skip
 
 

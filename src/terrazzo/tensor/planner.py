@@ -1,8 +1,8 @@
 """From a rule's `Spec` and the operands' layouts to a `CallPlan`: which layouts the operands are brought to.
 
-Each mesh dim chooses for itself: shard one of the factors that some operand is already sharded on, let terms pass where the
-function is linear, or replicate.  The choice with the fewest bytes wins; among equals the one that computes least.
-Everything is decided from global shapes and placements, so every rank decides alike.
+Each mesh dim chooses for itself: shard one of the factors that some operand is already sharded on, let terms pass
+where the function is linear, or replicate.  The choice with the fewest bytes wins; among equals the one that
+computes least. Everything is decided from global shapes and placements, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -79,12 +79,8 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
     order = next((layout.order for layout in layouts if layout.order != tuple(range(ndim))), None)
     if order is not None:
         sharded = {f: sorted(ms, key=order.index) for f, ms in sharded.items()}
-    ins = tuple(
-        Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order) for i, layout in enumerate(layouts)
-    )
-    outs = tuple(
-        Layout.of(mesh, [c.outs[i] for c in chosen], shape, order) for i, shape in enumerate(spec.shapes)
-    )
+    ins = tuple(Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order) for i, layout in enumerate(layouts))
+    outs = tuple(Layout.of(mesh, [c.outs[i] for c in chosen], shape, order) for i, shape in enumerate(spec.shapes))
     if fixed_output is not None and outs[0] is not fixed_output:
         return None
     varying = tuple(m for m, c in enumerate(chosen) if any(p is not _R for p in (*c.ins, *c.outs)))
@@ -101,9 +97,7 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
     # A value gathered from shards for a varying computation gets its gradient by reduce-scatter instead of by a cast.
-    return tuple(
-        m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], Shard)
-    )
+    return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], Shard))
 
 
 def _candidates(
@@ -185,8 +179,8 @@ def _cost(spec: Spec, candidate: _Candidate, layouts: Sequence[Layout], m: int, 
     if candidate.factor is None:
         # Terms that pass through are reduced later at the output's size, a factor's terms must be reduced in any case.
         total += sum(
-            2 * prod(shape) * share for shape, p in zip(spec.shapes, candidate.outs, strict=True) if isinstance(p, Partial)
+            2 * prod(shape) * share
+            for shape, p in zip(spec.shapes, candidate.outs, strict=True)
+            if isinstance(p, Partial)
         )
     return total
-
-

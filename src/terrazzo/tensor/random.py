@@ -1,12 +1,13 @@
 """Random numbers that belong to the global tensor.
 
-Each random operation draws one 62-bit key from a PyTorch generator (the default one, which `torch.manual_seed` governs and
-activation checkpointing saves and restores). Element `i` of the global tensor is then a hash of the key and `i`
-(SplitMix64, Steele, Lea and Flood 2014), so its value depends neither on placements nor on the number of ranks, and a
-rank computes only what it holds.
+Each random operation draws one 62-bit key from a PyTorch generator (the default one, which `torch.manual_seed`
+governs and activation checkpointing saves and restores). Element `i` of the global tensor is then a hash of the key
+and `i` (SplitMix64, Steele, Lea and Flood 2014), so its value depends neither on placements nor on the number of
+ranks, and a rank computes only what it holds.
 
-This needs the generators of all ranks to be in step. They are compared at the first draw on a mesh and now and then later;
-ranks that have drifted apart (`torch.manual_seed(rank)`, a draw on one rank only) get an error instead of replicas that differ.
+This needs the generators of all ranks to be in step. They are compared at the first draw on a mesh and now and then
+later; ranks that have drifted apart (`torch.manual_seed(rank)`, a draw on one rank only) get an error instead of
+replicas that differ.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def _check_in_step(mesh: Any, key: int) -> None:
     different = [axis.ranks[i] for i, other in enumerate(keys) if other != keys[0]]
     if different:
         raise RandomStateError(
-            f"the random generators of ranks {different} are not in step with that of rank {axis.ranks[0]}, so a random DTensor "
-            "would not be one tensor. Call torch.manual_seed with the same value on every rank of the mesh, and give what "
+            f"the random generators of ranks {different} are not in step with that of rank {axis.ranks[0]}, so a "
+            "random DTensor "
+            "would not be one tensor. Call torch.manual_seed with the same value on every rank of the mesh, and give "
+            "what "
             "must differ between ranks (data loading) a torch.Generator of its own"
         )
 
@@ -103,7 +106,9 @@ def _drawn(layout: Layout, make: Any) -> torch.Tensor:
     if layout.dual is layout:
         result: torch.Tensor = make(layout)
         return result
-    plain = layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
+    plain = layout.with_placements(
+        [p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order
+    )
     return redistribute_local(make(plain), plain, layout)
 
 

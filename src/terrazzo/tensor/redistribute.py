@@ -19,9 +19,7 @@ from terrazzo.layout import Layout, Partial, plan_transition
 from terrazzo.layout.transition import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Slice, Step, ToPartial
 
 
-def redistribute_local(
-    local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()
-) -> torch.Tensor:
+def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:
     """This rank's part under `dst`, given its part under `src`."""
     # What becomes a term is gathered as a replica first, whatever the consumer of the terms does.
     if varying and dst.dual is not dst:
@@ -31,9 +29,7 @@ def redistribute_local(
     return local
 
 
-def run_step(
-    local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None
-) -> torch.Tensor:
+def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None) -> torch.Tensor:
     """One step; `pending` is its communication when `start_step` has started that already."""
     if isinstance(step, Gather) and len({m in varying for m in step.mesh_dims}) > 1:
         for single in _split_gather(step, mesh.get_coordinate(), mesh.shape):
@@ -91,23 +87,27 @@ def _split_gather(step: Gather, coord: Sequence[int], mesh_shape: Sequence[int])
     return result
 
 
-def _all_reduce(local: torch.Tensor, step: AllReduce, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+def _all_reduce(
+    local: torch.Tensor, step: AllReduce, axis: Any, varying: tuple[int, ...], pending: Any
+) -> torch.Tensor:
     return typed.reduce_replicate(local, axis, step.op, pending)
 
 
-def _reduce_scatter(local: torch.Tensor, step: ReduceScatter, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+def _reduce_scatter(
+    local: torch.Tensor, step: ReduceScatter, axis: Any, varying: tuple[int, ...], pending: Any
+) -> torch.Tensor:
     if step.op in ("sum", "avg"):
         return typed.reduce_scatter(local, axis, step.dim, step.sizes, step.op, pending)
     return typed.slice_own(typed.reduce_replicate(local, axis, step.op, pending), axis, step.dim, step.sizes)
 
 
 def _all_to_all(local: torch.Tensor, step: AllToAll, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
-    return typed.all_to_all(
-        local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes, pending
-    )
+    return typed.all_to_all(local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes, pending)
 
 
-def _to_partial(local: torch.Tensor, step: ToPartial, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
+def _to_partial(
+    local: torch.Tensor, step: ToPartial, axis: Any, varying: tuple[int, ...], pending: Any
+) -> torch.Tensor:
     return typed.replicate_to_partial(local, axis, step.op)
 
 

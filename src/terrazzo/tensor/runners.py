@@ -1,7 +1,7 @@
 """Plans become closures: the cheapest thing to run again and again.
 
-`first_run` executes a plan once, checks that the locals that come out have the shapes that the layouts promise, and returns
-the closure that later calls with the same key use without checking.
+`first_run` executes a plan once, checks that the locals that come out have the shapes that the layouts promise, and
+returns the closure that later calls with the same key use without checking.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.spec import OneArgument
 from terrazzo.tensor.structure import map_tensors
 
-_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # not in torch's stubs
+_make = torch.Tensor._make_wrapper_subclass
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -30,7 +30,7 @@ def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], m
     memo = source._memo
     version = local._version
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local:
-        return memo[3]  # type: ignore[no-any-return]
+        return memo[3]
     result = cast_fresh(local, dims, mesh)
     if memo is not COPIED_VIEW:
         source._memo = (version, dims, local, result)
@@ -44,8 +44,10 @@ def cast_fresh(local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.T
 def refuse_copied_view(target: Any) -> None:
     if target._memo is COPIED_VIEW:
         raise DTensorError(
-            f"in-place write to a view of which a redistribution made a copy (now {target._layout}): the write would not "
-            "reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or redistribute it "
+            f"in-place write to a view of which a redistribution made a copy (now {target._layout}): the write would "
+            "not "
+            "reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or redistribute "
+            "it "
             "first so that the viewed dimension is not sharded"
         )
 
@@ -105,13 +107,20 @@ def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
     map_tensors(result, lambda t: tensors.append(t))
     if len(tensors) != len(outs) or any(t.shape != o.local_shape for t, o in zip(tensors, outs, strict=True)):
         raise DTensorError(
-            f"{name}: the rule promised {[tuple(o.local_shape) for o in outs]} for the local results on this rank, the local "
+            f"{name}: the rule promised {[tuple(o.local_shape) for o in outs]} for the local results on this rank, "
+            "the local "
             f"operation gave {[tuple(t.shape) for t in tensors]}; this is a fault of the rule, please report it"
         )
 
 
 def first_run(
-    name: str, plan: CallPlan, func: Any, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: dict[str, Any]
+    name: str,
+    plan: CallPlan,
+    func: Any,
+    args: Sequence[Any],
+    loc: list[Any],
+    kw: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, Plan]:
     """Run the plan, verified; return the result and the closure for the next time."""
     mesh = plan.operands[0].src.mesh

@@ -1,20 +1,20 @@
 """What a sharding rule says about one call, as data.
 
-A rule sees a `Call`: the function's canonical name, its arguments with every DTensor replaced by an `Operand` (shape and
-placements only: rules are the same on every rank and for every dtype).  It answers with a `Spec`, or None when it does not
-cover the call.
+A rule sees a `Call`: the function's canonical name, its arguments with every DTensor replaced by an `Operand` (shape
+and placements only: rules are the same on every rank and for every dtype).  It answers with a `Spec`, or None when
+it does not cover the call.
 
 A `Spec` maps each dimension of each operand and output to a *factor*, a loop of the computation: `mm` is
 `ins=[(0, 1), (1, 2)], outs=[(0, 2)]`.  Sharding a factor shards every dimension that it names.
 
 - A factor in no output must be in `reduce`, with the reduction that joins the partial results.
 - A factor in `whole` cannot be sharded; None stands for a dimension with a factor of its own that cannot.
-- A factor in `even` can only be sharded when every size given for it divides by the ranks (views that split or join dims:
-  the dim's size before and after).
-- `linear` lists groups of operands in which the function is linear together: terms in, terms out.  With `moves_only` the
-  function only moves elements, and terms of any reduction pass.
-- `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that they
-  are counted once.
+- A factor in `even` can only be sharded when every size given for it divides by the ranks (views that split or join
+  dims: the dim's size before and after).
+- `linear` lists groups of operands in which the function is linear together: terms in, terms out.  With `moves_only`
+  the function only moves elements, and terms of any reduction pass.
+- `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that
+  they are counted once.
 - `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
   arguments (a shape that must become the local one, say).
 """
@@ -35,7 +35,8 @@ LocalFunction: TypeAlias = Callable[[Any, list[Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class OneArgument:
-    """A local function of the commonest form, which runners call without a Python frame: `function(local, argument)`."""
+    """A local function of the commonest form, which runners call without a Python frame: `function(local,
+    argument)`."""
 
     function: Callable[[Any, Any], Any]
     argument: Any
