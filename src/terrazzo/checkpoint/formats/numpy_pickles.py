@@ -14,7 +14,7 @@ import numpy as np
 from terrazzo.checkpoint.formats.stand_ins import Call, Record
 from terrazzo.errors import CheckpointCorruptError, UnsafePickleError
 
-_SIMPLE = re.compile(r"[<>|=]?([biufcSUMmV]\d+|\?)")
+_SIMPLE = re.compile(r"[<>|=]?([biufcSU]\d+|\?)")
 
 
 class _Dtype(Record):

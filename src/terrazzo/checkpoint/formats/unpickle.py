@@ -88,6 +88,13 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(args[0])
 
 
+def _bytes(*args: Any) -> bytes:
+    """How protocol 2 writes bytes that are empty; the others are `_codecs.encode`d."""
+    if args:
+        raise UnsafePickleError("a pickle asks for bytes of its own choosing")
+    return b""
+
+
 def _defaultdict(factory: Any = None, *rest: Any) -> Any:
     if rest or not (factory is None or isinstance(factory, Call)):
         raise UnsafePickleError("a pickle makes a defaultdict of something unknown")
@@ -128,6 +135,7 @@ def _names_of_builtins() -> dict[tuple[str, str], Any]:
         "slice": Call(slice),
         "range": Call(range),
         "xrange": Call(range),
+        "bytes": Call(_bytes),
         "bytearray": Call(_bytearray),
     }
     return {(module, name): value for module in ("builtins", "__builtin__") for name, value in table.items()}

@@ -1,0 +1,373 @@
+"""Torch DCP checkpoints: read without running them, resharded; written so that torch's own load takes them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ranks import run_ranks
+from terrazzo.checkpoint import FileSystemWriter, load, save
+from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
+from terrazzo.checkpoint.formats.detect import Format
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsafePickleError,
+)
+
+
+def torch_save(state: dict[str, Any], path: Path, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), **options), no_dist=not dist.is_initialized())
+
+
+def torch_load(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(path), no_dist=not dist.is_initialized())
+
+
+def values(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "w": torch.randn(7, 5, generator=generator),
+            "half": torch.randn(3, generator=generator).bfloat16(),
+            "transposed": torch.randn(4, 6, generator=generator).t(),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0, 4),
+            "eight": torch.randn(3, generator=generator).to(torch.float8_e4m3fn),
+        },
+        "list": [1, torch.ones(2)],
+        "step": 3,
+        "none": None,
+        "betas": (0.9, 0.99),
+        "text": "x",
+        "wide": torch.randn(300, 200, generator=generator),
+    }
+
+
+def blank(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state, memory_format=torch.contiguous_format)
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    return [blank(value) for value in state] if isinstance(state, list) else "replaced"
+
+
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual.float(), expected.float()), where
+    elif isinstance(expected, dict):
+        assert set(actual) == set(expected)
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        for i, pair in enumerate(zip(actual, expected, strict=True)):
+            assert_same(*pair, f"{where}.{i}")
+    else:
+        assert actual == expected and type(actual) is type(expected), where
+
+
+# ------------------------------------------------------------------ one process
+
+
+@pytest.mark.parametrize("serialization", list(SerializationFormat))
+@pytest.mark.parametrize("one_file", [True, False])
+def test_what_torch_wrote_is_loaded(serialization: SerializationFormat, one_file: bool, tmp_path: Path) -> None:
+    expected = values()
+    if serialization is SerializationFormat.SAFETENSORS:
+        del expected["model"]["transposed"]  # safetensors refuses what is not contiguous
+    torch_save(expected, tmp_path, serialization_format=serialization, single_file_per_rank=one_file)
+    state = blank(expected)
+    load(state, checkpoint_id=tmp_path)
+    assert_same(state, expected)
+
+
+def test_what_is_written_torch_loads(tmp_path: Path) -> None:
+    expected = values()
+    save(expected, storage_writer=DCPWriter(tmp_path))
+    assert detect(tmp_path) is Format.DCP
+    for load_it in (torch_load, lambda state, path: load(state, checkpoint_id=path)):
+        state = blank(expected)
+        load_it(state, tmp_path)
+        assert_same(state, expected)
+
+
+def test_torch_rebuilds_the_nested_dict_from_what_is_written(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    save(values(), storage_writer=DCPWriter(tmp_path / "c"))
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "x.pt")
+    assert_same(torch.load(tmp_path / "x.pt", weights_only=False), values())
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    torch_save({"a": torch.randn(1000, 1000), "b": torch.ones(3)}, tmp_path)
+    reader = DCPReader(tmp_path)
+    state = {"b": torch.zeros(3)}
+    load(state, storage_reader=reader)
+    assert torch.equal(state["b"], torch.ones(3)) and reader.bytes_read < 10_000
+
+
+def test_saving_again_replaces_the_checkpoint_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(values(0), storage_writer=DCPWriter(tmp_path))
+    with pytest.raises(CheckpointExistsError):
+        save(values(1), storage_writer=DCPWriter(tmp_path, overwrite=False))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("terrazzo.checkpoint.stores.local.LocalStore.publish", fail)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(values(1), storage_writer=DCPWriter(tmp_path))
+    state = blank(values())
+    torch_load(state, tmp_path)
+    assert_same(state, values(0))
+
+    save(values(2), storage_writer=DCPWriter(tmp_path))
+    state = blank(values())
+    torch_load(state, tmp_path)
+    assert_same(state, values(2))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
+    torch_save({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path)
+    state = {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.int8), "c": torch.zeros(1)}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load(state, checkpoint_id=tmp_path)
+    assert caught.value.missing == ("c",) and len(caught.value.mismatched) == 2
+
+
+# ------------------------------------------------------------------ ranks
+
+LAYOUTS: dict[int, list[tuple[tuple[int, ...], list[Placement]]]] = {
+    1: [((1,), [Replicate()])],
+    2: [((2,), [Shard(0)]), ((2,), [Shard(1)]), ((2,), [Replicate()])],
+    4: [((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Replicate(), Shard(0)])],
+}
+
+
+def state_in(layout: tuple[tuple[int, ...], list[Placement]], fill: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", layout[0])
+    whole = torch.arange(70.0).reshape(10, 7)
+    half = torch.arange(15.0).reshape(3, 5).bfloat16()
+    tensors = {"w": whole, "half": half, "plain": torch.arange(4)}
+    if not fill:
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    return {
+        "w": distribute_tensor(tensors["w"], mesh, layout[1]),
+        "nested": {"half": distribute_tensor(tensors["half"], mesh, layout[1])},
+        "plain": tensors["plain"],
+        "step": 3 if fill else 0,
+    }
+
+
+def check_loaded(state: dict[str, Any]) -> None:
+    assert torch.equal(state["w"].full_tensor(), torch.arange(70.0).reshape(10, 7))
+    assert torch.equal(state["nested"]["half"].full_tensor(), torch.arange(15.0).reshape(3, 5).bfloat16())
+    assert torch.equal(state["plain"], torch.arange(4)) and state["step"] == 3
+
+
+def save_with_torch(path: Path) -> None:
+    for i, layout in enumerate(LAYOUTS[dist.get_world_size()]):
+        torch_save(state_in(layout, fill=True), path / str(i))
+
+
+def save_with_terrazzo(path: Path) -> None:
+    for i, layout in enumerate(LAYOUTS[dist.get_world_size()]):
+        save(state_in(layout, fill=True), storage_writer=DCPWriter(path / str(i)))
+
+
+def load_all(paths: list[Path], with_torch: bool) -> None:
+    for path in paths:
+        for layout in LAYOUTS[dist.get_world_size()]:
+            state = state_in(layout, fill=False)
+            if with_torch:
+                torch_load(state, path)
+            else:
+                load(state, checkpoint_id=path)
+            check_loaded(state)
+            assert isinstance(state["w"], DTensor)
+
+
+def test_torchs_checkpoints_are_loaded_by_other_ranks_in_other_layouts(tmp_path: Path) -> None:
+    for world in LAYOUTS:
+        run_ranks(world, save_with_torch, tmp_path / str(world))
+    saved = [tmp_path / str(world) / str(i) for world in LAYOUTS for i in range(len(LAYOUTS[world]))]
+    for world in LAYOUTS:
+        run_ranks(world, load_all, saved, False)
+
+
+def test_torch_loads_what_other_ranks_wrote_in_other_layouts(tmp_path: Path) -> None:
+    for world in LAYOUTS:
+        run_ranks(world, save_with_terrazzo, tmp_path / str(world))
+    saved = [tmp_path / str(world) / str(i) for world in LAYOUTS for i in range(len(LAYOUTS[world]))]
+    for world in LAYOUTS:
+        run_ranks(world, load_all, saved, True)
+
+
+def save_without_collectives(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "step": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(path), use_collectives=False)
+
+
+def test_a_table_of_contents_per_rank_is_merged(tmp_path: Path) -> None:
+    run_ranks(2, save_without_collectives, tmp_path)
+    assert not (tmp_path / ".metadata").exists() and detect(tmp_path) is Format.DCP
+    state = {"w": torch.zeros(6), "step": 0}
+    load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["w"], torch.arange(6.0)) and state["step"] == 3
+
+
+# ------------------------------------------------------------------ malice and damage
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_malice_in_the_table_of_contents_runs_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    torch_save({"w": torch.zeros(2)}, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = {"w": Runs(tmp_path / "marker")}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafePickleError, match=r"\.metadata.*system"):
+        load({"w": torch.zeros(2)}, checkpoint_id=folder)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_malice_in_a_value_runs_nothing(tmp_path: Path) -> None:
+    torch_save({"x": Runs(tmp_path / "marker"), "w": torch.zeros(2)}, tmp_path / "c")
+    state = {"w": torch.ones(2)}
+    load(state, checkpoint_id=tmp_path / "c")
+    assert not state["w"].any()
+    with pytest.raises(UnsafePickleError, match="x: .*system"):
+        load({"x": 0}, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b"])
+def test_files_outside_of_the_folder_are_not_touched(path: str, tmp_path: Path) -> None:
+    torch_save({"w": torch.zeros(2)}, tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        location.relative_path = path
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorruptError, match="outside of its folder"):
+        load({"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+
+
+def test_damage_names_tensor_and_file(tmp_path: Path) -> None:
+    torch_save({"w": torch.randn(100, 100)}, tmp_path)
+    data = tmp_path / "__0_0.distcp"
+    whole = data.read_bytes()
+    for position in (100, len(whole) // 2, len(whole) - 10_000):
+        damaged = bytearray(whole)
+        damaged[position] ^= 4
+        data.write_bytes(damaged)
+        with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp.*w"):
+            load({"w": torch.zeros(100, 100)}, checkpoint_id=tmp_path)
+    data.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp.*w"):
+        load({"w": torch.zeros(100, 100)}, checkpoint_id=tmp_path)
+    data.unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"__0_0\.distcp"):
+        load({"w": torch.zeros(100, 100)}, checkpoint_id=tmp_path)
+
+
+def test_a_table_of_contents_that_lies_is_found_out(tmp_path: Path) -> None:
+    torch_save({"w": torch.zeros(4, 4), "v": torch.zeros(2), "x": 3}, tmp_path)
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+
+    def lie(change: Any) -> None:
+        metadata = pickle.loads(whole)
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    def swap(metadata: Any) -> None:
+        a, b = (index for index in metadata.storage_data if index.fqn in "wv")
+        storage = metadata.storage_data
+        storage[a], storage[b] = storage[b], storage[a]
+
+    def larger(metadata: Any) -> None:
+        metadata.state_dict_metadata["w"].size = torch.Size([8, 4])
+
+    def without_place(metadata: Any) -> None:
+        metadata.storage_data.clear()
+
+    def negative(metadata: Any) -> None:
+        metadata.state_dict_metadata["w"].size = torch.Size([-4, 4])
+
+    for change, sizes in ((swap, (4, 4)), (larger, (8, 4)), (without_place, (4, 4)), (negative, (4, 4))):
+        lie(change)
+        with pytest.raises(CheckpointError):
+            load({"w": torch.zeros(sizes)}, checkpoint_id=tmp_path)
+    for other in ({"not": "metadata"}, []):
+        path.write_bytes(pickle.dumps(other))
+        with pytest.raises(CheckpointFormatError):
+            load({"w": torch.zeros(4, 4)}, checkpoint_id=tmp_path)
+
+
+def test_stream_extensions_are_refused(tmp_path: Path) -> None:
+    torch_save({"w": torch.zeros(4)}, tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        location.transform_descriptors = ["stream.zstd/1"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match=r"w is stored through .*zstd"):
+        load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+
+
+# ------------------------------------------------------------------ recognising
+
+
+def test_what_lies_at_a_path(tmp_path: Path) -> None:
+    assert detect(tmp_path) is None
+    with pytest.raises(CheckpointNotFoundError):
+        detect(tmp_path / "nothing")
+    (tmp_path / "text").write_text("text")
+    assert detect(tmp_path / "text") is None
+
+    save({"w": torch.zeros(1)}, storage_writer=FileSystemWriter(tmp_path / "native"))
+    torch_save({"w": torch.zeros(1)}, tmp_path / "dcp")
+    for zipped in (True, False):
+        torch.save({"w": torch.zeros(1)}, tmp_path / f"{zipped}.pt", _use_new_zipfile_serialization=zipped)
+        assert detect(tmp_path / f"{zipped}.pt") is Format.TORCH_SAVE
+    assert detect(tmp_path / "native") is Format.NATIVE
+    assert detect(tmp_path / "dcp") is Format.DCP
+
+    tag = tmp_path / "deepspeed" / "global_step3"
+    tag.mkdir(parents=True)
+    (tag / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "deepspeed" / "latest").write_text("global_step3")
+    assert detect(tmp_path / "deepspeed") is detect(tag) is Format.DEEPSPEED
+    (tmp_path / "deepspeed" / "latest").write_text("../elsewhere")
+    assert detect(tmp_path / "deepspeed") is None
