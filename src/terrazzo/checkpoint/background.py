@@ -32,14 +32,16 @@ class SaveFuture(Future[Metadata]):
         self.asked = False
 
     def result(self, timeout: float | None = None) -> Metadata:
-        value = super().result(timeout)
-        self.asked = True
-        return value
+        try:
+            return super().result(timeout)
+        finally:
+            self.asked = self.asked or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self.asked = True
-        return error
+        try:
+            return super().exception(timeout)
+        finally:
+            self.asked = self.asked or self.done()
 
     def settle(self, work: Callable[[], Metadata]) -> None:
         """Do the work, and hold its result or its error."""
@@ -91,9 +93,13 @@ class Background:
         return self._plane
 
     def process(self, place: Place, timeout: timedelta | None) -> ProcessSaver:
-        """The process that saves.  Collective when it has to be started."""
-        if self._process is None:
+        """The process that saves, started if there is none, anew on all ranks if one has died.  Collective."""
+        alive = self._process is not None and self._process.alive
+        if not all(reply == b"alive" for reply in place.exchange(b"alive" if alive else b"")):
+            if self._process is not None:
+                self._process.close()
             self._process = ProcessSaver(place, timeout)
+        assert self._process is not None
         return self._process
 
     def start(self, work: Callable[[], Metadata]) -> SaveFuture:

@@ -1,0 +1,192 @@
+"""Saving in the background: the values are those of the call, one save at a time, errors surface, memory stays flat."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ranks import run_ranks
+from terrazzo.checkpoint import (
+    AsyncCheckpointerType,
+    BlockingAsyncStager,
+    FileSystemWriter,
+    PerRank,
+    async_save,
+    load,
+    save,
+)
+from terrazzo.checkpoint.background import background_of
+from terrazzo.errors import CheckpointError, UnsupportedValueError
+
+KINDS = list(AsyncCheckpointerType)
+LIMIT = timedelta(seconds=30)
+
+
+class SlowWriter(FileSystemWriter):
+    """Takes its time, and knows whether two saves were under way at once."""
+
+    running = 0
+    most = 0
+
+    def write_data(self, plan, planner):
+        SlowWriter.running += 1
+        SlowWriter.most = max(SlowWriter.most, SlowWriter.running)
+        time.sleep(0.1)
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            SlowWriter.running -= 1
+
+
+def test_training_goes_on_and_the_checkpoint_keeps_the_old_values(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(100, 10))
+    scalar = torch.tensor(0.0)
+    lists = {"history": [1, 2]}
+    futures = []
+    for step in range(3):
+        state = {"w": weight, "s": scalar, "l": lists, "t": weight.detach().T, "own": PerRank(torch.full((2,), step))}
+        futures.append(async_save(state, storage_writer=SlowWriter(tmp_path / str(step))))
+        with torch.no_grad():
+            weight += 1
+            scalar += 1
+        lists["history"].append(step)
+    for step, future in enumerate(futures):
+        assert "w" in future.result().state_dict_metadata
+        target = {"w": torch.empty(100, 10), "s": torch.empty(()), "l": {"history": None}, "t": torch.empty(10, 100)}
+        load(target, checkpoint_id=tmp_path / str(step))
+        assert target["w"].eq(step).all() and target["t"].eq(step).all() and target["s"] == step
+        assert target["l"]["history"] == [1, 2, *range(step)]
+    assert SlowWriter.most == 1  # one save in flight at a time
+
+
+def async_rounds(path: str, kind: AsyncCheckpointerType) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
+    futures = []
+    for step in range(3):
+        state = {"w": weight, "rank": PerRank(dist.get_rank()), "step": step}
+        futures.append(async_save(state, checkpoint_id=f"{path}/{step}", async_checkpointer_type=kind, timeout=LIMIT))
+        with torch.no_grad():
+            weight.to_local().add_(1)
+        dist.all_reduce(torch.ones(1))  # training's own collectives go on meanwhile
+    for step, future in enumerate(futures):
+        metadata = future.result(60)
+        assert sorted(metadata.state_dict_metadata) == ["rank@0", "rank@1", "step", "w"]
+        target = {"w": distribute_tensor(torch.full((7, 3), -1.0), mesh, [Shard(1)]), "step": None, "rank": PerRank()}
+        load(target, checkpoint_id=f"{path}/{step}")
+        assert target["w"].to_local().eq(step).all() and target["step"] == step
+        assert target["rank"].value == dist.get_rank()
+    blocked = f"{path}/file"
+    Path(blocked).touch()
+    future = async_save({"w": weight}, checkpoint_id=f"{blocked}/x", async_checkpointer_type=kind, timeout=LIMIT)
+    with pytest.raises(CheckpointError, match=r"rank 0.*\n.*rank 1"):  # one exception, with what happened on each
+        future.result(60)
+    future = async_save({"w": weight}, checkpoint_id=f"{path}/again", async_checkpointer_type=kind, timeout=LIMIT)
+    future.result(60)
+    background_of(None, False).close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_save_in_the_background(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    run_ranks(2, async_rounds, str(tmp_path), kind, timeout=120)
+
+
+def unseen_error(path: str) -> list[str]:
+    Path(path, "file").touch()
+    messages = []
+    future = async_save({"w": torch.zeros(1)}, checkpoint_id=f"{path}/file/x", timeout=LIMIT)
+    if dist.get_rank() == 0:
+        future.exception()  # only one of the ranks looks
+    for attempt in range(2):
+        try:
+            save({"w": torch.zeros(1)}, checkpoint_id=f"{path}/{attempt}", timeout=LIMIT)
+            messages.append("")
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_an_error_that_nobody_asked_for_comes_out_of_the_next_save_on_all_ranks(tmp_path: Path) -> None:
+    for first, second in run_ranks(2, unseen_error, str(tmp_path)):
+        assert "before this one failed" in first and second == ""
+
+
+def test_a_process_that_dies_is_an_error_and_is_replaced(tmp_path: Path) -> None:
+    state = {"w": torch.arange(5.0)}
+    kind = AsyncCheckpointerType.PROCESS
+    async_save(state, checkpoint_id=tmp_path / "a", async_checkpointer_type=kind).result(60)
+    background = background_of(None, False)
+    os.kill(background._process._process.pid, 9)
+    future = async_save(state, checkpoint_id=tmp_path / "b", async_checkpointer_type=kind)
+    with pytest.raises(CheckpointError, match="died"):
+        future.result(60)
+    async_save(state, checkpoint_id=tmp_path / "c", async_checkpointer_type=kind).result(60)
+    target = torch.zeros(5)
+    load({"w": target}, checkpoint_id=tmp_path / "c")
+    assert torch.equal(target, state["w"])
+    background.close()
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_host_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.ones(1 << 20) for i in range(8)}  # 32 MiB
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    sizes = []
+    for _ in range(50):
+        writer = FileSystemWriter(tmp_path, sync_files=False, cache_staged_state_dict=True)
+        async_save(state, storage_writer=writer, async_stager=stager).result()
+        sizes.append(resident())
+    assert max(sizes[5:]) - min(sizes[5:]) < 8 << 20
+    assert threading.active_count() < 50
+
+
+def test_a_stager_reuses_its_memory_and_checks_types() -> None:
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    first = stager.stage({"a": torch.ones(3), "b": [torch.zeros(2, dtype=torch.bfloat16)]})
+    address = first["a"].data_ptr()
+    second = stager.stage({"a": torch.full((3,), 2.0), "b": [torch.ones(2, dtype=torch.bfloat16)]})
+    assert second["a"].data_ptr() == address and second["a"].tolist() == [2, 2, 2]
+    smaller = stager.stage({"a": torch.full((2,), 3.0)})
+    assert smaller["a"].data_ptr() == address and smaller["a"].tolist() == [3, 3]
+    fresh = BlockingAsyncStager()
+    kept = fresh.stage({"a": torch.ones(3)})
+    fresh.stage({"a": torch.zeros(3)})
+    assert kept["a"].tolist() == [1, 1, 1]
+    with pytest.raises(UnsupportedValueError, match=r"x\.0"):
+        BlockingAsyncStager(type_check=True).stage({"x": [object()]})
+
+
+class CountingStager(BlockingAsyncStager):
+    """Records the calls that `async_save` makes."""
+
+    def __init__(self, synchronize: bool) -> None:
+        super().__init__()
+        self.should_synchronize_after_execute = synchronize
+        self.calls: list[str] = []
+
+    def stage(self, state_dict):
+        self.calls.append("stage")
+        return super().stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        self.calls.append("synchronize")
+
+
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_the_calls_that_a_stager_sees(tmp_path: Path, synchronize: bool) -> None:
+    stager = CountingStager(synchronize)
+    async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager=stager).result()
+    assert stager.calls == ["stage", "synchronize"][: 1 + synchronize]
