@@ -14,7 +14,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch import special
 from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -30,6 +33,31 @@ def _local_of(value: Any) -> Any:
     return value._local if isinstance(value, DTensor) else value
 
 
+def _term_dims(layout: Layout) -> tuple[int, ...]:
+    return tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Partial))
+
+
+def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
+    """What autograd found for a local tensor of `layout`, as the DTensor that it is: of a term the gradient of the sum.
+
+    Autograd lets each rank's gradient of a term vary; seen from outside it is one replicated value. It matters to the
+    backward of the backward, where what was done with that value on several ranks is summed.
+    """
+    if layout.dual is not layout:
+        local = first_of(local, axis_of(layout.mesh, _term_dims(layout)))
+    return wrap(local, layout.dual)
+
+
+def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
+    """The reverse: what autograd is to be given for a local tensor of `layout`."""
+    dual = layout.dual
+    if gradient._layout is not dual:
+        gradient = gradient.redistribute(dual.mesh, dual.placements)
+    if dual is layout:
+        return gradient._local
+    return cast(gradient._local, axis_of(layout.mesh, _term_dims(layout)))
+
+
 def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
     """The local root and its gradient: of a sum's term the gradient is that of the sum.
 
@@ -38,9 +66,9 @@ def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
     """
     if not isinstance(output, DTensor):
         return output, gradient
-    local, dual = output._local, output._layout.dual
-    if not sums_only(output._layout):
-        local = redistribute_local(local, output._layout, dual)
+    local, layout = output._local, output._layout
+    if not sums_only(layout):
+        local, layout = redistribute_local(local, layout, layout.dual), layout.dual
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -49,9 +77,7 @@ def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
         if gradient.dim() == 0 and output.dim() == 0:
             return local, gradient
         raise DTensorError(f"the gradient of a DTensor must be a DTensor, got {type(gradient).__name__}")
-    if gradient._layout is not dual:
-        gradient = gradient.redistribute(dual.mesh, dual.placements)
-    return local, gradient._local
+    return local, gradient_for(gradient, layout)
 
 
 @special("backward")
@@ -109,14 +135,28 @@ def _grad(
         allow_unused=allow_unused, materialize_grads=materialize_grads,
     )  # fmt: skip
     return tuple(
-        wrap(g, i._layout.dual) if g is not None and isinstance(i, DTensor) else g
+        gradient_of(g, i._layout) if g is not None and isinstance(i, DTensor) else g
         for g, i in zip(found, ins, strict=True)
     )
 
 
 @special("_has_compatible_shallow_copy_type")
 def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return all(isinstance(a, DTensor) for a in args)
+    """Whether one tensor's data can become another's: asked by `nn.Module.to`, which makes new parameters if not."""
+    first, second = args
+    return (
+        isinstance(first, DTensor)
+        and isinstance(second, DTensor)
+        and bool(torch._has_compatible_shallow_copy_type(first._local, second._local))
+    )
+
+
+@special("_make_dual", "_unpack_dual")
+def forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    raise DTensorError(
+        "DTensors have no forward-mode derivatives (jvp): use backward or torch.autograd.grad, or "
+        "torch.autograd.functional.jvp, which goes through the backward twice"
+    )
 
 
 # ------------------------------------------------------------------ user functions
@@ -182,12 +222,13 @@ def _make_bridge(user: Any) -> type:
         proxy = ctx.proxy = _Context(len(flat))
         proxy.__dict__["_real"] = ctx
         args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
+        ctx.tensor_layouts = [layout for x, layout in zip(flat, layouts, strict=True) if isinstance(x, torch.Tensor)]
         if user.setup_context is not _own_setup_context:
             result = user.forward(*args)
             user.setup_context(proxy, tuple(args), result)
         else:
             result = user.forward(proxy, *args)
-        outs = result if isinstance(result, tuple) else (result,)
+        outs = tuple(_sums(o) for o in (result if isinstance(result, tuple) else (result,)))
         ctx.layouts = layouts
         ctx.out_layouts = [o._layout if isinstance(o, DTensor) else None for o in outs]
         proxy.__dict__["_real"] = None
@@ -196,7 +237,7 @@ def _make_bridge(user: Any) -> type:
 
     def backward(ctx: Any, *grads: Any) -> Any:
         given = [
-            wrap(g, layout.dual) if g is not None and layout is not None else g
+            gradient_of(g, layout) if g is not None and layout is not None else g
             for g, layout in zip(grads, ctx.out_layouts, strict=True)
         ]
         ctx.proxy.__dict__["_real"] = ctx
@@ -211,14 +252,50 @@ def _make_bridge(user: Any) -> type:
         if isinstance(gradient, DTensor):
             if layout is None:
                 raise DTensorError(f"{user.__name__}.backward returned a DTensor for an input that is none")
-            dual = layout.dual
-            return (gradient if gradient._layout is dual else gradient.redistribute(dual.mesh, dual.placements))._local
+            return gradient_for(gradient, layout)
         if isinstance(gradient, torch.Tensor) and layout is not None:
             raise DTensorError(f"{user.__name__}.backward returned a plain tensor for a DTensor input")
         return gradient
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "_terrazzo_bridge": True}
-    return type(user.__name__, (Function,), members)
+    bridge: Any = type(user.__name__, (Function,), members)
+    _hook_with_dtensors(bridge._backward_cls)
+    return bridge
+
+
+def _sums(value: Any) -> Any:
+    """A DTensor without terms of reductions whose gradient is not that of a sum; anything else as it is."""
+    if isinstance(value, DTensor) and not sums_only(value._layout):
+        return value.redistribute(placements=value._layout.dual.placements)
+    return value
+
+
+def _hook_with_dtensors(node: Any) -> None:
+    """Hooks on a bridge's node (a module's backward hooks are such) see DTensors, as the user's function does."""
+
+    def given(grads: Any, layouts: Any) -> tuple[Any, ...]:
+        return tuple(
+            gradient_of(g, layout) if g is not None and layout is not None else g
+            for g, layout in zip(grads, layouts, strict=True)
+        )
+
+    def taken(grads: Any, layouts: Any) -> Any:
+        if grads is None:
+            return None
+        grads = (grads,) if isinstance(grads, torch.Tensor) else grads
+        return tuple(
+            gradient_for(g, layout) if isinstance(g, DTensor) else g for g, layout in zip(grads, layouts, strict=True)
+        )
+
+    def register_hook(self: Any, hook: Any) -> Any:
+        ins, outs = self.tensor_layouts, self.out_layouts
+        return super(node, self).register_hook(lambda gi, go: taken(hook(given(gi, ins), given(go, outs)), ins))
+
+    def register_prehook(self: Any, hook: Any) -> Any:
+        outs = self.out_layouts
+        return super(node, self).register_prehook(lambda go: taken(hook(given(go, outs)), outs))
+
+    node.register_hook, node.register_prehook = register_hook, register_prehook
 
 
 _torch_apply = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
@@ -234,6 +311,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs or getattr(cls, "_terrazzo_bridge", False) or cls.__name__ == "_NoopSaveInputs":
         return _torch_apply(cls, *args, **kwargs)
     report: list[Any] = []
+    args = tuple(_sums(a) for a in args)
     layouts = [a._layout if isinstance(a, DTensor) else None for a in args]
     outs = _torch_apply(_bridge_of(cls), report, layouts, *[_local_of(a) for a in args])
     out_layouts, is_tuple = report[0]
