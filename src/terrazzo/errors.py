@@ -100,6 +100,19 @@ class DivergedRanksError(FSDPError, CommError):
     """Ranks asked for different collectives; the message names each rank and where it was."""
 
 
+class CommPolicyError(DTensorError):
+    """An operation would communicate more than `terrazzo.tensor.policy.communication_policy` allows.
+
+    `kind` is the collective, `bytes` what it would move, and `operation` the one that asked for it, as far as known.
+    """
+
+    def __init__(self, message: str, *, kind: str = "", bytes: int = 0, operation: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.bytes = bytes
+        self.operation = operation
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

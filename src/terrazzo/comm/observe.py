@@ -48,6 +48,9 @@ class Origin(threading.local):
 
 origin = Origin()
 
+era = 0
+"""Advances when `describe` changes, so that nodes which operations share are not shared between origins."""
+
 
 def origin_of_node() -> Any:
     """What a node that is made now keeps about its origin."""

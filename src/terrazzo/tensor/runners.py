@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.comm import observe
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
@@ -29,11 +30,11 @@ def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], m
     """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
     memo = source._memo
     version = local._version
-    if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local:
+    if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
     result = cast_fresh(local, dims, mesh)
     if memo is not COPIED_VIEW:
-        source._memo = (version, dims, local, result)
+        source._memo = (version, dims, local, result, observe.era)
     return result
 
 

@@ -1,0 +1,281 @@
+"""A limit on implicit communication: what operations do on their own so that their operands fit together.
+
+What the program asks for by name is never limited: `redistribute`, `full_tensor`, `from_local`, `distribute_tensor`,
+values (`item`), the layouts that parallel styles declare, and the gradients of all these.
+
+An event is judged when it is about to happen.  In forward the Python stack tells the operation.  In backward the node
+does: it keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with it the policy.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch._C import _current_autograd_node
+
+from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.comm.observe import origin
+from terrazzo.errors import CommPolicyError
+from terrazzo.tensor.names import canonical_name
+
+Action: TypeAlias = Literal["allow", "warn", "error"]
+
+_THREAD_STATE = "terrazzo.tensor.policy"  # torch hands this on from the thread of a backward call to autograd's own
+
+
+class CommPolicyWarning(UserWarning):
+    """An operation communicates more than `communication_policy` likes."""
+
+
+@contextmanager
+def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
+    """Limit what operations on DTensors communicate implicitly.
+
+    A policy covers the operations that this thread calls in the block, the backward of these operations wherever and
+    whenever it runs, and every backward pass that this thread starts in the block.  Other threads are not concerned.
+    Of nested policies the innermost counts alone, so `"allow"` lifts an outer limit for a while.
+
+    The ranks of a collective must be under the same policy, as for all that they do together: then all of them raise.
+
+    Args:
+        action: What to do about a collective of more than `above` bytes: `"allow"` it, `"warn"` with a
+            `CommPolicyWarning` (once for each line in a block), or raise a `CommPolicyError` instead (`"error"`).
+        above: Bytes that one collective may move, counted as in `terrazzo.comm.observe`.
+
+    >>> with communication_policy("error", above=1 << 20):
+    ...     pass  # a training step in which no operation may move more than a megabyte by itself
+    """
+    if action not in ("allow", "warn", "error"):
+        raise ValueError(f"a communication policy is 'allow', 'warn' or 'error', not {action!r}")
+    if not isinstance(above, int) or above < 0:
+        raise ValueError(f"above is a number of bytes, not {above!r}")
+    policy = Policy(action, above)
+    outer, outer_describe = _policy_of_thread(), origin.describe
+    torch._C._stash_obj_in_tls(_THREAD_STATE, policy)
+    origin.describe = policy.cause_of_node
+    observe.era += 1
+    try:
+        yield
+    finally:
+        origin.describe = outer_describe
+        torch._C._stash_obj_in_tls(_THREAD_STATE, outer)
+        observe.era += 1
+
+
+class describing:
+    """A block in which `describe` says why communication happens."""
+
+    __slots__ = ("_describe", "_outer")
+
+    def __init__(self, describe: Callable[[], Any] | None) -> None:
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        self._outer = origin.describe
+        origin.describe = self._describe
+
+    def __exit__(self, *exc: Any) -> None:
+        origin.describe = self._outer
+
+
+def asked_for() -> describing:
+    """A block of communication that the program asks for by name; inside an operation it has no effect."""
+    outer = origin.describe
+    inside = outer is not None and _find_call(sys._getframe(1)) is not None
+    return describing(outer if inside else _describe_asked)
+
+
+def _describe_asked() -> str:
+    return "asked for"
+
+
+# ------------------------------------------------------------------ what is being done
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operation on DTensors: its name, and where the program calls it."""
+
+    operation: str
+    file: str = "<unknown>"
+    line: int = 0
+    modules: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        inside = f" in {' > '.join(self.modules)}" if self.modules else ""
+        return f"{self.operation}, called at {self.file}:{self.line}{inside}" if self.line else self.operation
+
+
+_UNKNOWN_CALL = _Call("an operation called before this policy was in force")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Why a node communicates in its backward."""
+
+    policy: Policy
+    call: _Call
+
+
+class Policy:
+    """One policy in force. Nodes made under it keep it alive, and it is heard as long as it lives."""
+
+    __slots__ = ("__weakref__", "above", "action", "warned")
+
+    def __init__(self, action: Action, above: int) -> None:
+        self.action = action
+        self.above = above
+        self.warned: dict[Any, Any] = {}
+        _listen()
+        weakref.finalize(self, _stop_listening)
+
+    def cause_of_node(self) -> Any:
+        """For a node that is made now."""
+        call = _find_call(sys._getframe(1))
+        if call is not None:
+            return _Cause(self, call)
+        node = _current_autograd_node()  # a gradient of a gradient has the cause of the gradient
+        return None if node is None else getattr(node, "origin", None)
+
+    def judge(self, event: CommEvent, call: _Call, backward: bool) -> None:
+        if self.action == "allow":
+            return
+        moved = event.bytes
+        if event.kind == "exchange" and self.action == "error":
+            moved = _largest(moved, event)
+        if moved <= self.above:
+            return
+        what = f"the backward of {call}" if backward else str(call)
+        message = (
+            f"{event.kind} of {moved} bytes over {event.axis} for {what}, which is more than the {self.above} bytes of "
+            f"communication_policy({self.action!r}, above={self.above}). Bring its operands to placements that fit "
+            "together with x.redistribute(...), which is never limited, or call it under communication_policy('allow')"
+        )
+        if self.action == "error":
+            raise CommPolicyError(message, kind=event.kind, bytes=moved, operation=call.operation)
+        warnings.warn_explicit(message, CommPolicyWarning, call.file, call.line, registry=self.warned)
+
+
+def _largest(nbytes: int, event: CommEvent) -> int:
+    """Ranks see different numbers for an exchange, and must not disagree on whether to raise."""
+    mine = torch.tensor([nbytes], device=event.axis.device_type)
+    _judging.busy = True
+    try:
+        return int(all_reduce(mine, event.axis, "max"))
+    finally:
+        _judging.busy = False
+
+
+# ------------------------------------------------------------------ listening
+
+
+class _Judging(threading.local):
+    busy = False
+
+
+_judging = _Judging()
+_policies_alive = 0
+_alive_lock = threading.RLock()  # reentrant: the garbage collector may end a policy at any point
+
+
+def _listen() -> None:
+    global _policies_alive
+    with _alive_lock:
+        _policies_alive += 1
+        if _policies_alive == 1:
+            add_observer(_observe)
+
+
+def _stop_listening() -> None:
+    global _policies_alive
+    with _alive_lock:
+        _policies_alive -= 1
+        if _policies_alive == 0:
+            remove_observer(_observe)
+
+
+def _policy_of_thread() -> Policy | None:
+    if not torch._C._is_key_in_tls(_THREAD_STATE):
+        return None
+    policy: Policy | None = torch._C._get_obj_in_tls(_THREAD_STATE)
+    return policy
+
+
+def _observe(event: CommEvent) -> None:
+    if _judging.busy or origin.describe is _describe_asked:
+        return
+    call = _find_call(sys._getframe(1))
+    if call is not None:
+        policy = _policy_of_thread()
+        if policy is not None:
+            policy.judge(event, call, backward=False)
+        return
+    node = _current_autograd_node()
+    if node is None or not hasattr(node, "origin"):
+        return  # not an operation on DTensors, but fully_shard, say
+    cause = node.origin
+    if isinstance(cause, _Cause):
+        cause.policy.judge(event, cause.call, backward=True)
+    elif cause is None:
+        policy = _policy_of_thread()
+        if policy is not None:
+            policy.judge(event, _UNKNOWN_CALL, backward=True)
+
+
+# ------------------------------------------------------------------ the stack
+
+_ENTRIES: dict[tuple[str, str], Callable[[FrameType], str]] = {
+    ("terrazzo.tensor.dtensor", "__torch_function__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
+    ("terrazzo.tensor.dtensor", "__torch_dispatch__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
+    ("terrazzo.tensor.clip", "get_total_norm"): lambda frame: "clip_grad_norm",
+}
+"""Where operations on DTensors enter, by module and function, and what they are called."""
+
+_BACKWARD = frozenset(
+    [
+        ("torch.autograd.function", "apply"),
+        ("torch.autograd.graph", "_engine_run_backward"),
+        ("terrazzo.tensor.dtensor", "backward"),
+    ]
+)
+"""Below these frames lies the caller of backward, who is not the one who calls what runs above."""
+
+
+def _find_call(frame: FrameType | None) -> _Call | None:
+    """The outermost operation on DTensors that this thread is carrying out."""
+    operation: str | None = None
+    while frame is not None:
+        at = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        if at in _BACKWARD:
+            break
+        entry = _ENTRIES.get(at)
+        if entry is not None:
+            operation, caller = entry(frame), frame.f_back
+        frame = frame.f_back
+    return None if operation is None else _called_from(operation, caller)
+
+
+def _called_from(operation: str, frame: FrameType | None) -> _Call:
+    file, line, modules = "<unknown>", 0, []
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not line and not name.startswith(("torch.", "terrazzo.")):
+            file, line = frame.f_code.co_filename, frame.f_lineno
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
+            modules.append(type(frame.f_locals["self"]).__name__)
+        frame = frame.f_back
+    return _Call(operation, file, line, tuple(reversed(modules)))
+
+
+__all__ = ["Action", "CommPolicyWarning", "Policy", "asked_for", "communication_policy", "describing"]
