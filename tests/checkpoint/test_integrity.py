@@ -1,0 +1,127 @@
+"""Damage is found: any flipped bit and any truncation, of any file, on load and by `verify`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+
+
+def state(fill: bool) -> dict:
+    kinds = {
+        "large": torch.arange(200_000.0).reshape(400, 500),
+        "small": torch.arange(7, dtype=torch.int16),
+        "half": torch.arange(33).bfloat16(),
+    }
+    tensors = kinds if fill else {name: torch.zeros_like(value) for name, value in kinds.items()}
+    return tensors | {"object": [0.1, "x" * 100] if fill else None, "big": "y" * 9000 if fill else None}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save({"s": state(True)}, checkpoint_id=tmp_path)
+    return tmp_path
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.iterdir())
+
+
+def interesting_positions(file: Path, rng: random.Random) -> list[int]:
+    """Both ends, the header's end, and places all over."""
+    size = file.stat().st_size
+    header = int.from_bytes(file.read_bytes()[:8], "little") + 8 if file.suffix == ".safetensors" else 64
+    chosen = {0, 1, 7, 8, 9, header - 1, header, size - 1, size - 2, *(rng.randrange(size) for _ in range(60))}
+    chosen |= {rng.randrange(min(header, size)) for _ in range(30)}
+    return sorted(position for position in chosen if position < size)
+
+
+def test_every_flipped_bit_is_found(path: Path) -> None:
+    rng = random.Random(5)
+    for file in files_of(path):
+        whole = file.read_bytes()
+        for position in interesting_positions(file, rng):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises((CheckpointCorruptError, CheckpointFormatError)) as caught:
+                load({"s": state(False)}, checkpoint_id=path)
+            assert file.name in str(caught.value) or str(path) in str(caught.value), position
+            found = verify(path)
+            assert found and any(damage.file == file.name for damage in found), position
+        file.write_bytes(whole)
+    assert verify(path) == []
+
+
+def test_every_truncation_is_found(path: Path) -> None:
+    rng = random.Random(6)
+    for file in files_of(path):
+        whole = file.read_bytes()
+        for position in interesting_positions(file, rng):
+            file.write_bytes(whole[:position])
+            with pytest.raises(CheckpointCorruptError):
+                load({"s": state(False)}, checkpoint_id=path)
+            assert verify(path), position
+        file.write_bytes(whole + b"\0")
+        assert verify(path)
+        file.write_bytes(whole)
+
+
+def test_the_report_names_the_tensor_and_the_bytes(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    whole = bytearray(file.read_bytes())
+    position = whole.index(torch.tensor([100_000.0, 100_001.0]).numpy().tobytes())
+    whole[position] ^= 1
+    file.write_bytes(whole)
+    (damage,) = verify(path)
+    assert damage.name == "s.large" and damage.file == file.name
+    assert damage.start is not None and damage.stop is not None and damage.start <= position < damage.stop
+    with pytest.raises(CheckpointCorruptError, match="s.large"):
+        load({"s": {"large": torch.zeros(400, 500)}}, checkpoint_id=path)
+    load({"s": {"small": torch.zeros(7, dtype=torch.int16)}}, checkpoint_id=path)  # what is whole still loads
+    target = torch.zeros(400, 500)
+    load({"s": {"large": target}}, storage_reader=FileSystemReader(path, verify=False))
+    assert (target != state(True)["large"]).sum() == 1
+
+
+def test_a_slice_is_checked_too(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    whole = bytearray(file.read_bytes())
+    position = whole.index(torch.tensor([100_000.0, 100_001.0]).numpy().tobytes())
+    whole[position] ^= 1
+    file.write_bytes(whole)
+    tensor = Checkpoint(path)["s.large"]
+    with pytest.raises(CheckpointCorruptError, match="s.large"):
+        tensor[200:201]
+    assert torch.equal(tensor[399], state(True)["large"][399])
+
+
+def test_missing_files_and_unknown_versions(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(CheckpointNotFoundError, match=file.name):
+        load({"s": state(False)}, checkpoint_id=path)
+    assert verify(path)
+    file.write_bytes(content)
+    manifest = path / "manifest.terrazzo"
+    data = bytearray(manifest.read_bytes())
+    data[8] = 2
+    import xxhash
+
+    data[56:64] = xxhash.xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
+    manifest.write_bytes(data)
+    for attempt in (lambda: load({"s": state(False)}, checkpoint_id=path), lambda: verify(path)):
+        with pytest.raises(CheckpointFormatError, match="version 2"):
+            attempt()
+
+
+def test_only_our_format_can_be_verified(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="checksums"):
+        verify(tmp_path / "x.pt")

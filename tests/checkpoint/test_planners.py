@@ -1,0 +1,374 @@
+"""The planners that PyTorch documents, as written there with the import changed; and somebody else's storage."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.futures import Future
+
+from ranks import run_ranks
+from terrazzo.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    Metadata,
+    SavePlan,
+    StorageMeta,
+    StorageReader,
+    StorageWriter,
+    WriteItemType,
+    WriteResult,
+    load,
+    save,
+)
+from terrazzo.checkpoint.default_planner import _flatten_sharded_tensors, flatten_state_dict
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.planner import LoadItemType
+from terrazzo.errors import CheckpointError
+
+# ------------------------------------------------------------------ the documented examples
+
+
+class RenameOnSave(DefaultSavePlanner):
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: Optional[StorageMeta],  # noqa: UP045
+        is_coordinator: bool,
+    ) -> None:
+        # prefix all keys with `foo_``
+        super().set_up_planner({"foo_" + k: v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+
+
+class RenameOnSaveOld(DefaultSavePlanner):
+    def set_up_planner(self, state_dict, is_coordinator):
+        # prefix all keys with `foo_``
+        super().set_up_planner({"foo_" + k: v for k, v in state_dict.items()}, is_coordinator)
+
+
+class RenameOnLoad(DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata,
+        is_coordinator: bool,
+    ) -> None:
+        self.original_state_dict = state_dict
+        state_dict = {"foo_" + k: v for k, v in state_dict.items()}
+
+        if self.flatten_sharded_tensors:
+            state_dict = _flatten_sharded_tensors(state_dict)
+
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def load_bytes(self, read_item, value):
+        # Remove the "foo_" prefix
+        self.original_state_dict[read_item.dest_index.fqn[4:]] = torch.load(value, weights_only=False)
+
+
+class FP16Planner(DefaultSavePlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        for p in plan:
+            if p.tensor_data is not None:
+                p.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item):
+        item = super().resolve_data(write_item)
+        return item if write_item.type == WriteItemType.BYTE_IO else item.to(torch.float16)
+
+
+class DDPLoadBalancingPlanner(DefaultSavePlanner):
+    # This uses the default local plan behavior of having all non-sharded writes in rank 0
+    # This sample doesn't handle ShardedTensors
+    def create_global_plan(self, all_plans):
+        iters = [iter(all_plans[0].items)] * len(all_plans)
+        items_per_rank = [
+            [item for item in items if item is not None] for items in zip(*zip_longest(*iters), strict=True)
+        ]
+        all_plans = [replace(plan, items=items) for plan, items in zip(all_plans, items_per_rank, strict=True)]
+        return super().create_global_plan(all_plans)
+
+
+class SaveExtraDataPlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, planner_data="per-rank-data")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        global_plan, metadata = super().create_global_plan(all_plans)
+        merged_data = [p.planner_data for p in global_plan]
+        metadata = replace(metadata, planner_data=merged_data)
+        return global_plan, metadata
+
+
+class MetaModelMaterialize(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item):
+        tensor = super().resolve_tensor(read_item)
+        return torch.empty_like(tensor, device="cpu")
+
+    def commit_tensor(self, read_item, tensor):
+        self.state_dict[read_item.dest_index.fqn] = tensor
+
+
+def plain_state() -> dict:
+    return {f"w{i}": torch.arange(4.0 + i) for i in range(5)} | {"step": 3}
+
+
+@pytest.mark.parametrize("planner", [RenameOnSave, RenameOnSaveOld])
+def test_rename(tmp_path: Path, planner: type) -> None:
+    metadata = save(plain_state(), checkpoint_id=tmp_path, planner=planner())
+    assert all(name.startswith("foo_") for name in metadata.state_dict_metadata)
+    target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in plain_state().items()}
+    load(target, checkpoint_id=tmp_path, planner=RenameOnLoad())
+    assert torch.equal(target["w4"], torch.arange(8.0)) and target["step"] == 3
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    state = plain_state()
+    metadata = save(state, checkpoint_id=tmp_path, planner=FP16Planner())
+    assert metadata.state_dict_metadata["w0"].properties.dtype == torch.float16
+    assert state["w0"].dtype == torch.float32
+    target = {"w0": torch.zeros(4), "step": 0}
+    load(target, checkpoint_id=tmp_path)
+    assert target["w0"].tolist() == [0, 1, 2, 3] and target["step"] == 3
+
+
+def test_a_planner_that_breaks_its_promise_is_told(tmp_path: Path) -> None:
+    class OnlyHalf(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            item = super().resolve_data(write_item)
+            return item if write_item.type == WriteItemType.BYTE_IO else item.to(torch.float16)
+
+    with pytest.raises(CheckpointError, match=r"'w0'.*float32.*float16"):
+        save(plain_state(), checkpoint_id=tmp_path, planner=OnlyHalf())
+
+
+def test_meta_tensors_materialise(tmp_path: Path) -> None:
+    save(plain_state(), checkpoint_id=tmp_path)
+    nested = {"w0": torch.empty(4, device="meta"), "w1": torch.empty(5, device="meta")}
+    with pytest.raises(CheckpointError, match="meta"):
+        load(dict(nested), checkpoint_id=tmp_path)
+    load(nested, checkpoint_id=tmp_path, planner=MetaModelMaterialize())
+    assert nested["w1"].tolist() == [0, 1, 2, 3, 4]
+
+
+def save_balanced(path: str) -> None:
+    save(plain_state(), checkpoint_id=path + "/ddp", planner=DDPLoadBalancingPlanner())
+    metadata = save(plain_state(), checkpoint_id=path + "/extra", planner=SaveExtraDataPlanner())
+    assert metadata.planner_data == ["per-rank-data"] * 2
+
+
+def test_global_steps(tmp_path: Path) -> None:
+    run_ranks(2, save_balanced, str(tmp_path))
+    for name in ("ddp", "extra"):
+        target = {f"w{i}": torch.zeros(4 + i) for i in range(5)} | {"step": None}
+        load(target, checkpoint_id=tmp_path / name)
+        assert target["step"] == 3 and torch.equal(target["w4"], torch.arange(8.0))
+        assert len(list((tmp_path / name).glob("*.safetensors"))) == 2
+    assert FileSystemReader(tmp_path / "extra").read_metadata().planner_data == ["per-rank-data"] * 2
+
+
+# ------------------------------------------------------------------ plan caching
+
+
+class Counting(DefaultSavePlanner):
+    """Has a global step of its own, and counts it."""
+
+    steps = 0
+
+    def create_global_plan(self, all_plans):
+        self.steps += 1
+        return super().create_global_plan(all_plans)
+
+
+def cached_rounds(path: str) -> list[int]:
+    planner = Counting(enable_plan_caching=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    steps = []
+    for number, (dtype, size) in enumerate([(torch.float32, 6)] * 3 + [(torch.float64, 6)] * 2 + [(torch.float64, 9)]):
+        whole = torch.arange(float(size), dtype=dtype) + number
+        state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": number}
+        save(state, checkpoint_id=f"{path}/{number}", planner=planner)
+        steps.append(planner.steps)
+        target = {"w": torch.zeros(size, dtype=dtype), "n": None}
+        load(target, checkpoint_id=f"{path}/{number}")
+        assert torch.equal(target["w"], whole) and target["n"] == number
+        if number == 1 and dist.get_rank() == 1:
+            planner = Counting(enable_plan_caching=True)  # a rank that has forgotten sends its plan again
+    return steps
+
+
+def test_a_cached_plan_depends_on_all_that_the_plan_does(tmp_path: Path) -> None:
+    """Global steps at the first save, when a rank comes with a new planner, for a new dtype and for a new shape."""
+    assert run_ranks(2, cached_rounds, str(tmp_path))[0] == [1, 1, 2, 3, 3, 4]
+
+
+# ------------------------------------------------------------------ somebody else's storage
+
+CALLS: list[str] = []
+MEMORY: dict[str, Any] = {}
+
+
+class DictWriter(StorageWriter):
+    """Keeps checkpoints in a dict (and, so that ranks share them, in pickle files): each value under its index."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def reset(self, checkpoint_id=None):
+        CALLS.append("reset")
+
+    def set_up_storage_writer(self, is_coordinator):
+        CALLS.append("set_up_storage_writer")
+        self.is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan):
+        CALLS.append("prepare_local_plan")
+        return replace(plan, storage_data="local")
+
+    def prepare_global_plan(self, plans):
+        CALLS.append("prepare_global_plan")
+        return [replace(plan, storage_data=f"part{i}") for i, plan in enumerate(plans)]
+
+    def write_data(self, plan, planner):
+        CALLS.append("write_data")
+        part, results = {}, []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                part[item.index] = data.getvalue()
+            else:
+                part[item.index] = data.detach().clone()
+                assert item.tensor_storage_size() == data.nbytes
+            results.append(WriteResult(item.index, 1, plan.storage_data))
+        torch.save(part, Path(self.folder, plan.storage_data))
+        future: Future = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata, results):
+        CALLS.append("finish")
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        Path(self.folder, "meta").write_bytes(pickle.dumps(metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+    def storage_meta(self):
+        return StorageMeta(modules=["dict"])
+
+
+class DictReader(StorageReader):
+    """Reads what a `DictWriter` wrote."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def reset(self, checkpoint_id=None):
+        CALLS.append("reset")
+
+    def read_metadata(self):
+        CALLS.append("read_metadata")
+        return pickle.loads(Path(self.folder, "meta").read_bytes())
+
+    def set_up_storage_reader(self, metadata, is_coordinator):
+        CALLS.append("set_up_storage_reader")
+        self.where = metadata.storage_data
+
+    def prepare_local_plan(self, plan):
+        CALLS.append("prepare_local_plan")
+        return plan
+
+    def prepare_global_plan(self, plans):
+        CALLS.append("prepare_global_plan")
+        return plans
+
+    def read_data(self, plan, planner):
+        CALLS.append("read_data")
+        for item in plan.items:
+            part = torch.load(Path(self.folder, self.where[item.storage_index]), weights_only=False)
+            stored = part[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(stored))
+            else:
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    stored = stored.narrow(dim, start, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(stored)
+                planner.commit_tensor(item, target)
+        future: Future = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+
+def use_foreign_storage(path: str) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(21.0).reshape(7, 3)
+    state = {
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "nested": {"plain": torch.ones(3), "value": (1, "two")},
+    }
+    CALLS.clear()
+    metadata = save(state, storage_writer=DictWriter(path))
+    assert sorted(metadata.state_dict_metadata) == ["nested.plain", "nested.value", "replicated", "sharded"]
+    saving = list(CALLS)
+    CALLS.clear()
+    target = {
+        "sharded": distribute_tensor(torch.zeros(7, 3), mesh, [Shard(1)]),
+        "replicated": torch.zeros(7, 3),
+        "nested": {"plain": torch.zeros(3), "value": None},
+    }
+    load(target, storage_reader=DictReader(path))
+    assert torch.equal(target["sharded"].full_tensor(), whole) and torch.equal(target["replicated"], whole)
+    assert target["nested"]["value"] == (1, "two") and target["nested"]["plain"].eq(1).all()
+    return [saving, list(CALLS)]
+
+
+def test_a_storage_of_ones_own_sees_the_documented_calls(tmp_path: Path) -> None:
+    coordinator, other = run_ranks(2, use_foreign_storage, str(tmp_path))
+    before = ["reset", "set_up_storage_writer", "prepare_local_plan"]
+    assert coordinator[0] == [*before, "prepare_global_plan", "write_data", "finish"]
+    assert other[0] == [*before, "write_data"]
+    before = ["reset", "read_metadata", "set_up_storage_reader", "prepare_local_plan"]
+    assert coordinator[1] == [*before, "prepare_global_plan", "read_data"]
+    assert other[1] == [*before, "read_data"]
+
+
+class Broken(DictWriter):
+    def write_data(self, plan, planner):
+        raise OSError("the tape is full")
+
+
+def fail_in_foreign_storage(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        save(plain_state(), storage_writer=(Broken if dist.get_rank() == 1 else DictWriter)(path))
+    return str(caught.value)
+
+
+def test_errors_of_a_storage_of_ones_own_reach_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_in_foreign_storage, str(tmp_path))
+    assert first == second and "rank 1" in first and "the tape is full" in first
+    assert not (tmp_path / "meta").exists()
