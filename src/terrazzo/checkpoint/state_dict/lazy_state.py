@@ -52,6 +52,19 @@ def initial_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, group: 
     return dict(double.state[stand_in])
 
 
+def complete_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()`, with the entries of parameters that were never stepped."""
+    by_index = optimizer.state_dict()
+    state = dict(by_index["state"])
+    index = 0
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not state.get(index) and (initial := initial_state(optimizer, param, group)):
+                state[index] = initial
+            index += 1
+    return {**by_index, "state": state}
+
+
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """L-BFGS and its like: their state is the history of a search, there is none before the first step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")

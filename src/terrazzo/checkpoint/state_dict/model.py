@@ -186,7 +186,7 @@ def _materialised(name: str, value: torch.Tensor, target: torch.Tensor) -> torch
     """A real tensor of the layout of the meta tensor `target`, holding `value` and sharing memory with nothing."""
     if not is_distributed(target):
         whole = laid_out_like(value, target, name)
-        return whole.to(target.dtype, copy=True)  # type: ignore[no-any-return]  # a tensor in, a tensor out
+        return whole.to(target.dtype, copy=True)
     device = target.device_mesh.device_type  # type: ignore[attr-defined]  # duck-typed
     result = torch.empty_like(target, device=device)
     if is_distributed(value):

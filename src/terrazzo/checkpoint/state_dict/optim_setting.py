@@ -1,0 +1,227 @@
+"""Loading a name-keyed state dict into optimizers: what belongs where, what is missing, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
+from terrazzo.checkpoint.state_dict.flat_optim import GROUPS, PARAMS, POSITIONAL, STATE, unflatten
+from terrazzo.checkpoint.state_dict.lazy_state import initial_state
+from terrazzo.checkpoint.state_dict.names import Names
+from terrazzo.checkpoint.state_dict.options import StateDictOptions
+from terrazzo.checkpoint.state_dict.tensors import is_distributed, laid_out_like, write_full
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
+
+
+class Setter:
+    """One `set_optimizer_state_dict`: gathers every fault first, then loads."""
+
+    def __init__(self, names: Names, optimizers: tuple[torch.optim.Optimizer, ...], options: StateDictOptions) -> None:
+        self._optimizers = optimizers
+        self._options = options
+        self._params = names.aliases()
+        self._aliases: dict[int, list[str]] = {}
+        for name, tensor in self._params.items():
+            self._aliases.setdefault(id(tensor), []).append(name)
+        self._faults: list[str] = []
+        self._taken: set[int] = set()
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        if self._options.broadcast_from_rank0:
+            # Each rank keeps of every tensor the part that its own parameter of that name has.
+            given = broadcast_state(dict(given), self._own_part)
+        nested = self._nested(given)
+        loads = [(optimizer, self._for_optimizer(optimizer, nested)) for optimizer in self._optimizers]
+        if self._options.strict:
+            known = {name for aliases in self._aliases.values() for name in aliases}
+            listed = set(nested[STATE]).union(*(group[PARAMS] for group in nested[GROUPS]))
+            self._faults += [f"{name}: unexpected, the model has no such parameter" for name in sorted(listed - known)]
+        if self._faults:
+            raise CheckpointMismatchError(
+                "the optimizer state dict does not fit:\n  "
+                + "\n  ".join(self._faults)
+                + "\nStateDictOptions(strict=False) loads what is there"
+            )
+        for optimizer, (state, groups) in loads:
+            _install(optimizer, state, groups)
+
+    # -------------------------------------------------------------- finding what belongs where
+
+    def _nested(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if STATE in given and GROUPS in given:
+            nested = {STATE: dict(given[STATE]), GROUPS: list(given[GROUPS])}
+        else:
+            current = {
+                name: optimizer.state[param]
+                for optimizer in self._optimizers
+                for name, param in self._params.items()
+                if param in optimizer.state
+            }
+            every = [name for aliases in self._aliases.values() for name in aliases]
+            nested = unflatten(given, every, current)
+        if any(isinstance(key, int) for key in (*nested[STATE], *(p for g in nested[GROUPS] for p in g[PARAMS]))):
+            raise CheckpointError(
+                "the optimizer state dict numbers its parameters; it must name them, as get_optimizer_state_dict does"
+            )
+        return nested
+
+    def _for_optimizer(
+        self, optimizer: torch.optim.Optimizer, nested: Mapping[str, Any]
+    ) -> tuple[dict[int, dict[Any, Any]], list[dict[str, Any]]]:
+        """State by parameter index and new groups, for one optimizer."""
+        source_of = {name: group for group in nested[GROUPS] for name in group[PARAMS]}
+        empty_sources = [group for group in nested[GROUPS] if not group[PARAMS]]
+        state: dict[int, dict[Any, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        index = 0
+        for group in optimizer.param_groups:
+            found = [self._find(param, source_of) for param in group[PARAMS]]
+            sources = {name: source_of[name] for name in found if name in source_of}
+            if not group[PARAMS] and len(empty_sources) == 1:
+                sources = {"a group without parameters": empty_sources[0]}
+            merged = self._merge_group(group, sources)
+            groups.append({**merged, PARAMS: list(range(index, index + len(found)))})
+            for param, name in zip(group[PARAMS], found, strict=True):
+                if name not in source_of and self._options.strict:
+                    self._faults.append(f"{name}: missing from {GROUPS}")
+                entries = self._entries(optimizer, param, merged, name, nested[STATE])
+                if entries:
+                    state[index] = entries
+                index += 1
+        return state, groups
+
+    def _find(self, param: torch.Tensor, listed: Mapping[str, Any]) -> str:
+        """The name under which the dict has `param`, which may have several; else its first."""
+        aliases = self._aliases.get(id(param))
+        if aliases is None:
+            raise CheckpointError(
+                f"an optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model"
+            )
+        return next((alias for alias in aliases if alias in listed), aliases[0])
+
+    def _merge_group(self, group: dict[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The live group with its hyperparameters replaced by those saved for its parameters, which must agree."""
+        merged = dict(group)
+        seen: dict[str, tuple[str, Any]] = {}
+        for name, source in sources.items():
+            for key, value in source.items():
+                if key in POSITIONAL:
+                    continue
+                first, agreed = seen.setdefault(key, (name, value))
+                if agreed is not value and not _same(agreed, value):
+                    self._faults.append(
+                        f"{first} and {name} are in one parameter group, but were saved with {key} {agreed!r} "
+                        f"and {value!r}"
+                    )
+        merged.update({key: _as_kind_of(group.get(key), value) for key, (_, value) in seen.items()})
+        return merged
+
+    def _entries(
+        self,
+        optimizer: torch.optim.Optimizer,
+        param: torch.Tensor,
+        group: dict[str, Any],
+        name: str,
+        saved: Mapping[str, Mapping[Any, Any]],
+    ) -> dict[Any, Any]:
+        """The state to install for one parameter: what was saved, laid out like what the optimizer uses."""
+        current: Mapping[Any, Any] = optimizer.state.get(param) or {}
+        given = saved.get(name)
+        if given is None:
+            given = next((saved[alias] for alias in self._aliases[id(param)] if alias in saved), {})
+        expected = current
+        if not current or set(current) - set(given):
+            expected = initial_state(optimizer, param, group)
+        absent = [key for key in expected if key not in given]
+        if absent and self._options.strict:
+            what = "all of its state" if len(absent) == len(expected) else ", ".join(map(str, absent))
+            self._faults.append(f"{name}: {what} is missing from {STATE}")
+        if not given:
+            return dict(current)
+        entries = {key: current.get(key, expected[key]) for key in absent}
+        for key, value in given.items():
+            like = current.get(key, expected.get(key))
+            entries[key] = self._fitted(f"{STATE}.{name}.{key}", value, like, param)
+        return entries
+
+    def _fitted(self, where: str, value: Any, like: Any, param: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(like, torch.Tensor):
+            like = param
+        elif like.shape != value.shape and like.dim() > 0:
+            self._faults.append(f"{where}: shape {tuple(value.shape)} given, {tuple(like.shape)} in the optimizer")
+            return value
+        return self._unshared(laid_out_like(value, like, where))
+
+    def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """FSDP1 gives all parameters of one module the same `step` tensor; an optimizer would count in it for each."""
+        if id(tensor) in self._taken:
+            return tensor.clone()
+        self._taken.add(id(tensor))
+        return tensor
+
+    # -------------------------------------------------------------- broadcasting
+
+    def _own_part(self, path: tuple[Any, ...], whole: torch.Tensor) -> Any:
+        """This rank's part of a broadcast tensor, as a distributed tensor like its parameter where that is one."""
+        name = self._parameter_in(path)
+        param = self._params.get(name) if name is not None else None
+        if param is None and name is not None:
+            return None  # another rank's parameter
+        if param is None or not is_distributed(param) or param.shape != whole.shape:
+            return whole
+        part = torch.empty_like(param, dtype=whole.dtype, requires_grad=False)
+        write_full(part, whole, ".".join(map(str, path)))
+        return part
+
+    def _parameter_in(self, path: tuple[Any, ...]) -> str | None:
+        """The parameter that a path is about; None for a hyperparameter that is a tensor."""
+        if path[0] == STATE:
+            return str(path[1])
+        if path[0] == GROUPS:
+            return None
+        section, _, rest = str(path[0]).partition(".")
+        if section == GROUPS:
+            return None
+        return max((name for name in self._params if rest.startswith(f"{name}.")), key=len, default=rest)
+
+
+def _install(optimizer: torch.optim.Optimizer, state: dict[int, dict[Any, Any]], groups: list[dict[str, Any]]) -> None:
+    """`optimizer.load_state_dict`, without its cast of every floating tensor to the parameter's dtype.
+
+    That cast would lose the float32 moments that an optimizer keeps for bfloat16 parameters.
+    """
+    optimizer.load_state_dict({STATE: state, GROUPS: groups})
+    params = [param for group in optimizer.param_groups for param in group[PARAMS]]
+    for index, entries in state.items():
+        installed = optimizer.state[params[index]]
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and key in installed and installed[key].dtype != value.dtype:
+                installed[key] = value.to(installed[key].device)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+    return bool(_plain(a) == _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_kind_of(live: Any, value: Any) -> Any:
+    """A saved hyperparameter as the kind of thing that the live group has: a tensor, a tuple."""
+    if isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
+        return torch.as_tensor(value, dtype=live.dtype, device=live.device)
+    if isinstance(live, torch.Tensor):
+        return value.detach().to(live.device, copy=True)
+    if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+        return value.item()
+    if isinstance(live, tuple) and isinstance(value, list):
+        return tuple(value)
+    return value
