@@ -20,7 +20,6 @@ from terrazzo.layout.transition import (
     Slice,
     ToPartial,
 )
-
 from tests.layout.test_layout import Mesh
 
 Coord = tuple[int, ...]

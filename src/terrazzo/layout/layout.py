@@ -74,7 +74,8 @@ class Layout:
         placements, shape = tuple(placements), tuple(shape)
         natural = tuple(range(len(placements)))
         order = natural if order is None else _canonical_order(tuple(order), placements, natural)
-        key = (mesh, placements, shape, order)
+        # A layout keeps its mesh alive, so the id stays the mesh's own for as long as the entry is there.
+        key = (id(mesh), placements, shape, order)
         found = _pool.get(key)
         if found is None:
             checked = _checked(mesh, placements, shape)

@@ -11,23 +11,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.mesh import canonical_mesh
+from terrazzo.comm.observe import origin
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.dtensor import DTensor, pending, wrap
+from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import redistribute_local, run_step, start_step
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """`mesh`, or that of the enclosing `with mesh:`."""
-    if mesh is not None:
-        return mesh
-    try:
-        found: DeviceMesh = _mesh_resources.get_current_mesh()
-    except RuntimeError:
-        raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
-    return found
+    if mesh is None:
+        try:
+            mesh = _mesh_resources.get_current_mesh()
+        except RuntimeError:
+            raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
+    return canonical_mesh(mesh)
 
 
 def from_local(
@@ -135,8 +137,19 @@ def redistribute(
     order: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> DTensor:
+    with asked_for():
+        return _redistribute(tensor, mesh, placements, order, async_op)
+
+
+def _redistribute(
+    tensor: DTensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    order: Sequence[int] | None,
+    async_op: bool,
+) -> DTensor:
     src = tensor._layout
-    if mesh is not None and mesh != src.mesh:
+    if mesh is not None and (mesh := canonical_mesh(mesh)) is not src.mesh:
         from terrazzo.tensor.cross_mesh import redistribute_across
 
         placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
@@ -158,11 +171,12 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
     lock = threading.Lock()
     done: list[torch.Tensor] = []
     grad_mode = torch.is_grad_enabled()
+    describe = origin.describe
 
     def resolve() -> torch.Tensor:
         with lock:
             if not done:
-                with torch.set_grad_enabled(grad_mode):
+                with torch.set_grad_enabled(grad_mode), describing(describe):
                     done.append(finish())
             return done[0]
 
@@ -209,6 +223,7 @@ def rebuild(
     local: torch.Tensor, layout: Layout, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
 ) -> DTensor:
     """Undo `DTensor.__reduce_ex__`."""
+    layout = Layout.of(canonical_mesh(layout.mesh), layout.placements, layout.shape, layout.order)
     result = wrap(local.requires_grad_(requires_grad), layout)
     result.__dict__.update(state)
     if is_parameter:

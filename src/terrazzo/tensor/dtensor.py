@@ -405,6 +405,10 @@ class DTensor(torch.Tensor):
                 return w
         except AttributeError:  # the slot is only set once a gradient was asked for
             pass
+        if g.requires_grad and self._layout.dual is not self._layout:
+            from terrazzo.tensor.autograd import wrap_grad
+
+            return wrap_grad(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
         return w
 
