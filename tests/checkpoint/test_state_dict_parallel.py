@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import terrazzo.tensor
 from ranks import run_ranks
+from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -452,3 +454,87 @@ def check_stages() -> Any:
 
 def test_pipeline_stages_merge_flattened_state() -> None:
     run_ranks(2, check_stages)
+
+
+# ------------------------------------------------------------------ terrazzo's own distributed tensors
+
+
+def own_tensors(seed: int, dim: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    for module in model:
+        for name, param in list(module.named_parameters(recurse=False)):
+            placements = [terrazzo.tensor.Shard(dim if param.dim() > 1 else 0)]
+            sharded = terrazzo.tensor.distribute_tensor(param.detach(), mesh, placements)
+            module.register_parameter(name, nn.Parameter(sharded))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train_own(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(2):
+        x = torch.randn(8, 4, generator=generator)
+        loss = model(terrazzo.tensor.distribute_tensor(x, mesh, [terrazzo.tensor.Replicate()])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.full_tensor().item())
+    return losses
+
+
+def check_own_tensors() -> None:
+    model, optimizer = own_tensors(0, 0)
+    first = train_own(model, optimizer, seed=1)
+    sharded = copy.deepcopy(get_state_dict(model, optimizer))
+    whole = copy.deepcopy(get_state_dict(model, optimizer, options=FULL))
+    assert isinstance(sharded[0]["0.weight"], terrazzo.tensor.DTensor) and type(whole[0]["0.weight"]) is torch.Tensor
+    expected = train_own(model, optimizer, seed=2)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for states, options in ((sharded, StateDictOptions()), (whole, FULL), (whole, broadcast)):
+        for dim in (0, 1):
+            resumed = own_tensors(5, dim)
+            weights, state = copy.deepcopy(states) if dist.get_rank() == 0 or options is not broadcast else ({}, {})
+            set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=state, options=options)
+            assert train_own(*resumed, seed=2) == pytest.approx(expected, rel=1e-5)
+    fresh = own_tensors(0, 1)
+    get_state_dict(*fresh)
+    assert train_own(*fresh, seed=1) == pytest.approx(first, rel=1e-5)
+
+
+def test_terrazzos_own_distributed_tensors() -> None:
+    for world in (2, 4):
+        run_ranks(world, check_own_tensors)
+
+
+# ------------------------------------------------------------------ through checkpoints
+
+
+def save_after_two_steps(parallelism: Any, path: str) -> None:
+    model, optimizer = build(parallelism, adamw)
+    train(model, optimizer, parallelism, steps=2, seed=1)
+    weights, state = get_state_dict(model, optimizer)
+    save({"model": weights, "optim": state}, checkpoint_id=path)
+
+
+def load_and_go_on(parallelism: Any, path: str) -> list[float]:
+    model, optimizer = build(parallelism, adamw, seed=3)
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optim": state}
+    load(loaded, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    return train(model, optimizer, parallelism, steps=2, seed=2)
+
+
+def test_what_one_parallelism_saves_another_loads(tmp_path: Any) -> None:
+    """Sharded state goes through a checkpoint, before the loader's first step, and training goes on the same."""
+    cases = [(1, plain), (2, ddp), (2, fsdp1), (2, fsdp2), (4, fsdp2_and_tensor_parallel), (4, hybrid_fsdp2)]
+    for world, parallelism in cases:
+        run_ranks(world, save_after_two_steps, parallelism, str(tmp_path / parallelism.__name__))
+    (expected,) = run_ranks(1, load_and_go_on, plain, str(tmp_path / "plain"))
+    for world, parallelism in cases:
+        for source in ("plain", "fsdp1", "fsdp2", "fsdp2_and_tensor_parallel"):
+            for losses in run_ranks(world, load_and_go_on, parallelism, str(tmp_path / source)):
+                assert losses == pytest.approx(expected, rel=1e-4), (source, parallelism)

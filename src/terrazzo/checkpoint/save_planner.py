@@ -123,7 +123,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         self._holdings, self._parts = {}, {}
-        viewer = Viewer()
+        viewer = Viewer(self.ranks)
         group_rank = {rank: position for position, rank in enumerate(self.ranks)}
         items: list[WriteItem] = []
         mappings = {}

@@ -8,7 +8,7 @@ chunk, so that one of them can write it without asking; if not, ranks compare no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,16 @@ def is_sharded(value: Any) -> bool:
 
 
 class Viewer:
-    """Makes views, and remembers what is the same for all tensors of one mesh and placements."""
+    """Makes views, and remembers what is the same for all tensors of one mesh and placements.
 
-    def __init__(self) -> None:
-        self._holders: dict[tuple[int, tuple[Any, ...]], tuple[int, ...]] = {}
+    A mesh tells who holds a chunk among its own ranks only.  Where `ranks`, those that save together, are more, others may
+    hold the same chunks on meshes of their own (FSDP along one dim of a larger mesh, say), so holders are unknown.
+    """
+
+    def __init__(self, ranks: Collection[int] = ()) -> None:
+        self._ranks = frozenset(ranks)
+        self._holders: dict[tuple[int, tuple[Any, ...]], tuple[int, ...] | None] = {}
+        self._boxes: dict[tuple[Any, ...], Box] = {}
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`."""
@@ -50,14 +56,23 @@ class Viewer:
             return self._view_shards(name, value, interop.local_shards(value), interop.own_rank())
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
-            holders = getattr(value, "holders", None)
+            holders, key = getattr(value, "holders", None), None
         else:
-            holders = self._holders_of(name, mesh, tuple(value.placements))
+            placements = tuple(value.placements)
+            holders = self._holders_of(name, mesh, placements)
+            # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+            key = (type(value), id(mesh), placements, value.size())
+            box = self._boxes.get(key)
+            if box is not None:
+                with torch.no_grad():
+                    return self._view_shards(name, value, [(box, value.to_local())], holders)
         chunks = [] if holders == () else value.__create_chunk_list__()
         with torch.no_grad():
             if len(chunks) == 1:
-                chunk = chunks[0]
-                shards = [(Box(tuple(chunk.offsets), tuple(chunk.sizes)), value.to_local())]
+                box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+                if key is not None:
+                    self._boxes[key] = box
+                shards = [(box, value.to_local())]
             else:
                 shards = [
                     (
@@ -88,18 +103,20 @@ class Viewer:
                 chunks.append((box, local.detach()))
         return ShardView(value.size(), value.dtype, tuple(chunks), holders)
 
-    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...] | None:
         key = (id(mesh), placements)
-        holders = self._holders.get(key)
-        if holders is None:
+        if key not in self._holders:
             if any(placement.is_partial() for placement in placements):
                 raise UnsupportedValueError(
                     f"{name!r} has placements {placements}: partial values are not the tensor's values; "
                     f"redistribute it to Replicate or Shard before saving"
                 )
             coordinate = mesh.get_coordinate()
+            holders: tuple[int, ...] | None
             if coordinate is None:
                 holders = ()
+            elif not self._ranks <= set(mesh.mesh.reshape(-1).tolist()):
+                holders = None
             else:
                 index = tuple(
                     slice(None) if placement.is_replicate() else position
@@ -107,7 +124,7 @@ class Viewer:
                 )
                 holders = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
             self._holders[key] = holders
-        return holders
+        return self._holders[key]
 
 
 def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -> ShardView:

@@ -7,11 +7,11 @@ terrazzo's are treated alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from terrazzo.checkpoint.sharded import Viewer
 from terrazzo.errors import CheckpointMismatchError
 
 
@@ -75,12 +75,8 @@ def write_full(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
     if not is_distributed(target):
         target.copy_(whole)
         return
-    for index, chunk in enumerate(target.__create_chunk_list__()):  # type: ignore[attr-defined]  # duck-typed
-        box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        shard = target.__get_tensor_shard__(  # type: ignore[attr-defined]  # duck-typed
-            SimpleNamespace(fqn=name, offset=torch.Size(chunk.offsets), index=index)
-        )
-        shard.copy_(whole[box])
+    for box, part in Viewer().view(name, target).chunks:
+        part.copy_(whole[box.slices()])
 
 
 @torch.no_grad()
