@@ -1,0 +1,119 @@
+"""The meshes that a group shards on: which ranks cut, which replicate, and how tensor-parallel meshes join in."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terrazzo.comm.axis import Axis, axis_of, axis_over
+from terrazzo.errors import FSDPError
+from terrazzo.layout import Layout, Placement, Replicate, Shard
+
+_REPLICATE = Replicate()
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """The mesh of a `fully_shard` call: 1-D shards, 2-D replicates on its first dim and shards on its second."""
+
+    mesh: DeviceMesh
+    shard: Axis
+    replicate: Axis | None
+    device: torch.device
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None) -> DataMesh:
+        mesh = _default_mesh() if mesh is None else mesh
+        if mesh.ndim not in (1, 2):
+            raise FSDPError(
+                f"fully_shard takes a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and shards "
+                f"on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the submesh of the "
+                "data-parallel dims, as in mesh['dp']"
+            )
+        if mesh.get_coordinate() is None:
+            raise FSDPError(f"rank {dist.get_rank()} is not part of the mesh {mesh} that fully_shard was given")
+        device = torch.device(mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        replicate = axis_of(mesh, 0) if mesh.ndim == 2 else None
+        return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, device)
+
+    @property
+    def size(self) -> int:
+        """How many ranks work on different data."""
+        return self.shard.size * (1 if self.replicate is None else self.replicate.size)
+
+    def layout(self, shape: tuple[int, ...], dim: int, within: Layout | None) -> Layout:
+        """Of a parameter that this mesh cuts along `dim`, after the tensor-parallel layout `within` has cut it."""
+        own: tuple[Placement, ...] = (Shard(dim),) if self.replicate is None else (_REPLICATE, Shard(dim))
+        if within is None:
+            return Layout.of(self.mesh, own, shape)
+        joint = joint_mesh(self.mesh, within.mesh)
+        dims = len(own)
+        order = (*(m + dims for m in within.order), *range(dims))
+        return Layout.of(joint, (*own, *within.placements), shape, order)
+
+
+@dataclass(frozen=True, eq=False)
+class InnerMesh:
+    """Part of the shard axis, on which parameters stay sharded between forward and backward."""
+
+    mesh: DeviceMesh
+    axis: Axis
+
+    @staticmethod
+    def of(data: DataMesh, size: int) -> InnerMesh:
+        """Consecutive ranks of the shard axis, `size` at a time."""
+        n = data.shard.size
+        if not 1 < size < n or n % size:
+            raise FSDPError(
+                f"reshard_after_forward={size} has to divide the {n} ranks that shard, and be neither 1 nor {n}; "
+                "use False or True for those"
+            )
+        start = data.shard.index // size * size
+        ranks = data.shard.ranks[start : start + size]
+        grid = torch.tensor(data.shard.ranks).view(-1, size)
+        # Its own process group is all that is needed of it, and only these ranks make that.
+        mesh = DeviceMesh(data.mesh.device_type, grid, _init_backend=False)
+        return InnerMesh(mesh, axis_over(ranks, data.mesh.device_type))
+
+    def layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        return Layout.of(self.mesh, (_REPLICATE, Shard(dim)), shape)
+
+
+def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dims of both, which have to be parts of one mesh."""
+    root = data._get_root_mesh()
+    names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
+    if inner._get_root_mesh() != root or names is None or inner_names is None or set(names) & set(inner_names):
+        raise FSDPError(
+            f"a parameter is a DTensor on {inner}, and fully_shard was given {data}: to shard it further, both have to be "
+            "different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
+            "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, mesh=mesh['dp'])"
+        )
+    return root[(*names, *inner_names)]
+
+
+_default: tuple[Any, DeviceMesh] | None = None
+
+
+def _default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one and its backend is there. One object, so that groups share it."""
+    global _default
+    if not dist.is_initialized():
+        raise FSDPError(
+            "fully_shard needs a mesh or an initialised process group: call torch.distributed.init_process_group"
+        )
+    group = distributed_c10d._get_default_group()
+    if _default is None or _default[0]() is not group:
+        kind = next((device.type for device in group._device_types if device.type != "cpu"), "cpu")
+        if kind != "cpu" and not torch.get_device_module(kind).is_available():
+            kind = "cpu"
+        _default = (weakref.ref(group), init_device_mesh(kind, (dist.get_world_size(),)))
+    return _default[1]

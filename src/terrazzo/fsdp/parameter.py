@@ -1,0 +1,185 @@
+"""One parameter of a group: where it is registered, and its two faces.
+
+Outside forward and backward modules hold the *sharded* face, a DTensor that optimizers and state dicts see.  Inside they
+hold the *whole* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the module;
+only which of them is registered changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo.fsdp.meshes import DataMesh
+from terrazzo.layout import Layout, Shard
+from terrazzo.tensor import DTensor
+from terrazzo.tensor.dtensor import wrap
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+_REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
+
+
+class Slot:
+    """A place where a parameter is registered."""
+
+    __slots__ = ("direct", "module", "name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        # Some modules (RNNs) keep lists of their parameters up to date in __setattr__.
+        self.direct = type(module).__setattr__ is nn.Module.__setattr__
+
+
+class ShardedParameter:
+    """A parameter that `fully_shard` manages."""
+
+    __slots__ = (
+        "dim",
+        "layout",
+        "name",
+        "requires_grad",
+        "sharded",
+        "shape",
+        "slots",
+        "whole",
+        "whole_local",
+        "within",
+    )
+
+    def __init__(self, name: str, parameter: nn.Parameter, slots: list[Slot], dim: int, mesh: DataMesh) -> None:
+        self.name = name
+        self.slots = slots
+        self.dim = dim
+        self.within: Layout | None = parameter._layout if isinstance(parameter, DTensor) else None
+        local = parameter._local if isinstance(parameter, DTensor) else parameter
+        self.shape = tuple(local.shape)  # of what forward sees on this rank
+        self.layout = mesh.layout(tuple(parameter.shape), dim, self.within)
+        self.requires_grad = parameter.requires_grad
+        self.sharded: Any = None
+        self.whole: Any = None
+        self.whole_local: Tensor = local
+
+    def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
+        """The sharded face, around `local`."""
+        self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
+
+    def make_whole(self, local: Tensor, attributes: dict[str, Any]) -> None:
+        """The whole face, around `local`, with a version counter of its own: gathering again is no modification."""
+        if self.within is not None:
+            self.whole = as_parameter(local.data, self.within, self.requires_grad, attributes)
+            self.whole_local = self.whole._local
+        else:
+            self.whole = nn.Parameter(local.data, self.requires_grad)
+            self.whole.__dict__.update(attributes)
+            self.whole_local = self.whole
+
+    def set_requires_grad(self, value: bool) -> None:
+        self.requires_grad = value
+        self.whole_local.requires_grad_(value)
+
+
+def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    """A DTensor that is an `nn.Parameter`, around exactly this local tensor."""
+    result = wrap(local.detach().requires_grad_(requires_grad), layout)
+    result.__dict__.update(attributes)
+    result._is_param = True
+    return result
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What users hung on a parameter, which its faces keep."""
+    return {name: value for name, value in parameter.__dict__.items() if name not in ("_is_param", _REPLACED)}
+
+
+def mark_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Remember on the original that it no longer is what the module computes with."""
+    parameter.__dict__[_REPLACED] = name
+
+
+def replaced_name(parameter: Any) -> str | None:
+    """The name of a parameter that `fully_shard` replaced, None for any other."""
+    found: str | None = parameter.__dict__.get(_REPLACED)
+    return found
+
+
+def collect(
+    modules: Iterable[nn.Module], taken: Callable[[nn.Module], bool], ignored: set[nn.Parameter]
+) -> list[tuple[str, nn.Parameter, list[Slot]]]:
+    """The parameters of `modules` with every place where they are registered, but for those of inner groups.
+
+    `taken` tells modules that are sharded by a call of their own.
+    """
+    found: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if module in seen or taken(module):
+            return
+        seen.add(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                found.setdefault(parameter, (prefix + name, []))[1].append(Slot(module, name))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.")
+
+    several = list(modules)
+    for i, module in enumerate(several):
+        visit(module, f"{i}." if len(several) > 1 else "")
+    return [(name, parameter, slots) for parameter, (name, slots) in found.items()]
+
+
+def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn | None) -> int:
+    """Along which dim the parameter is cut, after checking that it can be."""
+    before = replaced_name(parameter)
+    if before is not None:
+        raise FSDPError(
+            f"parameter {name!r} is shared with {before!r}, which another fully_shard call has sharded already; parameters "
+            "that are shared between modules belong to one group: fully_shard([module_a, module_b])"
+        )
+    if type(parameter.data).__module__.startswith("torch.distributed"):
+        raise FSDPError(
+            f"parameter {name!r} is a {type(parameter.data).__name__} of torch.distributed; make it a DTensor of "
+            "terrazzo.tensor (terrazzo.tensor.parallel.parallelize_module, distribute_tensor)"
+        )
+    if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
+        raise FSDPError(f"parameter {name!r} is placed {list(parameter.placements)}: redistribute its terms first")
+    if parameter.ndim == 0:
+        raise FSDPError(f"parameter {name!r} is a scalar, which cannot be cut: give it the shape (1,), or ignore it")
+    if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise FSDPError(f"parameter {name!r} of {parameter.dtype} cannot have a gradient")
+    placement = placement_fn(parameter) if placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise FSDPValueError(
+            f"shard_placement_fn returned {placement!r} for {name!r}; it has to return a Shard or None"
+        )
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise FSDPValueError(
+            f"shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(parameter.shape)}"
+        )
+    return dim
+
+
+def is_on_meta(tensors: Iterable[Tensor]) -> bool:
+    return any(t.device.type == "meta" for t in tensors)
+
+
+__all__ = [
+    "ShardPlacementFn",
+    "ShardedParameter",
+    "Slot",
+    "as_parameter",
+    "attributes_of",
+    "collect",
+    "is_on_meta",
+    "mark_replaced",
+    "replaced_name",
+    "shard_dim",
+]

@@ -1,0 +1,181 @@
+"""When things happen: one schedule per root module decides the order of gathers, frees and reductions.
+
+    forward of a group    gather it, unless that was begun before; afterwards free it, if it is to be resharded
+    backward reaches it   end the reduction of the group before, gather it, begin to gather the one that comes next
+    backward leaves it    free it, begin to reduce its gradients
+    backward ends         whatever is left: groups whose backward nobody saw end, reductions under way
+
+On an accelerator gathers run on a stream of their own and a reduction overlaps with the next group's backward.  On CPU
+a reduction ends before the next group is made whole, so that no more than two whole groups and one reduce buffer exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+
+from terrazzo.errors import CommError
+from terrazzo.fsdp.streams import GatherStream
+from terrazzo.fsdp.watch import Watch
+
+if TYPE_CHECKING:
+    from terrazzo.fsdp.trace import Trace
+    from terrazzo.fsdp.unit import Unit
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward; then a forward is the recomputation of a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Schedule:
+    """What the units of one root share."""
+
+    def __init__(self, units: list[Unit], device: torch.device) -> None:
+        self.units = units
+        self.device = device
+        self.stream = None if device.type == "cpu" else GatherStream(device)
+        self.forward_root: Unit | None = None
+        self.last_forward: Unit | None = None  # whose forward ended last, and so whose backward comes first
+        self.backward_running = False
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.trace: Trace | None = None
+        self.watch = Watch(next((u.group.settings.mesh for u in units if u.group is not None), None))
+        self._reductions: list[tuple[Unit, list[Callable[[], None]]]] = []
+
+    # ------------------------------------------------------------------ beginnings and ends
+
+    def begin_forward(self, root: Unit) -> None:
+        """Once per forward of the outermost unit: notice what happened to parameters since the last."""
+        self.forward_root = root
+        if in_backward():
+            return
+        if self.backward_running:
+            self._recover()
+        for unit in self.units:
+            group = unit.group
+            if group is not None:
+                if group.is_stale:
+                    group.reshard()
+                group.adopt()
+        if self.stream is not None:
+            if self.post_optim_event is not None:
+                self.stream.wait_for(self.post_optim_event)
+                self.post_optim_event = None
+            else:
+                self.stream.wait_for_current()
+
+    def end_forward(self) -> None:
+        """The outermost forward has ended."""
+        self.forward_root = None
+        for unit in self.units:
+            if unit.modules_to_run:
+                unit.end_pass()
+
+    def begin_backward(self) -> None:
+        """Once per backward."""
+        if not self.backward_running:
+            self.backward_running = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        for unit in reversed(self.units):
+            unit.finish_backward()
+        self.backward_running = False
+        if self.is_last_backward:
+            self.end_reductions()
+            for unit in self.units:
+                for reducer in unit.reducers:
+                    reducer.settle()
+            self.last_forward = None
+        self.watch.end_step()
+
+    def _recover(self) -> None:
+        """The last backward raised: nothing of it is of use."""
+        self.backward_running = False
+        self.last_forward = None
+        self._reductions.clear()
+        for unit in self.units:
+            unit.abandon()
+
+    # ------------------------------------------------------------------ gathers
+
+    def start_unshard(self, unit: Unit, why: str = "unshard") -> None:
+        """Begin to make a unit's parameters whole, if they are not."""
+        group = unit.group
+        if group is None or group.is_gathering or group.state is group.state.WHOLE:
+            return
+        self.watch.note(unit, "unshard")
+        began = perf_counter() if self.trace is not None else 0.0
+        if self.stream is None:
+            group.start_unshard()
+        else:
+            unit.gather_event = self.stream.start(group.start_unshard)
+        if self.trace is not None:
+            self.trace.add(why, unit.name, group.gather_bytes, began)
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """Have a unit's parameters whole and registered."""
+        group = unit.group
+        if group is None or not group.is_gathering:
+            return
+        began = perf_counter() if self.trace is not None else 0.0
+        try:
+            if self.stream is None:
+                group.finish_unshard()
+            else:
+                self.stream.finish(unit.gather_event, group.finish_unshard)
+        except CommError as error:
+            raise self.watch.explain(error) from error
+        if self.trace is not None:
+            self.trace.add("wait", unit.name, 0, began)
+
+    def reshard(self, unit: Unit, *, inner: bool = False) -> None:
+        """Free a unit's whole parameters, keeping this rank's part over the smaller mesh if `inner`."""
+        group = unit.group
+        if group is None or group.state is group.state.SHARDED:
+            return
+        began = perf_counter() if self.trace is not None else 0.0
+        if inner:
+            group.reshard_inner()
+        else:
+            group.reshard()
+        if self.trace is not None:
+            self.trace.add("reshard", unit.name, 0, began)
+
+    # ------------------------------------------------------------------ reductions
+
+    def start_reduction(self, unit: Unit) -> None:
+        """Begin to reduce a unit's gradients; one other reduction at most is still under way then."""
+        began = perf_counter() if self.trace is not None else 0.0
+        self.end_reductions()
+        ends = [end for reducer in unit.reducers if (end := reducer.start()) is not None]
+        if ends:
+            self.watch.note(unit, "reduce")
+            self._reductions.append((unit, ends))
+        if self.trace is not None:
+            self.trace.add("reduce", unit.name, sum(r.reduce_bytes for r in unit.reducers), began)
+
+    def end_reductions(self) -> None:
+        """Wait for the reductions under way, and hand their gradients over."""
+        while self._reductions:
+            unit, ends = self._reductions.pop(0)
+            began = perf_counter() if self.trace is not None else 0.0
+            try:
+                for end in ends:
+                    end()
+            except CommError as error:
+                raise self.watch.explain(error) from error
+            if self.trace is not None:
+                self.trace.add("gradients", unit.name, 0, began)
+
+    def make_room(self) -> None:
+        """Before a group becomes whole in backward: on CPU let the last reduction end first."""
+        if self.stream is None and self._reductions:
+            self.end_reductions()

@@ -1,0 +1,107 @@
+"""A trace of what `fully_shard` does in a step, readable as text and by trace viewers.
+
+with terrazzo.fsdp.trace(model) as steps:
+    train_step(model)
+print(steps)
+steps.save("step.json")     # open in chrome://tracing or Perfetto
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import torch.distributed as dist
+from torch import nn
+
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.schedule import in_backward
+from terrazzo.fsdp.unit import unit_of
+
+
+class TraceEvent(msgspec.Struct, frozen=True):
+    """Something that was done for a group.
+
+    `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied to
+    its place), reshard, reduce (a reduction begins), gradients (it ended, and gradients were handed over).
+    """
+
+    kind: str
+    group: str
+    bytes: int  # that a rank sends, on average
+    begin: float  # seconds since the trace began
+    end: float
+    in_backward: bool
+
+
+class Trace:
+    """Events in the order in which they began on this rank's host."""
+
+    def __init__(self) -> None:
+        self.events: list[TraceEvent] = []
+        self._zero = perf_counter()
+
+    def add(self, kind: str, group: str, nbytes: int, began: float) -> None:
+        """Called when it has been done."""
+        now = perf_counter() - self._zero
+        self.events.append(TraceEvent(kind, group, nbytes, began - self._zero, now, in_backward()))
+
+    @property
+    def bytes(self) -> int:
+        """What a rank sent, on average."""
+        return sum(event.bytes for event in self.events)
+
+    def __str__(self) -> str:
+        width = max((len(event.group) for event in self.events), default=5)
+        lines = [f"{'ms':>9}  {'took':>8}  {'':8}  {'what':9}  {'group':{width}}  {'bytes':>13}"]
+        for e in self.events:
+            phase = "backward" if e.in_backward else "forward"
+            size = f"{e.bytes:,}" if e.bytes else ""
+            lines.append(
+                f"{e.begin * 1e3:9.3f}  {(e.end - e.begin) * 1e3:8.3f}  {phase:8}  {e.kind:9}  {e.group:{width}}  {size:>13}"
+            )
+        return "\n".join(lines)
+
+    def chrome(self) -> bytes:
+        """The trace in the format of trace viewers: one row per kind, one process per rank."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        events = [
+            {
+                "name": f"{event.kind} {event.group}",
+                "cat": "backward" if event.in_backward else "forward",
+                "ph": "X",
+                "ts": event.begin * 1e6,
+                "dur": (event.end - event.begin) * 1e6,
+                "pid": rank,
+                "tid": event.kind,
+                "args": {"bytes": event.bytes},
+            }
+            for event in self.events
+        ]
+        return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `chrome()` to a file."""
+        Path(path).write_bytes(self.chrome())
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Trace]:
+    """Record what `fully_shard` does for `model` while the context lasts.
+
+    Args:
+        model: The root module, or any module of it that `fully_shard` was called on.
+    """
+    unit = unit_of(model)
+    if unit is None:
+        raise FSDPError(f"{type(model).__name__} was not sharded: trace takes a module that fully_shard was called on")
+    schedule = unit.ensure_schedule()
+    before, schedule.trace = schedule.trace, Trace()
+    try:
+        yield schedule.trace
+    finally:
+        schedule.trace = before
