@@ -6,10 +6,15 @@ together. When the default process group is replaced, meshes of the old one have
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.errors import CommError
+
+MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
+"""A mesh as plain data: device type, nested lists of ranks, names of the dims."""
 
 _known: dict[DeviceMesh, DeviceMesh] = {}
 _default_group: Any = None
@@ -17,9 +22,30 @@ _default_group: Any = None
 
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh seen that equals `mesh` and whose process groups live."""
+    _forget_dead()
+    return _known.setdefault(mesh, mesh)
+
+
+def _forget_dead() -> None:
     global _default_group
     default = distributed_c10d._get_default_group() if distributed_c10d.is_initialized() else None
     if default is not _default_group:
         _known.clear()
         _default_group = default
-    return _known.setdefault(mesh, mesh)
+
+
+def mesh_as_data(mesh: DeviceMesh) -> MeshAsData:
+    """What identifies `mesh` in any process; a pickled mesh would not equal a live one, for its hash is salted."""
+    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
+
+
+def mesh_from_data(data: MeshAsData) -> DeviceMesh:
+    """The mesh known here that `data` describes, or a new one, which all its ranks make together."""
+    if not distributed_c10d.is_initialized():
+        raise CommError("a device mesh needs a process group: call torch.distributed.init_process_group first")
+    _forget_dead()
+    device_type, ranks, names = data
+    for mesh in _known:
+        if mesh_as_data(mesh) == (device_type, ranks, names):
+            return mesh
+    return canonical_mesh(DeviceMesh(device_type, ranks, mesh_dim_names=names))

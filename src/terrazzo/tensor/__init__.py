@@ -7,7 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.layout import Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
-from terrazzo.tensor import autograd, clip, foreach, indexing, random_ops  # noqa: F401  (they register what they handle)
+from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
+    autograd,
+    clip,
+    foreach,
+    indexing,
+    pickling,
+    random_ops,
+)
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 

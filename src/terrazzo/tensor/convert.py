@@ -219,16 +219,4 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
 
 
-def rebuild(
-    local: torch.Tensor, layout: Layout, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
-) -> DTensor:
-    """Undo `DTensor.__reduce_ex__`."""
-    layout = Layout.of(canonical_mesh(layout.mesh), layout.placements, layout.shape, layout.order)
-    result = wrap(local.requires_grad_(requires_grad), layout)
-    result.__dict__.update(state)
-    if is_parameter:
-        result._is_param = True
-    return result
-
-
-__all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "rebuild", "redistribute", "to_local"]
+__all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]

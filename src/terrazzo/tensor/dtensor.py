@@ -406,9 +406,9 @@ class DTensor(torch.Tensor):
         except AttributeError:  # the slot is only set once a gradient was asked for
             pass
         if g.requires_grad and self._layout.dual is not self._layout:
-            from terrazzo.tensor.autograd import wrap_grad
+            from terrazzo.tensor.autograd import gradient_of
 
-            return wrap_grad(g, self._layout)
+            return gradient_of(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
         return w
 
@@ -483,16 +483,13 @@ class DTensor(torch.Tensor):
         _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        dual = self._layout.dual
+        from terrazzo.tensor.autograd import gradient_for, gradient_of
+
+        layout = self._layout
 
         def on_local(grad: torch.Tensor) -> torch.Tensor | None:
-            result = hook(wrap(grad, dual))
-            if result is None:
-                return None
-            if result._layout is not dual:
-                result = result.redistribute(dual.mesh, dual.placements)
-            local: torch.Tensor = result._local
-            return local
+            result = hook(gradient_of(grad, layout))
+            return None if result is None else gradient_for(result, layout)
 
         return self._local.register_hook(on_local)
 
@@ -550,19 +547,9 @@ class DTensor(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from terrazzo.tensor.convert import rebuild
+        from terrazzo.tensor.pickling import reduce
 
-        state = {k: v for k, v in self.__dict__.items() if k != "_is_param"}
-        return (
-            rebuild,
-            (
-                self._local.detach(),
-                self._layout,
-                self._local.requires_grad,
-                bool(self.__dict__.get("_is_param")),
-                state,
-            ),
-        )
+        return reduce(self)
 
     # ------------------------------------------------------------------ what has no meaning on one rank's part
 
