@@ -73,7 +73,7 @@ class RandomStateError(DTensorError):
     """The random generators of the ranks are not in step."""
 
 
-class MixedTensorError(DTensorError, TypeError):
+class MixedTensorError(DTensorError):
     """Plain tensors and DTensors met in one operation."""
 
 

@@ -57,6 +57,11 @@ def _differentiates(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
+def _writable(result: Tensor) -> Tensor:
+    # Autograd forbids in-place writes to an output that is a view, and how a result was put together is our affair.
+    return result.detach() if result._is_view() else result
+
+
 def _apply_of(function: type[Function]) -> Callable[..., Any]:
     # Function.apply looks for a setup_context and for functorch's transforms each time, a microsecond that these do not
     # need: they have no such context, and _differentiates refuses the transforms.
@@ -84,7 +89,7 @@ class _AllReduce(Function):
         ctx.origin = observe.origin_of_node()
         ctx.axis = axis
         ctx.op = op
-        return collectives.all_reduce(x, axis, op) if pending is None else pending.wait()
+        return _writable(collectives.all_reduce(x, axis, op) if pending is None else pending.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +131,7 @@ class _GatherReplicate(Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
         ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
-        return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
+        return _writable(collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +183,7 @@ class _GatherVarying(Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
         ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
-        return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
+        return _writable(collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,7 +196,7 @@ class _ReduceScatter(Function):
         ctx.origin = observe.origin_of_node()
         ctx.args = (axis, dim, sizes)
         ctx.op = op
-        return collectives.reduce_scatter(x, axis, dim, sizes, op) if pending is None else pending.wait()
+        return _writable(collectives.reduce_scatter(x, axis, dim, sizes, op) if pending is None else pending.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -252,7 +257,7 @@ class _AllToAll(Function):
         ctx.origin = observe.origin_of_node()
         ctx.back = (axis, concat_dim, concat_sizes, split_dim, split_sizes)
         args = (split_dim, split_sizes, concat_dim, concat_sizes)
-        return collectives.all_to_all(x, axis, *args) if pending is None else pending.wait()
+        return _writable(collectives.all_to_all(x, axis, *args) if pending is None else pending.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -290,7 +295,7 @@ class _Exchange(Function):
     ) -> Tensor:
         ctx.origin = observe.origin_of_node()
         ctx.back = (axis, receive, send, x.shape)
-        return _exchange_boxes(x, axis, send, receive, shape, pending)
+        return _writable(_exchange_boxes(x, axis, send, receive, shape, pending))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

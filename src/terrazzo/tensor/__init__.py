@@ -10,6 +10,7 @@ from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     autograd,
     clip,
+    compare,
     foreach,
     indexing,
     pickling,

@@ -16,13 +16,13 @@ import torch
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.aten import run_composite
-from terrazzo.tensor.dtensor import DTensor, Unkeyable, key_of, per_thread, plans, set_wrapper_data, wrap
+from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Unkeyable, key_of, per_thread, plans, set_wrapper_data, wrap
 from terrazzo.tensor.fallback import replicate_and_run
 from terrazzo.tensor.inplace import run_in_place
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
-from terrazzo.tensor.runners import first_run, view_runner
+from terrazzo.tensor.runners import first_run, mark_copied, view_runner
 from terrazzo.tensor.spec import Call, Operand
 
 PLAN_LIMIT = 16384
@@ -102,7 +102,7 @@ def call_without_plan(
     python_body = isinstance(func, types.FunctionType)
     if inplace or (python_body and kwargs.get("inplace")):
         if python_body:
-            return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+            return _run_body(func, types_, args, kwargs)
         return run_in_place(call, args, loc, kw, kwargs, key, remember)
     spec = apply_rule(call)
     if spec is not None:
@@ -112,6 +112,8 @@ def call_without_plan(
             _key_by_value(func)
             key = None
         result, run = first_run(name, plan, func, args, loc, kw, dict(kwargs))
+        if spec.is_view and isinstance(args[0], DTensor) and args[0]._memo is COPIED_VIEW:
+            mark_copied(result)
         remember(key, view_runner(plan, run) if spec.is_view else run)
         return result
     decomposition = DECOMPOSITIONS.get(name)
@@ -120,10 +122,24 @@ def call_without_plan(
         if result is not NotImplemented:
             return result
     if python_body:
-        return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+        return _run_body(func, types_, args, kwargs)
     if name in COMPOSITES:
         return run_composite(func, args, kwargs)
     return replicate_and_run(name, func, args, kwargs)
+
+
+def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the body of a function of PyTorch's written in Python.
+
+    The caller's own plain tensors were refused before; those that the body makes (masks, offsets, random vectors) are the
+    same on every rank.
+    """
+    before = per_thread.implicit_replication
+    per_thread.implicit_replication = True
+    try:
+        return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+    finally:
+        per_thread.implicit_replication = before
 
 
 def _key_by_value(func: Any) -> None:

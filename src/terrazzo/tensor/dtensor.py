@@ -626,6 +626,16 @@ def _no_raw_access(what: str) -> NoReturn:
     )
 
 
+def _guarded_to_dlpack(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, DTensor):
+        _no_raw_access("DLPack export")
+    return _to_dlpack(tensor)
+
+
+# The C function sees only the wrapper, and would export a null pointer.
+_to_dlpack = torch.utils.dlpack.to_dlpack
+torch.utils.dlpack.to_dlpack = _guarded_to_dlpack
+
 for _name in (
     *("dtype", "device", "is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf"),
     *("itemsize", "_version", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr", "retains_grad", "output_nr", "grad_fn"),

@@ -1,0 +1,551 @@
+"""The class: conversions, autograd's surface, writes, indices, scalars, copies, errors. Each against one device."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    init_device_mesh,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from terrazzo.tensor import dtensor as internals
+
+R, P = Replicate(), Partial()
+
+
+def line():
+    return init_device_mesh("cpu", (4,))
+
+
+def square():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+
+def everywhere(shape):
+    """(mesh, placements) that hold a tensor of this shape in all kinds of ways."""
+    for mesh, kinds in ((line(), [[R], [Shard(0)]]), (square(), [[Shard(0), R], [Shard(0), Shard(0)]])):
+        for placements in kinds:
+            yield mesh, placements
+        if len(shape) > 1:
+            yield mesh, [Shard(1)] * mesh.ndim if mesh.ndim == 1 else [Shard(1), Shard(0)]
+
+
+def equal(x: DTensor, expected: torch.Tensor) -> None:
+    assert isinstance(x, DTensor)
+    assert x.shape == expected.shape and x.dtype == expected.dtype
+    torch.testing.assert_close(x.full_tensor().detach(), expected.detach())
+
+
+# ------------------------------------------------------------------ conversions
+
+
+def conversions() -> None:
+    mesh, rank = line(), dist.get_rank()
+    whole = torch.randn(5, 6)
+    for mesh_, placements in everywhere(whole.shape):
+        x = distribute_tensor(whole, mesh_, placements)
+        assert x.placements == tuple(placements) and x.device_mesh == mesh_
+        assert torch.equal(x.to_local(), whole[x._layout.box().slices()])
+        assert torch.equal(x.full_tensor(), whole)
+        equal(DTensor.from_local(x.to_local(), mesh_, placements, shape=whole.shape), whole)
+    # The first rank's values count, unless the caller says that all have the same.
+    equal(distribute_tensor(whole + rank, mesh, [Shard(0)]), whole)
+    equal(distribute_tensor(whole + rank, mesh, [R], src_data_rank=2), whole + 2)
+    mine = distribute_tensor(whole + rank, mesh, [Shard(1)], src_data_rank=None)
+    assert torch.equal(mine.to_local(), (whole + rank)[mine._layout.box().slices()])
+    with mesh:
+        equal(distribute_tensor(whole, placements=[Shard(0)]), whole)
+        assert ones(3).device_mesh == mesh
+    parameter = distribute_tensor(nn.Parameter(whole), mesh, [Shard(0)])
+    assert parameter.requires_grad and isinstance(parameter, nn.Parameter)
+    with pytest.raises(DTensorError, match="leaf"):
+        distribute_tensor(nn.Parameter(whole) * 2, mesh, [R])
+    with pytest.raises(DTensorError, match="Partial"):
+        distribute_tensor(whole, mesh, [P])
+    with pytest.raises(DTensorError, match="is not this rank's part"):
+        DTensor.from_local(whole, mesh, [Shard(0)], shape=(5, 6))
+    with pytest.raises(DTensorError, match="no device mesh"):
+        distribute_tensor(whole)
+    with pytest.raises(DTensorError, match="no public constructor"):
+        DTensor(whole)
+    with pytest.raises(AttributeError):
+        x.placements = (R,)
+    checked = DTensor.from_local(torch.full((2,), float(rank)), mesh, [R], run_check=True)
+    assert checked.to_local().tolist() == [0.0, 0.0]
+    wrong = torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32)
+    with pytest.raises(DTensorError, match="another dtype or global shape"):
+        DTensor.from_local(wrong, mesh, [R], run_check=True)
+
+
+def test_conversions() -> None:
+    run_ranks(4, conversions)
+
+
+def gradients_of_conversions() -> None:
+    mesh = line()
+    local = torch.randn(2, 3, requires_grad=True)
+    scale = 2.0 + dist.get_rank()
+    (DTensor.from_local(local, mesh, [Shard(0)]).to_local() * scale).sum().backward()
+    torch.testing.assert_close(local.grad, torch.full((2, 3), scale))
+    # A replica that ranks use differently: the hint says that its gradients are terms.
+    x = distribute_tensor(torch.randn(3), mesh, [R]).requires_grad_()
+    (x.to_local(grad_placements=[P]) * scale).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((3,), sum(2.0 + r for r in range(4))))
+    x = distribute_tensor(torch.randn(6), mesh, [Shard(0)]).requires_grad_()
+    (x.full_tensor(grad_placements=[P]) * scale).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((6,), sum(2.0 + r for r in range(4))))
+    x = distribute_tensor(torch.randn(6), mesh, [Shard(0)]).requires_grad_()
+    (x.full_tensor() * 3).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((6,), 3.0))
+
+
+def test_conversions_are_differentiable() -> None:
+    run_ranks(4, gradients_of_conversions)
+
+
+def factories() -> None:
+    mesh = line()
+    for placements in ([R], [Shard(0)], [Shard(1)], [P]):
+        options = {"device_mesh": mesh, "placements": placements}
+        equal(zeros(5, 3, **options), torch.zeros(5, 3))
+        equal(ones((5, 3), **options, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64))
+        equal(full((5, 3), 7, **options), torch.full((5, 3), 7))
+        assert empty([5, 3], **options, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert rand(5, 3, **options, requires_grad=True).requires_grad
+    torch.manual_seed(7)
+    values = {}
+    for make in (rand, randn):
+        drawn = []
+        for mesh_, placements in [*everywhere((9, 5)), (mesh, [P])]:
+            torch.manual_seed(7)
+            drawn.append(make(9, 5, device_mesh=mesh_, placements=placements).full_tensor())
+        assert all(torch.allclose(drawn[0], d) for d in drawn)
+        values[make] = drawn[0]
+    torch.manual_seed(8)
+    assert not torch.equal(rand(9, 5, device_mesh=mesh).full_tensor(), values[rand])
+    many = rand(100, 1000, device_mesh=mesh, placements=[Shard(1)]).full_tensor()
+    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.002
+    bell = randn(100, 1000, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+    assert abs(bell.mean()) < 0.02 and abs(bell.std() - 1) < 0.02 and abs((bell**4).mean() - 3) < 0.15
+    with pytest.raises(DTensorError, match="strided"):
+        zeros(3, layout=torch.sparse_coo, device_mesh=mesh)
+
+
+def test_factories() -> None:
+    run_ranks(4, factories)
+
+
+def drifted_generators() -> None:
+    from terrazzo.errors import RandomStateError
+    from terrazzo.tensor import random
+
+    random._draws.clear()  # the first draw on a mesh is compared
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RandomStateError, match="not in step"):
+        rand(4, device_mesh=line(), placements=[Shard(0)])
+
+
+def test_generators_that_drifted_apart_are_reported() -> None:
+    run_ranks(4, drifted_generators)
+
+
+# ------------------------------------------------------------------ autograd's surface
+
+
+def autograd_surface() -> None:
+    mesh = line()
+    whole = torch.randn(8, 4)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    assert x.is_leaf and x.grad is None and x.requires_grad
+    y = x * 2
+    assert not y.is_leaf and y.grad_fn is not None and not y.detach().requires_grad
+    y.retain_grad()
+    seen = []
+    y.register_hook(lambda g: seen.append((type(g), g.placements, tuple(g.shape))))
+    y.sum().backward()
+    assert seen == [(DTensor, (Shard(0),), (8, 4))]
+    equal(y.grad, torch.ones(8, 4))
+    assert x.grad is x.grad
+    equal(x.grad, torch.full((8, 4), 2.0))
+    x.grad = distribute_tensor(whole, mesh, [R])
+    assert x.grad.placements == (Shard(0),)
+    with pytest.raises(DTensorError, match="must be a DTensor"):
+        x.grad = whole
+    x.grad = None
+    assert x.grad is None
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        (x * 1).backward()
+    (x * 3).backward(distribute_tensor(whole, mesh, [R]))
+    equal(x.grad, 3 * whole)
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    with torch.inference_mode():
+        assert (x * 2).is_inference()
+    data = distribute_tensor(whole, mesh, [Shard(0)])
+    data.data = data.data * 2
+    equal(data, whole * 2)
+    calls = []
+    x.grad = None
+    x.register_post_accumulate_grad_hook(lambda p: calls.append(p is x))
+    x.sum().backward()
+    assert calls == [True]
+
+
+def test_autograds_surface() -> None:
+    run_ranks(4, autograd_surface)
+
+
+# ------------------------------------------------------------------ writes
+
+
+def in_place(x):
+    h = x * 1
+    h.add_(1).mul_(2)
+    h[0] = 5.0
+    h[:, 1] = h[:, 0] * 2
+    h[1:3, 2:] = -1
+    h += x
+    h.clamp_(-3, 3)
+    return h.sin()
+
+
+def through_views(x):
+    h = x * 1
+    h.t().mul_(2)
+    h[:, :].add_(1)
+    h.unsqueeze(0).div_(3)
+    h.view(2, 2, 4)[..., None].sub_(1)
+    return h * x
+
+
+def cumulative(x):
+    h = x * 1
+    h.cumsum_(0)
+    h.cumsum_(1)
+    return h * x
+
+
+def masks(x):
+    h = x * 1
+    h[h > 0.3] = 0.5
+    h.masked_fill_(x < -0.5, 2.0)
+    return h * x
+
+
+def reshaping(x):
+    h = x * 1
+    h.unsqueeze_(0)
+    h.squeeze_(0)
+    h.t_()
+    return h @ x
+
+
+def steps_of_index(x):
+    h = x * 1
+    h[::2, 1] = 7
+    h[-1] = h[0]
+    h[..., 3:0] = 9  # nothing
+    h[[0, 2]] = h[[2, 0]] * 3
+    return h * x
+
+
+WRITES = [in_place, through_views, cumulative, masks, reshaping, steps_of_index]
+
+
+def writes() -> None:
+    whole = torch.randn(4, 4, dtype=torch.float64)
+    for function in WRITES:
+        plain = whole.clone().requires_grad_()
+        expected = function(plain)
+        expected.square().sum().backward()
+        for mesh, placements in everywhere((4, 4)):
+            if function is through_views and not all(p.is_replicate() for p in placements):
+                continue  # that views of sharded dims refuse writes is tested below
+            x = distribute_tensor(whole, mesh, placements).requires_grad_()
+            result = function(x)
+            where = f"{function.__name__} {placements}"
+            torch.testing.assert_close(result.full_tensor(), expected, msg=where)
+            result.square().sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad, msg=where)
+
+
+def test_writes_equal_one_device() -> None:
+    run_ranks(4, writes, timeout=90)
+
+
+def refused_writes() -> None:
+    mesh = line()
+    x = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
+    with pytest.raises(DTensorError, match="would not reach the tensor that was viewed"):
+        x[1].add_(5)
+    with pytest.raises(DTensorError, match="would not reach"):
+        x[2:4][0].zero_()
+    with pytest.raises(DTensorError, match="would not reach"):
+        x.split(2)[1].copy_(x[:2])
+    with pytest.raises(DTensorError, match="would not reach"):
+        x.view(4, 2, 2, 2)[0].transpose(0, 1)[0] = 1  # a view of a view that was gathered
+    x[1] = 5.0  # assignment finds the tensor itself
+    expected = torch.zeros(8, 4)
+    expected[1] = 5
+    equal(x, expected)
+    x[:, 1:3].mul_(2)  # a dim that is not sharded
+    expected[:, 1:3].mul_(2)
+    equal(x, expected)
+    with pytest.raises(IndexError, match="out of bounds"):
+        x[9] = 1
+    with pytest.raises(IndexError, match="out of bounds"):
+        x[-9]
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf"):
+        leaf.add_(1)
+    with pytest.raises(MixedTensorError, match="argument 0 is a plain Tensor"):
+        torch.zeros(8, 4).add_(x)
+
+
+def test_writes_that_would_be_lost_are_refused() -> None:
+    run_ranks(4, refused_writes)
+
+
+def outs() -> None:
+    mesh = line()
+    whole = torch.randn(8, 4)
+    x, out = distribute_tensor(whole, mesh, [Shard(0)]), zeros(8, 4, device_mesh=mesh, placements=[Shard(1)])
+    assert torch.add(x, 1, out=out) is out and out.placements == (Shard(1),)
+    equal(out, whole + 1)
+    values, indices = zeros(8, device_mesh=mesh), zeros(8, dtype=torch.int64, device_mesh=mesh)
+    torch.max(x, 1, out=(values, indices))
+    equal(values, whole.max(1).values)
+    with pytest.raises(MixedTensorError):
+        torch.add(x, 1, out=torch.empty(8, 4))
+    with pytest.raises(DTensorError, match="out has shape"):
+        torch.add(x, 1, out=zeros(3, device_mesh=mesh))
+
+
+def test_out_arguments() -> None:
+    run_ranks(4, outs)
+
+
+# ------------------------------------------------------------------ reading
+
+
+def reading() -> None:
+    whole = torch.randn(5, 4)
+    index = torch.tensor([3, 0, 0])
+    for mesh, placements in everywhere((5, 4)):
+        x = distribute_tensor(whole, mesh, placements)
+        i = distribute_tensor(index, mesh, [R] * mesh.ndim)
+        for key in (
+            0,
+            -1,
+            slice(1, 3),
+            (slice(None), 2),
+            (..., None, 1),
+            (slice(0, 5, 2), slice(1, None)),
+            [0, 2],
+            None,
+        ):
+            equal(x[key], whole[key])
+        equal(x[i], whole[index])
+        equal(x[:, i], whole[:, index])
+        equal(x[i, :, None], whole[index, :, None])
+        equal(x[i, i], whole[index, index])
+        equal(x[x > 0], whole[whole > 0])
+        equal(x[i[0]], whole[index[0]])
+        equal(x[: i[0]], whole[: index[0]])
+        equal((x > 0).nonzero(), (whole > 0).nonzero())
+        equal(i.unique(), index.unique())
+        for a, b in zip(x, whole, strict=True):
+            equal(a, b)
+        for a, b in zip(x.split([1, 4]), whole.split([1, 4]), strict=True):
+            equal(a, b)
+        assert x.tolist() == whole.tolist() and len(x) == 5
+        total = x.sum()
+        assert total.item() == pytest.approx(whole.sum().item(), rel=1e-5)
+        assert float(total) == total.item() and f"{total:.2f}" == f"{total.item():.2f}" and bool((x > -100).all())
+        assert (x == x).all() and torch.equal(x, x) and torch.allclose(x, x * 1)
+        assert "DTensor" in repr(x) and x.stride() == whole.stride() and x.is_contiguous()
+        assert (x + 1.5).dtype == torch.float32 and (2 - x).shape == (5, 4)
+        equal(2 - x, 2 - whole)
+        equal(x + torch.tensor(2.0), whole + 2)
+    with pytest.raises(RuntimeError, match="one element"):
+        bool(x)
+    with pytest.raises(IndexError, match="too many indices"):
+        x[0, 0, 0]
+
+
+def test_reading_equals_one_device() -> None:
+    run_ranks(4, reading, timeout=90)
+
+
+# ------------------------------------------------------------------ copies
+
+
+def copies() -> None:
+    for mesh, placements in everywhere((5, 4)):
+        whole = torch.randn(5, 4)
+        x = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        (x * 2).sum().backward()
+        y = copy.deepcopy(x)
+        assert isinstance(y, nn.Parameter) and y.placements == x.placements and y.to_local() is not x.to_local()
+        equal(y, whole)
+        equal(y.grad, torch.full((5, 4), 2.0))
+        equal(pickle.loads(pickle.dumps(x)), whole)
+        buffer = io.BytesIO()
+        torch.save({"x": x}, buffer)
+        loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)["x"]
+        assert isinstance(loaded, nn.Parameter) and loaded.device_mesh == mesh
+        equal(loaded, whole)
+        equal(loaded + x, 2 * whole)
+        assert [tuple(c.offsets) for c in x.__create_chunk_list__()] == [x._layout.box().offsets]
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(x * 2)
+    with pytest.raises(DTensorError, match="terms"):
+        DTensor.from_local(torch.ones(2), line(), [P]).__create_chunk_list__()
+
+
+def test_copies() -> None:
+    run_ranks(4, copies)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def refusals() -> None:
+    mesh = line()
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    plain = torch.randn(4, 4)
+    with pytest.raises(
+        MixedTensorError, match=r"add: argument 1 is a plain Tensor of shape \(4, 4\).*distribute_tensor"
+    ):
+        x + plain
+    with pytest.raises(MixedTensorError, match="argument 0"):
+        plain + x
+    with pytest.raises(MixedTensorError, match=r"argument 0\[1\]"):
+        torch.cat([x, plain])
+    for access in (
+        lambda: x.numpy(),
+        lambda: x.data_ptr(),
+        lambda: x.untyped_storage(),
+        lambda: x.__dlpack__(),
+        lambda: torch.from_dlpack(x),
+        lambda: torch.utils.dlpack.to_dlpack(x),
+        lambda: x.__array__(),
+        lambda: x.resize_(2, 2),
+        lambda: x.share_memory_(),
+    ):
+        with pytest.raises(DTensorError, match="to_local"):
+            access()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        x + distribute_tensor(torch.randn(3, 3), mesh, [R])
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    run_ranks(4, refusals)
+
+
+# ------------------------------------------------------------------ many threads, many shapes
+
+
+def many_threads() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(8, 8, generator=generator)
+        for n in range(2, 40):
+            rows = torch.full((n, 8), 0.1 * seed)
+            w = distribute_tensor(weight, mesh, [R]).requires_grad_()
+            x = distribute_tensor(rows, mesh, [Shard(0)])
+            (x @ w).relu().softmax(-1)[:, 0].sum().backward()
+            plain = weight.clone().requires_grad_()
+            (rows @ plain).relu().softmax(-1)[:, 0].sum().backward()
+            if not torch.allclose(w.grad.full_tensor(), plain.grad, atol=1e-6):
+                failures.append((seed, n))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+def test_threads_share_the_plans() -> None:
+    run_ranks(1, many_threads)
+
+
+def many_shapes() -> None:
+    from terrazzo.tensor import dispatch
+
+    mesh = init_device_mesh("cpu", (1,))
+    limit, dispatch.PLAN_LIMIT = dispatch.PLAN_LIMIT, 64
+    try:
+        for n in range(1, 200):
+            equal(zeros(n, device_mesh=mesh) + 1, torch.ones(n))
+        assert len(internals.plans) <= 64
+    finally:
+        dispatch.PLAN_LIMIT = limit
+
+
+def test_changing_shapes_do_not_grow_the_plans() -> None:
+    run_ranks(1, many_shapes)
+
+
+# ------------------------------------------------------------------ modules
+
+
+def modules() -> None:
+    mesh = line()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(8, 4)
+
+    def shard_first(name, module, mesh):
+        if name == "0":
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+
+    plain[2] = nn.Linear(8, 4)
+    model[2] = copy.deepcopy(plain[2])
+    distribute_module(
+        model,
+        mesh,
+        shard_first,
+        input_fn=lambda module, args, mesh: tuple(distribute_tensor(a, mesh, [Shard(0)]) for a in args),
+        output_fn=lambda module, output, mesh: output.full_tensor(),
+    )
+    assert model[0].weight.placements == (Shard(0),) and model[0].bias.placements == (R,)
+    assert all(isinstance(b, DTensor) for b in model.buffers())
+    result, expected = model(inputs), plain(inputs)
+    torch.testing.assert_close(result, expected)
+    result.square().sum().backward()
+    expected.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_distribute_module() -> None:
+    run_ranks(4, modules)
