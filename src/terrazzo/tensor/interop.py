@@ -1,0 +1,214 @@
+"""To and from PyTorch's own DTensor: the same local tensor under the other class, without a copy, differentiably.
+
+    import terrazzo.tensor.interop as interop
+
+    theirs = interop.to_torch_dtensor(ours)
+    ours = interop.from_torch_dtensor(theirs)
+
+The order in which mesh dims cut one tensor dim is explicit in our layouts; PyTorch writes an unusual order with
+`_StridedShard`.  The two agree where the dim divides evenly, and a conversion that would change what a rank holds is
+refused.  This is the one module of `terrazzo.tensor` that knows `torch.distributed.tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed import tensor as theirs
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.convert import current_mesh
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+# ------------------------------------------------------------------ placements
+
+
+def to_torch_placements(
+    placements: Sequence[Placement], mesh_shape: Sequence[int], order: Sequence[int] | None = None
+) -> tuple[Any, ...]:
+    """PyTorch's placements for ours; `order` says which mesh dims cut first, as `Layout.order` does.
+
+    >>> to_torch_placements([Shard(0), Partial("max")], (2, 2))
+    (Shard(dim=0), Partial(max))
+    >>> to_torch_placements([Shard(0), Shard(0)], (2, 4), order=(1, 0))
+    (_StridedShard(dim=0, sf=4), Shard(dim=0))
+    """
+    order = tuple(range(len(placements))) if order is None else tuple(order)
+    result: list[Any] = []
+    for m, p in enumerate(placements):
+        if isinstance(p, Shard):
+            before = order[: order.index(m)]
+            # What cuts earlier although it stands further right.
+            factor = prod(mesh_shape[k] for k in before if k > m and placements[k] is p)
+            result.append(theirs.Shard(p.dim) if factor == 1 else _StridedShard(p.dim, split_factor=factor))
+        elif isinstance(p, Partial):
+            result.append(theirs.Partial(p.reduce_op))
+        else:
+            result.append(theirs.Replicate())
+    return tuple(result)
+
+
+def from_torch_placements(
+    placements: Sequence[Any], mesh_shape: Sequence[int]
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Our placements and order for PyTorch's.
+
+    >>> from_torch_placements([_StridedShard(0, split_factor=4), theirs.Shard(0)], (2, 4))
+    ((Shard(dim=0), Shard(dim=0)), (1, 0))
+    """
+    ours = tuple(_placement(p) for p in placements)
+    nesting: dict[Placement, list[int]] = {}
+    for m in reversed(range(len(ours))):
+        p = placements[m]
+        if not isinstance(ours[m], Shard):
+            continue
+        outer = nesting.setdefault(ours[m], [])
+        factor = int(p.split_factor) if isinstance(p, _StridedShard) else 1
+        at = next((i for i in range(len(outer) + 1) if prod(mesh_shape[k] for k in outer[:i]) == factor), None)
+        if at is None:
+            raise DTensorError(
+                f"{p} on mesh dim {m} of {tuple(mesh_shape)} is no order of the mesh dims that shard dim {p.dim}, in "
+                f"{list(placements)}: redistribute the tensor to ordinary placements before converting it"
+            )
+        outer.insert(at, m)
+    return ours, _full_order(nesting.values(), len(ours))
+
+
+def _placement(p: Any) -> Placement:
+    if isinstance(p, (theirs.Shard, _StridedShard)):
+        return Shard(p.dim)
+    if isinstance(p, theirs.Replicate):
+        return Replicate()
+    if type(p) is theirs.Partial:
+        return Partial(p.reduce_op)
+    raise DTensorError(f"{p!r} has no counterpart here: redistribute the tensor to Shard, Replicate or Partial first")
+
+
+def _full_order(groups: Any, ndim: int) -> tuple[int, ...]:
+    cutting = [m for group in groups for m in group]
+    return (*cutting, *(m for m in range(ndim) if m not in cutting))
+
+
+def _layout_of(spec: DTensorSpec, shape: Sequence[int]) -> Layout:
+    mesh = current_mesh(spec.mesh)
+    placements, order = from_torch_placements(spec.placements, tuple(mesh.shape))
+    explicit = getattr(spec, "shard_order", None)  # newer versions of torch keep an order beside the placements
+    if explicit and not any(isinstance(p, _StridedShard) for p in spec.placements):
+        order = _full_order([entry.mesh_dims for entry in explicit], mesh.ndim)
+    layout = Layout.of(mesh, placements, tuple(shape), order)
+    _check_order(layout)
+    return layout
+
+
+def _check_order(layout: Layout) -> None:
+    if layout.order == tuple(range(len(layout.order))):
+        return
+    for dim, length in enumerate(layout.shape):
+        cuts = layout.shard_order(dim)
+        if list(cuts) != sorted(cuts) and length % prod(layout.mesh_shape[m] for m in cuts):
+            raise DTensorError(
+                f"dim {dim} of length {length} is cut unevenly by mesh dims {list(cuts)} in this order, where "
+                "PyTorch's _StridedShard and our layouts give ranks different parts: redistribute the tensor to "
+                "ordinary placements before converting it"
+            )
+
+
+def _spec_of(layout: Layout, like: torch.Tensor, stride: tuple[int, ...]) -> DTensorSpec:
+    _check_order(layout)
+    placements = to_torch_placements(layout.placements, layout.mesh_shape, layout.order)
+    return DTensorSpec(layout.mesh, placements, tensor_meta=TensorMeta(layout.shape, stride, like.dtype))
+
+
+# ------------------------------------------------------------------ tensors
+
+
+class _ToTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, wanted: tuple[Any, ...]) -> theirs.DTensor:
+        ctx.wanted = wanted
+        return theirs.DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad.placements != ctx.wanted:
+            grad = grad.redistribute(placements=ctx.wanted)
+        return grad.to_local(), None, None
+
+
+def to_torch_dtensor(tensor: DTensor) -> theirs.DTensor:
+    """PyTorch's DTensor around the same local tensor; differentiable."""
+    layout, local = tensor._layout, tensor._local
+    spec = _spec_of(layout, local, tensor.stride())
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return theirs.DTensor(local.detach(), spec, requires_grad=False)
+    dual = layout.dual
+    return _ToTorch.apply(local, spec, to_torch_placements(dual.placements, dual.mesh_shape, dual.order))
+
+
+def from_torch_dtensor(tensor: theirs.DTensor) -> DTensor:
+    """Our DTensor around the local tensor of one of PyTorch's; differentiable."""
+    if not isinstance(tensor, theirs.DTensor):
+        raise DTensorError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
+    layout = _layout_of(tensor._spec, tensor.shape)
+    dual = layout.dual
+    if tensor.requires_grad and torch.is_grad_enabled():
+        wanted = to_torch_placements(dual.placements, dual.mesh_shape, dual.order)
+        local = tensor.to_local(grad_placements=wanted)
+    else:
+        local = tensor._local_tensor.detach()
+    return wrap(local.wait() if isinstance(local, AsyncCollectiveTensor) else local, layout)
+
+
+# ------------------------------------------------------------------ modules
+
+
+def convert_module(module: nn.Module, to: Literal["terrazzo", "torch"] = "terrazzo") -> nn.Module:
+    """Replace the DTensor parameters and buffers of a module, in place, by those of the other library; returns it.
+
+    Nothing is copied: both libraries' tensors share memory. Tied parameters stay tied, gradients come along, plain
+    tensors are left alone. Make the optimizer afterwards: it has to know the new parameters.
+    """
+    if to not in ("terrazzo", "torch"):
+        raise ValueError(f"a module is converted to 'terrazzo' or 'torch', not {to!r}")
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; the old stay alive, so that ids are theirs
+    for submodule in module.modules():
+        for registry in (submodule._parameters, submodule._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    if id(tensor) not in known:
+                        known[id(tensor)] = tensor, _converted(tensor, to)
+                    registry[name] = known[id(tensor)][1]  # type: ignore[assignment]  # a parameter for a parameter
+    return module
+
+
+def _converted(tensor: torch.Tensor, to: str) -> torch.Tensor:
+    convert: Any
+    if to == "torch" and isinstance(tensor, DTensor):
+        convert = to_torch_dtensor
+    elif to == "terrazzo" and isinstance(tensor, theirs.DTensor):
+        convert = from_torch_dtensor
+    else:
+        return tensor
+    result: torch.Tensor = convert(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        result = nn.Parameter(result, requires_grad=tensor.requires_grad)
+        if tensor.grad is not None:
+            result.grad = convert(tensor.grad.detach())
+    return result
+
+
+__all__ = [
+    "convert_module",
+    "from_torch_dtensor",
+    "from_torch_placements",
+    "to_torch_dtensor",
+    "to_torch_placements",
+]
