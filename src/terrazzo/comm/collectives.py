@@ -31,7 +31,7 @@ _IRREDUCIBLE = frozenset(
 
 # Up to this many bytes on all ranks together, all-gather and all-reduce are one all-to-all on CPU: latency counts, not
 # bandwidth.
-_ONE_ROUND_BYTES = 1 << 17
+_ONE_ROUND_BYTES = 1 << 18
 
 
 # ------------------------------------------------------------------ all-reduce
