@@ -1,7 +1,7 @@
 """One object for equal meshes, so that what is kept per mesh is found by identity.
 
-Slicing a mesh, or calling `init_device_mesh` twice, gives equal meshes that are different objects. Tensors on them belong
-together. When the default process group is replaced, meshes of the old one have dead groups and are forgotten.
+Slicing a mesh, or calling `init_device_mesh` twice, gives equal meshes that are different objects. Tensors on them
+belong together. When the default process group is replaced, meshes of the old one have dead groups and are forgotten.
 """
 
 from __future__ import annotations
