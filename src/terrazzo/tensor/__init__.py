@@ -10,6 +10,7 @@ from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     autograd,
     clip,
+    compiling,
     compare,
     foreach,
     indexing,
@@ -21,6 +22,7 @@ from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 
 foreach.install()
 clip.install()
+compiling.install()
 autograd.install_function_bridge()
 
 __all__ = [
