@@ -1,0 +1,1 @@
+"""`make demo`: terrazzo at work on this machine."""
