@@ -354,6 +354,19 @@ print(peak() - before)
     assert all(torch.equal(back[name][::1000], tensors[name][::1000]) for name in tensors)
 
 
+def test_numbers_as_keys_become_text_as_in_torchs_own(tmp_path: Path) -> None:
+    torch.save(
+        {"state": {0: {"w": torch.ones(1)}, 5: {"w": torch.ones(2)}}, "list": [torch.ones(3)]}, tmp_path / "a.pt"
+    )
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "ours.pt")
+    torch_utils.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "theirs")
+    torch_utils.dcp_to_torch_save(tmp_path / "theirs", tmp_path / "theirs.pt")
+    ours, theirs = (torch.load(tmp_path / name) for name in ("ours.pt", "theirs.pt"))
+    assert set(ours["state"]) == set(theirs["state"]) == {"0", "5"}
+    assert torch.equal(ours["state"]["5"]["w"], torch.ones(2)) and torch.equal(ours["list"][0], torch.ones(3))
+
+
 # ------------------------------------------------------------------ the command line
 
 

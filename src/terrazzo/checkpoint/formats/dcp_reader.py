@@ -98,8 +98,7 @@ class DCPReader(StorageReader):
             try:
                 reading = _FileReading(file, f"{self.path}/{name}")
                 for location, item in sorted(items, key=lambda pair: pair[0].offset):
-                    reading.read(location, item, planner)
-                    self.bytes_read += location.length
+                    self.bytes_read += reading.read(location, item, planner)
             finally:
                 file.close()
         done: Future[None] = Future()
@@ -119,7 +118,8 @@ class _FileReading:
         self._where = where
         self._opened: tuple[Location, Archive | Header] | None = None
 
-    def read(self, location: Location, item: ReadItem, planner: LoadPlanner) -> None:
+    def read(self, location: Location, item: ReadItem, planner: LoadPlanner) -> int:
+        """Give the planner what an item asks for; the bytes that were needed."""
         if location.transforms:
             raise CheckpointFormatError(
                 f"{self._where}: {item.storage_index.fqn} is stored through the stream extensions "
@@ -131,7 +131,7 @@ class _FileReading:
                 planner.load_bytes(item, ObjectBytes(open_archive(window).materialised()))
             else:  # a planner's own bytes
                 planner.load_bytes(item, io.BytesIO(window.read(0, window.length)))
-            return
+            return location.length
         target = planner.resolve_tensor(item).detach()
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.lengths:
@@ -141,11 +141,15 @@ class _FileReading:
             )
         opened = self._open(location, item)
         if isinstance(opened, Header):
-            read_box(opened.window, self._in_header(opened, item, box), box, target)
+            laid_out = self._in_header(opened, item, box)
+            itemsize = laid_out.dtype.itemsize
+            read_box(opened.window, laid_out, box, target)
         else:
             self._check(opened.value, item, box)
+            itemsize = opened.value.dtype.itemsize
             opened.read_box(opened.value, box, target)
         planner.commit_tensor(item, target)
+        return box.numel * itemsize
 
     def _open(self, location: Location, item: ReadItem) -> Archive | Header:
         if self._opened is not None and self._opened[0] == location:

@@ -11,7 +11,7 @@ from terrazzo.checkpoint.formats.dcp_reader import DCPReader
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
 
 class Format(Enum):
@@ -56,6 +56,8 @@ def reader_for(path: str | os.PathLike[str]) -> StorageReader | None:
     found = detect(path)
     if found is Format.DCP:
         return DCPReader(path)
+    if found is Format.DEEPSPEED:
+        raise CheckpointFormatError(f"{path} is a DeepSpeed checkpoint, of which `load` has no reader")
     return TorchSaveReader(path) if found is Format.TORCH_SAVE else None
 
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.chunks import overlapping
 from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
@@ -60,17 +59,20 @@ class Source:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name} is not a tensor")
         where = MetadataIndex(name, box.offsets)
-        items = [
-            ReadItem(
-                LoadItemType.TENSOR,
-                where,
-                torch.Size(common.relative_to(box).offsets),
-                MetadataIndex(name, chunk.offsets, number),
-                torch.Size(common.relative_to(chunk).offsets),
-                torch.Size(common.lengths),
-            )
-            for number, chunk, common in overlapping(entry.chunks, box)
-        ]
+        items = []
+        for number, chunk in enumerate(entry.chunks):
+            common = chunk.box.intersect(box)
+            if common is not None:
+                items.append(
+                    ReadItem(
+                        LoadItemType.TENSOR,
+                        where,
+                        torch.Size(common.relative_to(box).offsets),
+                        MetadataIndex(name, chunk.offsets, number),
+                        torch.Size(common.relative_to(chunk.box).offsets),
+                        torch.Size(common.lengths),
+                    )
+                )
         if sum(Box(tuple(item.dest_offsets), tuple(item.lengths)).numel for item in items) != box.numel:
             raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor")
         self._fetch(items, _Fetch(target))

@@ -148,7 +148,19 @@ def _flatten(value: Any, path: Path) -> tuple[dict[str, Any], dict[str, tuple[An
 
     flat, paths = flatten_state_dict(replace_tensors(value, pose))
     back = {id(tensor): stored[id(tensor)] for tensor in posing}
-    return {name: _unpose(item, back) for name, item in flat.items()}, paths
+    return {name: _unpose(item, back) for name, item in flat.items()}, _with_text_keys(value, paths)
+
+
+def _with_text_keys(value: Any, paths: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Paths as PyTorch writes them: a number is a place in a list, and a number that is a dict's key becomes text."""
+    converted = {}
+    for name, path in paths.items():
+        container, texts = value, []
+        for key in path:
+            texts.append(str(key) if isinstance(container, dict) else key)
+            container = container[key]
+        converted[name] = tuple(texts)
+    return converted
 
 
 def _unpose(value: Any, stored: dict[int, StoredTensor]) -> Any:

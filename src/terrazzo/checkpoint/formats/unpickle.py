@@ -182,6 +182,7 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
         self._where = where
         self._persistent = persistent
+        self.made_records = False
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
@@ -190,6 +191,7 @@ class _Unpickler(pickle.Unpickler):
                 f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
                 "not run.  If you trust whoever wrote it, load it with torch.load(weights_only=False) and save it anew"
             )
+        self.made_records = self.made_records or (isinstance(found, type) and issubclass(found, Record))
         return found
 
     def persistent_load(self, pid: Any) -> Any:
@@ -210,7 +212,9 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
     {'step': 3}
     """
     try:
-        return finished(_Unpickler(file, names, where, persistent).load())
+        unpickler = _Unpickler(file, names, where, persistent)
+        value = unpickler.load()
+        return finished(value) if unpickler.made_records else value
     except CheckpointError:
         raise
     except MemoryError as error:
