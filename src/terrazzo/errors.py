@@ -113,6 +113,14 @@ class CommPolicyError(DTensorError):
         self.operation = operation
 
 
+class LocalMapError(DTensorError, AssertionError):
+    """What went into or came out of a function under `local_map` is not what was declared."""
+
+
+class PlacementMismatchError(DTensorError, ValueError):
+    """A DTensor is placed otherwise than a function requires, and nobody allowed to redistribute it."""
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

@@ -29,12 +29,14 @@ def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One aten operation on DTensors, called from C++."""
+    from terrazzo.tensor.overrides import OVERRIDES
     from terrazzo.tensor.rules import has_rule
 
     name, _ = canonical_name(op)
     if (
         torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
         and not has_rule(name)
+        and op not in OVERRIDES
         and op is not torch.ops.aten.detach.default
     ):
         return op.decompose(*args, **kwargs)

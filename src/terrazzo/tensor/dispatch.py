@@ -20,10 +20,11 @@ from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Unkeyable, key_of, per
 from terrazzo.tensor.fallback import replicate_and_run
 from terrazzo.tensor.inplace import run_in_place
 from terrazzo.tensor.names import canonical_name
+from terrazzo.tensor.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
 from terrazzo.tensor.runners import first_run, mark_copied, view_runner
-from terrazzo.tensor.spec import Call, Operand
+from terrazzo.tensor.spec import Call, Operand, Spec
 
 PLAN_LIMIT = 16384
 """Cached plans at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""
@@ -83,7 +84,7 @@ def call_without_plan(
     """Run `func`, and cache how when that is possible."""
     name, inplace = canonical_name(func)
     handler = specials.get(name + "_" if inplace else name)
-    if handler is not None:
+    if handler is not None and func not in OVERRIDES:
         result = handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -99,6 +100,13 @@ def call_without_plan(
     if not call.operands or name in LOCAL_QUESTIONS:
         return func(*loc, **kw)
     check_one_mesh(call)
+    if OVERRIDES:
+        override = OVERRIDES.get(func)
+        if override is not None:
+            return _run_planned(call, override(call, args, kwargs), args, loc, kw, kwargs, key)
+        if leads_to_override(func, args, kwargs):
+            remember(key, take_apart)
+            return take_apart(func, args, loc, kw, kwargs)
     python_body = isinstance(func, types.FunctionType)
     if inplace or (python_body and kwargs.get("inplace")):
         if python_body:
@@ -106,16 +114,10 @@ def call_without_plan(
         return run_in_place(call, args, loc, kw, kwargs, key, remember)
     spec = apply_rule(call)
     if spec is not None:
-        plan = make_plan(call, spec)
-        assert plan is not None
         if name in VALUE_KEYED:
             _key_by_value(func)
             key = None
-        result, run = first_run(name, plan, func, args, loc, kw, dict(kwargs))
-        if spec.is_view and isinstance(args[0], DTensor) and args[0]._memo is COPIED_VIEW:
-            mark_copied(result)
-        remember(key, view_runner(plan, run) if spec.is_view else run)
-        return result
+        return _run_planned(call, spec, args, loc, kw, kwargs, key)
     decomposition = DECOMPOSITIONS.get(name)
     if decomposition is not None:
         result = decomposition(*args, **kwargs)
@@ -126,6 +128,25 @@ def call_without_plan(
     if name in COMPOSITES:
         return run_composite(func, args, kwargs)
     return replicate_and_run(name, func, args, kwargs)
+
+
+def _run_planned(
+    call: Call,
+    spec: Spec,
+    args: Sequence[Any],
+    loc: list[Any],
+    kw: dict[str, Any],
+    kwargs: Mapping[str, Any],
+    key: tuple[Any, ...] | None,
+) -> Any:
+    """Plan the call, run it, and keep the plan."""
+    plan = make_plan(call, spec)
+    assert plan is not None
+    result, run = first_run(call.name, plan, call.func, args, loc, kw, dict(kwargs))
+    if spec.is_view and isinstance(args[0], DTensor) and args[0]._memo is COPIED_VIEW:
+        mark_copied(result)
+    remember(key, view_runner(plan, run) if spec.is_view else run)
+    return result
 
 
 def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -108,6 +108,8 @@ def _candidates(
     sharded: Mapping[int, list[int]],
     want: Placement | None,
 ) -> list[_Candidate]:
+    if spec.acceptable:
+        return [_Candidate(a.ins, a.outs, None, rank) for rank, a in enumerate(spec.acceptable)]
     found: list[_Candidate] = []
     factors: list[int] = []
     for dims, layout in zip(spec.ins, layouts, strict=True):

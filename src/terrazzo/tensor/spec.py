@@ -15,6 +15,7 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
   the function only moves elements, and terms of any reduction pass.
 - `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that
   they are counted once.
+- `acceptable` lists instead of all this what may happen along one mesh dim; the factors then mean nothing.
 - `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
   arguments (a shape that must become the local one, say).
 """
@@ -104,6 +105,14 @@ class Chosen:
     """Factor -> the mesh dims that shard it, outermost first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptable:
+    """One way to run a call along one mesh dim: placements of the operands and, for these, of the outputs."""
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
 @dataclass(slots=True)
 class Spec:
     """A rule's answer; see the module docstring."""
@@ -119,3 +128,4 @@ class Spec:
     addends: frozenset[int] = frozenset()
     localize: Callable[[Chosen], LocalFunction | None] | None = None
     is_view: bool = False
+    acceptable: Sequence[Acceptable] = ()

@@ -1,0 +1,124 @@
+"""`register_sharding`: a user's own sharding rule for an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Placement
+from terrazzo.tensor.dtensor import float_values_matter, plans
+from terrazzo.tensor.overrides import OVERRIDES, on_meta
+from terrazzo.tensor.spec import Acceptable, Call, Spec
+from terrazzo.tensor.structure import map_tensors
+
+Strategy: TypeAlias = Callable[..., Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]]
+_F = TypeVar("_F", bound=Strategy)
+
+
+def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _F]:
+    """Decorate a function that says how an operator may be sharded along one mesh dim; it overrides our own rule.
+
+    The function is called with the operator's arguments, in which objects with `shape`, `ndim` and `placements` stand
+    for DTensors. It returns pairs: the placements of the outputs, and those of the arguments that they need (None for
+    an argument that is no tensor). For each mesh dim the cheapest pair is taken. Functions that decompose into the
+    operator (`torch.softmax` for `aten._softmax`) follow it too.
+
+    The operator must know the shape of its results: custom operators need `torch.library.register_fake`.
+
+        @register_sharding(torch.ops.aten.relu.default)
+        def relu_sharding(x):
+            everywhere = ([Replicate()], [Replicate()])
+            return [everywhere, *(([Shard(d)], [Shard(d)]) for d in range(x.ndim))]
+
+    Args:
+        op: An operator, or several with the same arguments.
+    """
+    ops = _as_ops(op)
+
+    def register(strategy: _F) -> _F:
+        for each in ops:
+            OVERRIDES[each] = _rule_of(each, strategy)
+            float_values_matter.add(each)
+        plans.clear()
+        return strategy
+
+    return register
+
+
+def unregister_sharding(op: OpOverload | Sequence[OpOverload]) -> None:
+    """Undo `register_sharding`: the operators have our own rules again, or none."""
+    for each in _as_ops(op):
+        OVERRIDES.pop(each, None)
+    plans.clear()
+
+
+def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
+    ops = (op,) if isinstance(op, (OpOverload, OpOverloadPacket)) else tuple(op)
+    for each in ops:
+        if not isinstance(each, OpOverload):
+            raise DTensorError(
+                f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
+                + (f": choose an overload, {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
+            )
+        if each._schema.is_mutable:
+            raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
+    return ops
+
+
+def _rule_of(op: OpOverload, strategy: Strategy) -> Callable[..., Spec]:
+    def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec:
+        shapes = _output_shapes(op, args, kwargs)
+        acceptable = tuple(
+            _acceptable(op, call, outs, ins, len(shapes)) for outs, ins in strategy(*call.args, **call.kwargs)
+        )
+        if not acceptable:
+            raise DTensorError(f"the sharding registered for {op} accepts nothing for {list(call.operands)}")
+        dims = [tuple(range(o.ndim)) for o in call.operands]
+        return Spec(dims, [tuple(range(len(s))) for s in shapes], shapes, acceptable=acceptable)
+
+    return rule
+
+
+def _acceptable(
+    op: OpOverload, call: Call, outs: Sequence[Placement | None], ins: Sequence[Placement | None], outputs: int
+) -> Acceptable:
+    placed_outs = tuple(p for p in outs if p is not None)
+    leaves = _paths(call.args, ())
+    for name, value in call.kwargs.items():
+        leaves += _paths(value, (name,))
+    if len(ins) == len(leaves):
+        by_path = dict(zip(leaves, ins, strict=True))
+        placed_ins = tuple(p for o in call.operands if (p := by_path[o.path]) is not None)
+    else:
+        placed_ins = tuple(p for p in ins if p is not None)
+    if len(placed_ins) != len(call.operands) or len(placed_outs) != outputs:
+        raise DTensorError(
+            f"the sharding registered for {op} places {len(placed_ins)} inputs and {len(placed_outs)} outputs: "
+            f"{(list(outs), list(ins))}; this call has {len(call.operands)} DTensors and {outputs} outputs"
+        )
+    return Acceptable(placed_ins, placed_outs)
+
+
+def _paths(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    if isinstance(value, (list, tuple)):
+        return [p for i, v in enumerate(value) for p in _paths(v, (*path, i))]
+    return [path]
+
+
+def _output_shapes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
+    try:
+        with torch.no_grad():
+            result = op(*meta_args, **meta_kwargs)
+    except NotImplementedError as error:
+        raise DTensorError(
+            f"{op} does not know the shape of its results: give it a fake implementation with "
+            "torch.library.register_fake"
+        ) from error
+    shapes: list[tuple[int, ...]] = []
+    map_tensors(result, lambda t: shapes.append(tuple(t.shape)))
+    return shapes

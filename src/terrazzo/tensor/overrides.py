@@ -1,0 +1,60 @@
+"""Sharding rules of users, by operator; see `terrazzo.tensor.experimental.register_sharding`.
+
+A rule of ours covers a function with all that it is made of (`torch.softmax`). A user's rule is for one of ATen's
+operators (`aten._softmax`), so a function that decomposes into one of those is taken apart before our rule for it is
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from terrazzo.tensor.aten import run_composite
+from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.spec import Call, Spec
+from terrazzo.tensor.structure import map_tensors
+
+OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec]] = {}
+"""Rules by operator: functions of the call and of its arguments as they are."""
+
+
+def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `func` is computed by an operator that has a rule in `OVERRIDES`; found out without data."""
+    if isinstance(func, OpOverloadPacket):
+        return any(getattr(func, name) in OVERRIDES for name in func.overloads())
+    seen = _Operators()
+    meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
+    try:
+        with torch.no_grad(), seen:
+            func(*meta_args, **meta_kwargs)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False  # it needs data; what comes of it is asked again, operator by operator
+    return not OVERRIDES.keys().isdisjoint(seen.operators)
+
+
+def take_apart(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+    """A plan: let `func` decompose into operators."""
+    if isinstance(func, OpOverload):
+        return func.decompose(*args, **kwargs)
+    return run_composite(func, args, kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same global shape and dtype, without data."""
+    dtype = t._local.dtype if isinstance(t, DTensor) else t.dtype
+    return torch.empty(tuple(t.shape), dtype=dtype, device="meta")

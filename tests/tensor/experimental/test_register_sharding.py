@@ -1,0 +1,147 @@
+"""Users' sharding rules: for operators of ATen and of torch.library, over our own rules, with gradients."""
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from terrazzo.errors import DTensorError
+from terrazzo.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.debug import CommDebugMode
+from terrazzo.tensor.experimental import register_sharding, unregister_sharding
+
+aten = torch.ops.aten
+
+
+def check_softmax():
+    """The example of the reference, as written."""
+    asked = []
+
+    @register_sharding(aten._softmax.default)
+    def custom_softmax_sharding(x, dim, half_to_float):
+        asked.append(dim)
+        softmax_dim = dim if dim >= 0 else dim + x.ndim
+        acceptable_shardings = []
+
+        all_replicate = ([Replicate()], [Replicate(), None, None])
+        acceptable_shardings.append(all_replicate)
+
+        for sharding_dim in range(x.ndim):
+            if sharding_dim != softmax_dim:
+                all_sharded = (
+                    [Shard(sharding_dim)],
+                    [Shard(sharding_dim), None, None],
+                )
+                acceptable_shardings.append(all_sharded)
+
+        return acceptable_shardings
+
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+        weight = torch.linspace(-1, 1, 30).view(5, 6)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for dim in (-1, 0):
+                for function in (torch.softmax, torch.nn.functional.softmax):
+                    plain = whole.clone().requires_grad_()
+                    expected = function(plain, dim)
+                    (expected * weight).sum().backward()
+                    x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+                    result = function(x, dim)
+                    # An all-to-all is cheaper than a gather.
+                    kept = placement if placement != Shard(dim % 2) else Shard(1 - dim % 2)
+                    assert result.placements == (kept,), (placement, dim, result.placements)
+                    (result * distribute_tensor(weight, mesh, result.placements)).sum().backward()
+                    torch.testing.assert_close(result.full_tensor(), expected)
+                    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        assert asked
+        count = len(asked)
+        with CommDebugMode() as mode:
+            torch.softmax(distribute_tensor(whole, mesh, [Shard(0)]), -1)
+        assert mode.get_comm_counts()["all_gather"] == 0 and len(asked) == count  # the plan is kept
+    finally:
+        unregister_sharding(aten._softmax.default)
+    torch.softmax(distribute_tensor(whole, mesh, [Shard(0)]), -1)
+    assert len(asked) == count
+
+
+def define_operators():
+    library = torch.library.Library("terrazzo_tests", "FRAGMENT")
+    library.define("scaled_add(Tensor x, Tensor[] others, float scale) -> Tensor")
+    library.impl("scaled_add", lambda x, others, scale: x + scale * sum(others), "CompositeExplicitAutograd")
+    library.define("row_sum(Tensor x) -> (Tensor, int)")
+    library.impl("row_sum", lambda x: (x.sum(0), x.shape[1]), "CompositeExplicitAutograd")
+    library.define("shapeless(Tensor x) -> Tensor")
+    library.impl("shapeless", lambda x: x.clone(), "CPU")
+    return library
+
+
+def check_custom_operators():
+    library = define_operators()
+    operators = torch.ops.terrazzo_tests
+    torch.library.register_autograd(
+        "terrazzo_tests::scaled_add",
+        lambda ctx, grad: (grad, [ctx.scale * grad] * 2, None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[2]),
+        lib=library,
+    )
+
+    @register_sharding([operators.scaled_add.default])
+    def scaled_add(x, others, scale):
+        assert scale == 0.5 and len(others) == 2
+        return [
+            ([Replicate()], [Replicate(), Replicate(), Replicate(), None]),
+            *(([Shard(d)], [Shard(d), Shard(d), Shard(d), None]) for d in range(x.ndim)),
+        ]
+
+    @register_sharding(operators.row_sum.default)
+    def row_sum(x):
+        return [([Replicate(), None], [Replicate()]), ([Partial(), None], [Shard(0)]), ([Shard(0), None], [Shard(1)])]
+
+    @register_sharding(operators.shapeless.default)
+    def shapeless(x):
+        return [([Replicate()], [Replicate()])]
+
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(20.0).view(5, 4)
+        placements = [Shard(0), Shard(1)]
+        x = distribute_tensor(whole, mesh, placements).requires_grad_()
+        others = [distribute_tensor(whole, mesh, p).requires_grad_() for p in (placements, [Replicate(), Replicate()])]
+        for operator in (operators.scaled_add, operators.scaled_add.default):
+            with CommDebugMode() as mode:
+                y = operator(x, others, 0.5)
+            assert y.placements == tuple(placements) and mode.get_total_counts() == 0
+            torch.testing.assert_close(y.full_tensor(), 2 * whole)
+        y.sum().backward()
+        assert x.grad.full_tensor().unique().tolist() == [1.0]
+        assert [o.grad.full_tensor().unique().tolist() for o in others] == [[0.5], [0.5]]
+        total, columns = operators.row_sum(x.detach())
+        assert total.placements == (Partial(), Shard(0)) and columns in (2, 4)
+        torch.testing.assert_close(total.full_tensor(), whole.sum(0))
+        with pytest.raises(DTensorError, match="register_fake"):
+            operators.shapeless(x)
+
+        @register_sharding(operators.row_sum.default)
+        def wrong(x):
+            return [([Replicate(), None], [Replicate(), Replicate()])]
+
+        with pytest.raises(DTensorError, match="2 inputs and 1 outputs"):
+            operators.row_sum(x)
+    finally:
+        unregister_sharding([operators.scaled_add.default, operators.row_sum.default, operators.shapeless.default])
+        library._destroy()
+
+
+def test_softmax():
+    run_ranks(4, check_softmax)
+
+
+def test_custom_operators():
+    run_ranks(4, check_custom_operators)
+
+
+def test_what_can_be_registered():
+    with pytest.raises(DTensorError, match="choose an overload"):
+        register_sharding(aten.relu)
+    with pytest.raises(DTensorError, match="functional form"):
+        register_sharding(aten.relu_.default)
