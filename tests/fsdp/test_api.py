@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from fsdp.compare import (
     Block,
     Model,
@@ -18,8 +20,6 @@ from fsdp.compare import (
     shard_blocks,
     train_alike,
 )
-from torch import Tensor, nn
-
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh

@@ -153,7 +153,7 @@ class Bucket:
             buffer = buffer.to(self.settings.mesh.device, self.compute_dtype, non_blocking=True)
         return all_gather_start(buffer, axis, 0, plan.sizes)
 
-    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: Sequence[Tensor]) -> None:
+    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters whole from what was gathered."""
         self._storage.resize_(self._nbytes)
         plan.unpack(gathered, pieces)

@@ -89,13 +89,13 @@ class FlatPlan:
             for whole, dim, spans in zip(wholes, self.dims, self.spans, strict=True)
         ]
 
-    def unpack(self, buffers: Tensor, pieces: Sequence[Tensor]) -> None:
+    def unpack(self, buffers: Tensor, pieces: list[Tensor]) -> None:
         """Fill the tensors behind `pieces` from the buffers of all ranks, one after the other in `buffers`."""
         if self.aligned:
             rows = buffers.view(self.n, -1)
             torch.split_with_sizes_copy(rows, self._splits(0), 1, out=pieces)
             return
-        torch._foreach_copy_(list(pieces), self._parts(buffers))
+        torch._foreach_copy_(pieces, self._parts(buffers))
 
     def pack(self, wholes: Sequence[Tensor], buffers: Tensor) -> None:
         """Write the chunks of the tensors where the collective expects them, converting to the dtype of `buffers`."""

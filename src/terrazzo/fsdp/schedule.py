@@ -6,7 +6,9 @@
     backward ends         whatever is left: groups whose backward nobody saw end, reductions under way
 
 On an accelerator gathers run on a stream of their own and a reduction overlaps with the next group's backward.  On CPU
-a reduction ends before the next group is made whole, so that no more than two whole groups and one reduce buffer exist.
+the host waits for what it needs, so it asks early: each forward follows the order of the last one and begins to gather
+what comes next.  A large reduction ends there before the next group is made whole, so that no more than two whole groups
+and one reduce buffer exist; a small one, which is all latency, goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from terrazzo.fsdp.watch import Watch
 if TYPE_CHECKING:
     from terrazzo.fsdp.trace import Trace
     from terrazzo.fsdp.unit import Unit
+
+
+_OVERLAPPED_BYTES = 1 << 20  # reduce buffers up to this size may exist beside the gradients of the next group, on CPU
 
 
 def in_backward() -> bool:
@@ -47,6 +52,8 @@ class Schedule:
         self.trace: Trace | None = None
         self.watch = Watch(next((u.group.settings.mesh for u in units if u.group is not None), None))
         self._reductions: list[tuple[Unit, list[Callable[[], None]]]] = []
+        self._entered: list[Unit] = []  # in this forward, in order
+        self._expected: list[Unit] = []  # by the last forward
 
     # ------------------------------------------------------------------ beginnings and ends
 
@@ -55,6 +62,7 @@ class Schedule:
         self.forward_root = root
         if in_backward():
             return
+        self._entered = []
         if self.backward_running:
             self._recover()
         for unit in self.units:
@@ -76,6 +84,21 @@ class Schedule:
         for unit in self.units:
             if unit.modules_to_run:
                 unit.end_pass()
+            if unit.group is not None and unit.group.is_gathering and not in_backward():
+                unit.group.reshard()  # this forward was expected to need it
+        self._expected = self._entered
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A unit's forward begins, and its parameters are there."""
+        if unit.forward_prefetch is not None:
+            for other in unit.forward_prefetch:
+                self.start_unshard(other, "prefetch")
+        if self.stream is not None or in_backward():
+            return
+        self._entered.append(unit)
+        at = len(self._entered)
+        if unit.forward_prefetch is None and at < len(self._expected) and self._expected[at - 1] is unit:
+            self.start_unshard(self._expected[at], "prefetch")
 
     def begin_backward(self) -> None:
         """Once per backward."""
@@ -101,6 +124,7 @@ class Schedule:
         self.backward_running = False
         self.last_forward = None
         self._reductions.clear()
+        self._entered = []
         for unit in self.units:
             unit.abandon()
 
@@ -176,6 +200,8 @@ class Schedule:
                 self.trace.add("gradients", unit.name, 0, began)
 
     def make_room(self) -> None:
-        """Before a group becomes whole in backward: on CPU let the last reduction end first."""
+        """Before a group becomes whole in backward: on CPU let a large reduction end first."""
         if self.stream is None and self._reductions:
-            self.end_reductions()
+            unit, _ = self._reductions[0]
+            if sum(reducer.buffer_bytes() for reducer in unit.reducers) > _OVERLAPPED_BYTES:
+                self.end_reductions()

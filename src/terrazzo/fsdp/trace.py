@@ -50,8 +50,7 @@ class Trace:
         now = perf_counter() - self._zero
         self.events.append(TraceEvent(kind, group, nbytes, began - self._zero, now, in_backward()))
 
-    @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """What a rank sent, on average."""
         return sum(event.bytes for event in self.events)
 

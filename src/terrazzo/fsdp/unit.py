@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.bucket import Settings
-from terrazzo.fsdp.group import Group, State
+from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import InnerMesh
 from terrazzo.fsdp.reduce import ReduceOptions, Reducer
 from terrazzo.fsdp.schedule import Schedule, in_backward
@@ -63,7 +63,7 @@ class Unit:
         self.reshard_after_backward = True
         self.gradient_sync = True
         self.unshard_in_backward = True
-        self.forward_prefetch: list[Unit] = []
+        self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
@@ -145,8 +145,7 @@ class Unit:
             schedule.start_unshard(self)
             schedule.finish_unshard(self)
             if first:
-                for unit in self.forward_prefetch:
-                    schedule.start_unshard(unit, "prefetch")
+                schedule.enter_forward(self)
         args, kwargs = self._cast_inputs(args, kwargs)
         if first and self.group is not None and torch.is_grad_enabled():
             # A tensor of our own, whose gradient is complete when everything in this forward has had its backward.

@@ -106,11 +106,11 @@ class Watch:
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         try:
             store = PrefixStore("terrazzo/fsdp", group.get_group_store())
-            store.set(str(axis.index), msgspec.msgpack.encode(mine))
+            store.set(str(axis.index), msgspec.json.encode(mine).decode())
             while None in found and time.monotonic() < deadline:
                 for i, known in enumerate(found):
                     if known is None and store.check([str(i)]):
-                        found[i] = msgspec.msgpack.decode(store.get(str(i)), type=_Position)
+                        found[i] = msgspec.json.decode(store.get(str(i)), type=_Position)
                 time.sleep(0.05)
         except RuntimeError:
             pass  # the store went with the rank that hosts it: then nobody can be heard of
