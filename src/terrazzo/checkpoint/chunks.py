@@ -1,13 +1,14 @@
 """Lists of chunks, and which of them a box needs.
 
-A table of contents may list thousands of chunks per tensor; a `ChunkTable` keeps them as arrays, so that
-finding the few that overlap a box is array arithmetic, and makes chunk objects only when they are asked for.
+A table of contents may list thousands of chunks per tensor; a `ChunkTable` keeps them as an array, so that finding the
+few that overlap a box is array arithmetic, and makes chunk objects only when they are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, Final, overload
 
 import numpy as np
 import torch
@@ -15,20 +16,19 @@ import torch
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata
 from terrazzo.layout.box import Box
 
-_FEW = 16  # below this, plain Python is faster than arrays
+_FEW: Final = 16  # below this, plain Python is faster than arrays
 
 
 class ChunkTable(Sequence[ChunkStorageMetadata]):
-    """Chunks as two arrays of shape (chunks, dims)."""
+    """Chunks as an array of shape (chunks, 2, dims): offsets and lengths."""
 
-    __slots__ = ("_lengths", "_offsets")
+    __slots__ = ("_boxes",)
 
-    def __init__(self, offsets: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> None:
-        self._offsets = offsets
-        self._lengths = lengths
+    def __init__(self, boxes: np.ndarray[Any, Any]) -> None:
+        self._boxes = boxes
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._boxes)
 
     @overload
     def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
@@ -37,43 +37,80 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return ChunkStorageMetadata(
-            torch.Size(self._offsets[index].tolist()), torch.Size(self._lengths[index].tolist())
-        )
+        offsets, lengths = self._boxes[index].tolist()
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        for offsets, lengths in zip(self._offsets.tolist(), self._lengths.tolist(), strict=True):
+        for offsets, lengths in self._boxes.tolist():
             yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
+    __hash__ = None  # type: ignore[assignment]  # like a list's
+
     def __repr__(self) -> str:
         return f"ChunkTable({list(self)})"
 
-    def boxes(self) -> list[Box]:
-        """The chunks as boxes."""
-        pairs = zip(self._offsets.tolist(), self._lengths.tolist(), strict=True)
-        return [Box(tuple(offsets), tuple(lengths)) for offsets, lengths in pairs]
+    def identity(self) -> bytes:
+        """Equal for tables of equal chunks."""
+        return self._boxes.tobytes()
 
-    def candidates(self, box: Box) -> list[tuple[int, Box]]:
-        """The chunks that overlap the box, with their numbers."""
-        ends = np.array(box.ends)
-        inside = (self._offsets < ends) & (self._offsets + self._lengths > np.array(box.offsets))
-        numbers = np.nonzero(inside.all(axis=1))[0]
-        rows = zip(numbers.tolist(), self._offsets[numbers].tolist(), self._lengths[numbers].tolist(), strict=True)
-        return [(number, Box(tuple(offsets), tuple(lengths))) for number, offsets, lengths in rows]
+    def near(self, box: Box) -> list[tuple[int, Box]]:
+        """Chunks that may overlap the box, with their numbers."""
+        numbers: Sequence[int] = range(len(self))
+        boxes = self._boxes
+        if len(self) >= _FEW:
+            offsets = boxes[:, 0].astype(np.int64)
+            inside = (offsets < np.array(box.ends)) & (offsets + boxes[:, 1] > np.array(box.offsets))
+            chosen = np.nonzero(inside.all(axis=1))[0]
+            numbers, boxes = chosen.tolist(), boxes[chosen]
+        return [
+            (number, Box(tuple(offsets), tuple(lengths)))
+            for number, (offsets, lengths) in zip(numbers, boxes.tolist(), strict=True)
+        ]
 
 
-def overlapping(chunks: Sequence[ChunkStorageMetadata], box: Box) -> list[tuple[int, Box, Box]]:
-    """For each chunk that shares elements with `box`: its number, its box, and what they share."""
-    if isinstance(chunks, ChunkTable):
-        numbered = list(enumerate(chunks.boxes())) if len(chunks) < _FEW else chunks.candidates(box)
-    else:
-        numbered = [(number, chunk.box) for number, chunk in enumerate(chunks)]
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a stored chunk and a box have in common."""
+
+    number: int  # of the chunk
+    chunk_offsets: torch.Size
+    in_chunk: torch.Size  # where the common part begins, relative to the chunk
+    in_box: torch.Size  # and relative to the box
+    lengths: torch.Size
+
+
+class Overlaps:
+    """Finds overlaps, and remembers them: in a model many tensors have the same shape and are cut the same way."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, Box], list[Overlap]] = {}
+
+    def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> list[Overlap]:
+        """The chunks that share elements with `box`, and what they share."""
+        if not isinstance(chunks, ChunkTable):
+            return _overlaps([(number, chunk.box) for number, chunk in enumerate(chunks)], box)
+        key = (chunks.identity(), box)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _overlaps(chunks.near(box), box)
+        return found
+
+
+def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> list[Overlap]:
     found = []
-    for number, chunk_box in numbered:
-        common = chunk_box.intersect(box)
+    for number, chunk in chunks:
+        common = chunk.intersect(box)
         if common is not None:
-            found.append((number, chunk_box, common))
+            found.append(
+                Overlap(
+                    number,
+                    torch.Size(chunk.offsets),
+                    torch.Size(common.relative_to(chunk).offsets),
+                    torch.Size(common.relative_to(box).offsets),
+                    torch.Size(common.lengths),
+                )
+            )
     return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch.distributed as dist
-
 from terrazzo.layout.box import Box
 
 _MODULE = "torch.distributed._shard.sharded_tensor"
@@ -24,8 +22,3 @@ def local_shards(value: Any) -> list[tuple[Box, Any]]:
         (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
         for shard in value.local_shards()
     ]
-
-
-def own_rank() -> tuple[int, ...]:
-    """The holders of a shard: a `ShardedTensor` keeps each on one rank."""
-    return (dist.get_rank(),)

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.chunks import overlapping
+from terrazzo.checkpoint.chunks import Overlaps
 from terrazzo.checkpoint.flatten import set_element
+from terrazzo.checkpoint.load_planner import read_items
 from terrazzo.checkpoint.locate import reader_for
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
 
@@ -155,22 +156,7 @@ class LazyTensor:
         if box.is_empty:
             return target
         index = MetadataIndex(self.name, box.offsets)
-        items = []
-        covered = 0
-        for number, chunk, common in overlapping(self._entry.chunks, box):
-            covered += common.numel
-            items.append(
-                ReadItem(
-                    LoadItemType.TENSOR,
-                    index,
-                    torch.Size(common.relative_to(box).offsets),
-                    MetadataIndex(self.name, chunk.offsets, number),
-                    torch.Size(common.relative_to(chunk).offsets),
-                    torch.Size(common.lengths),
-                )
-            )
-        if covered != box.numel:
-            raise CheckpointError(f"{self.name!r}: the checkpoint holds {covered} of the {box.numel} elements of {box}")
+        items = read_items(index, self.name, box, self._entry, Overlaps())
         self._checkpoint._read(items, _Catcher({index: target}, False))
         return target
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.chunks import overlapping
+from terrazzo.checkpoint.chunks import Overlaps
 from terrazzo.checkpoint.dtypes import is_lossless
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.flatten import flatten_state_dict, set_element
@@ -23,6 +23,7 @@ from terrazzo.checkpoint.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.sharded import Viewer, is_sharded, local_chunks
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, UnsupportedValueError
+from terrazzo.layout.box import Box
 
 _NAMED = 50
 
@@ -94,9 +95,15 @@ class DefaultLoadPlanner(LoadPlanner):
         stored = self.metadata.state_dict_metadata
         self._targets, self._names = {}, {}
         self._before = dict(self.state_dict)
-        viewer = Viewer()
         faults = _Faults([], [])
         items: list[ReadItem] = []
+        with torch.no_grad():
+            self._plan_values(stored, items, faults)
+        self._report(faults, len(stored))
+        return LoadPlan(items)
+
+    def _plan_values(self, stored: Any, items: list[ReadItem], faults: _Faults) -> None:
+        viewer, overlaps = Viewer(), Overlaps()
         for name, value in self.state_dict.items():
             source = self._stored_name(name, value, stored)
             if source is None:
@@ -110,13 +117,11 @@ class DefaultLoadPlanner(LoadPlanner):
             if fault is not None:
                 faults.mismatched.append(f"{name}: {fault}")
             elif isinstance(entry, TensorStorageMetadata):
-                items += self._tensor_items(name, source, value, entry, viewer)
+                items += self._tensor_items(name, source, value, entry, viewer, overlaps)
             else:
                 index = MetadataIndex(source)
                 none = torch.Size()
                 items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, index, none, none))
-        self._report(faults, len(stored))
-        return LoadPlan(items)
 
     def _stored_name(self, name: str, value: Any, stored: Any) -> str | None:
         """The name under which the checkpoint holds a value of the state dict."""
@@ -161,31 +166,13 @@ class DefaultLoadPlanner(LoadPlanner):
             LOGGER.warning("kept as they were, for the checkpoint does not have them: %s", ", ".join(self.missing))
 
     def _tensor_items(
-        self, name: str, source: str, value: Any, entry: TensorStorageMetadata, viewer: Viewer
+        self, name: str, source: str, value: Any, entry: TensorStorageMetadata, viewer: Viewer, overlaps: Overlaps
     ) -> list[ReadItem]:
-        view = local_chunks(name, value, viewer.view)
         items = []
-        for position, (box, target) in enumerate(view.chunks):
+        for position, (box, target) in enumerate(local_chunks(name, value, viewer.view).chunks):
             dest_index = MetadataIndex(name, box.offsets, position)
             self._targets[dest_index] = target
-            covered = 0
-            for number, chunk, common in overlapping(entry.chunks, box):
-                covered += common.numel
-                items.append(
-                    ReadItem(
-                        LoadItemType.TENSOR,
-                        dest_index,
-                        torch.Size(common.relative_to(box).offsets),
-                        MetadataIndex(source, chunk.offsets, number),
-                        torch.Size(common.relative_to(chunk).offsets),
-                        torch.Size(common.lengths),
-                    )
-                )
-            if covered != box.numel:
-                raise CheckpointError(
-                    f"{name}: {box.numel - covered} of the {box.numel} elements that this rank needs are not in the "
-                    f"checkpoint, which is incomplete"
-                )
+            items += read_items(dest_index, source, box, entry, overlaps)
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -238,3 +225,23 @@ class DefaultLoadPlanner(LoadPlanner):
         for name, value in self.state_dict.items():
             if name in self.mappings and value is not self._before.get(name):
                 set_element(self.original_state_dict, self.mappings[name], value)
+
+
+def read_items(
+    dest_index: MetadataIndex, source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps
+) -> list[ReadItem]:
+    """The items that fill `box` of the tensor stored as `source`."""
+    items = []
+    covered = 0
+    for found in overlaps.of(entry.chunks, box):
+        covered += found.lengths.numel()
+        storage_index = MetadataIndex(source, found.chunk_offsets, found.number)
+        items.append(
+            ReadItem(LoadItemType.TENSOR, dest_index, found.in_box, storage_index, found.in_chunk, found.lengths)
+        )
+    if covered != box.numel:
+        raise CheckpointError(
+            f"{source!r}: {box.numel - covered} of the {box.numel} elements that are needed are not in the checkpoint, "
+            f"which is incomplete"
+        )
+    return items

@@ -34,7 +34,7 @@ from terrazzo.checkpoint.objects import ObjectBytes, encode
 from terrazzo.checkpoint.ownership import Claim, Exchange, Negotiation, Note, assign
 from terrazzo.checkpoint.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.sharded import Viewer, is_sharded, local_chunks
+from terrazzo.checkpoint.sharded import Holders, Viewer, is_sharded, local_chunks
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_span
@@ -94,6 +94,7 @@ class DefaultSavePlanner(SavePlanner):
         self._holdings: dict[MetadataIndex, _Holding] = {}
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
         self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
+        self._translated: dict[int, tuple[int, ...] | None] = {}
 
     @property
     def plans_alone(self) -> bool:
@@ -121,10 +122,11 @@ class DefaultSavePlanner(SavePlanner):
         self.storage_meta = storage_meta
         self.is_coordinator = is_coordinator
 
+    @torch.no_grad()
     def create_local_plan(self) -> SavePlan:
         self._holdings, self._parts = {}, {}
-        viewer = Viewer(self.ranks)
-        group_rank = {rank: position for position, rank in enumerate(self.ranks)}
+        viewer = Viewer()
+        self._translated = {}
         items: list[WriteItem] = []
         mappings = {}
         unsupported: list[str] = []
@@ -138,7 +140,7 @@ class DefaultSavePlanner(SavePlanner):
                 mappings[stored] = (*path[:-1], name_on_rank(path[-1], self.rank)) if own else path
             try:
                 if isinstance(value, torch.Tensor) or is_sharded(value):
-                    items += self._tensor_items(stored, value, viewer, group_rank, own)
+                    items += self._tensor_items(stored, value, viewer, own)
                 else:
                     items.append(self._object_item(stored, value, own))
             except UnsupportedValueError as error:
@@ -147,14 +149,10 @@ class DefaultSavePlanner(SavePlanner):
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
         return SavePlan(items, planner_data=mappings or None)
 
-    def _tensor_items(
-        self, name: str, value: Any, viewer: Viewer, group_rank: dict[int, int], own: bool
-    ) -> list[WriteItem]:
+    def _tensor_items(self, name: str, value: Any, viewer: Viewer, own: bool) -> list[WriteItem]:
         _check_storable(value)
         view = local_chunks(name, value, viewer.view)
-        holders = None if view.holders is None else tuple(group_rank[r] for r in view.holders if r in group_rank)
-        if own:
-            holders = (self.rank,)
+        holders = (self.rank,) if own else self._in_group(view.holders)
         chunks = view.chunks
         if 0 in view.size:  # no rank has a chunk of it, but its name and shape are to be kept
             chunks = ((Box.whole(view.size), torch.empty(view.size, dtype=view.dtype)),)
@@ -167,6 +165,16 @@ class DefaultSavePlanner(SavePlanner):
             items.append(item)
             self._holdings[item.index] = _Holding(data, box, holders)
         return items
+
+    def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
+        """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""
+        if holders is None:
+            return None
+        if id(holders) not in self._translated:
+            known = holders.among.issuperset(self.ranks)
+            group_ranks = tuple(position for position, rank in enumerate(self.ranks) if rank in holders.ranks)
+            self._translated[id(holders)] = group_ranks if known else None
+        return self._translated[id(holders)]
 
     def _object_item(self, name: str, value: Any, own: bool) -> WriteItem:
         index = MetadataIndex(name)

@@ -2,13 +2,13 @@
 
 Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor.  Its data
 is `to_local()` when there is one chunk, and `__get_tensor_shard__(index)` when there are more.  If it also has
-`device_mesh` and `placements` (or `holders`, the global ranks themselves), they tell which other ranks hold the same
-chunk, so that one of them can write it without asking; if not, ranks compare notes (`ownership`).
+`device_mesh` and `placements`, they tell which other ranks hold the same chunk, so that one of them can write it
+without asking; if not, ranks compare notes (`ownership`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,24 @@ from terrazzo.layout.box import Box
 
 
 @dataclass(frozen=True, slots=True)
-class ShardView:
-    """A rank's part of a distributed tensor.
+class Holders:
+    """The global ranks, in order, that hold exactly the same chunks, among the ranks of a mesh.
 
-    `holders` are the global ranks, in order, that hold exactly the same chunks; None if the tensor does not say.
+    Ranks outside the mesh may hold the same chunks on meshes of their own (FSDP along one dim of a larger mesh, say).
     """
+
+    ranks: tuple[int, ...]
+    among: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """A rank's part of a distributed tensor.  `holders` is None if the tensor does not say who holds the same."""
 
     size: torch.Size
     dtype: torch.dtype
     chunks: tuple[tuple[Box, torch.Tensor], ...]
-    holders: tuple[int, ...] | None
+    holders: Holders | None
 
 
 def is_sharded(value: Any) -> bool:
@@ -39,60 +47,39 @@ def is_sharded(value: Any) -> bool:
 
 
 class Viewer:
-    """Makes views, and remembers what is the same for all tensors of one mesh and placements.
+    """Makes views, and remembers what is the same for all tensors of one mesh, placements and shape."""
 
-    A mesh tells who holds a chunk among its own ranks only.  Where `ranks`, those that save together, are more, others may
-    hold the same chunks on meshes of their own (FSDP along one dim of a larger mesh, say), so holders are unknown.
-    """
-
-    def __init__(self, ranks: Collection[int] = ()) -> None:
-        self._ranks = frozenset(ranks)
-        self._holders: dict[tuple[int, tuple[Any, ...]], tuple[int, ...] | None] = {}
+    def __init__(self) -> None:
+        self._holders: dict[tuple[int, tuple[Any, ...]], Holders] = {}
         self._boxes: dict[tuple[Any, ...], Box] = {}
 
     def view(self, name: str, value: Any) -> ShardView:
-        """This rank's part of the distributed tensor `value`."""
+        """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
         if interop.is_sharded_tensor(value):
-            return self._view_shards(name, value, interop.local_shards(value), interop.own_rank())
+            return self._view_shards(name, value, interop.local_shards(value), None)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
-            holders, key = getattr(value, "holders", None), None
-        else:
-            placements = tuple(value.placements)
-            holders = self._holders_of(name, mesh, placements)
-            # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
-            key = (type(value), id(mesh), placements, value.size())
-            box = self._boxes.get(key)
-            if box is not None:
-                with torch.no_grad():
-                    return self._view_shards(name, value, [(box, value.to_local())], holders)
-        chunks = [] if holders == () else value.__create_chunk_list__()
-        with torch.no_grad():
-            if len(chunks) == 1:
-                box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-                if key is not None:
-                    self._boxes[key] = box
-                shards = [(box, value.to_local())]
-            else:
-                shards = [
-                    (
-                        Box(tuple(c.offsets), tuple(c.sizes)),
-                        value.__get_tensor_shard__(MetadataIndex(name, c.offsets, i)),
-                    )
-                    for i, c in enumerate(chunks)
-                ]
-            return self._view_shards(name, value, shards, holders)
+            return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
+        placements = tuple(value.placements)
+        holders = self._holders_of(name, mesh, placements)
+        if not holders.ranks:  # this rank is not in the mesh
+            return ShardView(value.size(), value.dtype, (), holders)
+        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+        key = (type(value), id(mesh), placements, value.size())
+        box = self._boxes.get(key)
+        if box is not None:
+            return self._view_shards(name, value, [(box, value.to_local())], holders)
+        shards = _shards(name, value)
+        if len(shards) == 1:
+            self._boxes[key] = shards[0][0]
+        return self._view_shards(name, value, shards, holders)
 
-    def _view_shards(
-        self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: tuple[int, ...] | None
-    ) -> ShardView:
+    def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
         chunks: list[tuple[Box, torch.Tensor]] = []
         for box, local in shards:
-            if is_sharded(
-                local
-            ):  # a sharded tensor of sharded tensors: FSDP over tensor parallelism, as PyTorch 1 nests it
+            if is_sharded(local):  # FSDP over tensor parallelism, as PyTorch 1 nests it
                 inner = self.view(name, local)
-                holders = inner.holders if holders is not None else None
+                holders = None
                 chunks += [(part.shifted(box.offsets), tensor) for part, tensor in inner.chunks]
             elif not box.is_empty:
                 if local.shape != box.lengths:
@@ -103,28 +90,36 @@ class Viewer:
                 chunks.append((box, local.detach()))
         return ShardView(value.size(), value.dtype, tuple(chunks), holders)
 
-    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...] | None:
+    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
         key = (id(mesh), placements)
-        if key not in self._holders:
+        holders = self._holders.get(key)
+        if holders is None:
             if any(placement.is_partial() for placement in placements):
                 raise UnsupportedValueError(
                     f"{name!r} has placements {placements}: partial values are not the tensor's values; "
                     f"redistribute it to Replicate or Shard before saving"
                 )
+            ranks: list[int] = []
             coordinate = mesh.get_coordinate()
-            holders: tuple[int, ...] | None
-            if coordinate is None:
-                holders = ()
-            elif not self._ranks <= set(mesh.mesh.reshape(-1).tolist()):
-                holders = None
-            else:
+            if coordinate is not None:
                 index = tuple(
                     slice(None) if placement.is_replicate() else position
                     for placement, position in zip(placements, coordinate, strict=True)
                 )
-                holders = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+                ranks = sorted(mesh.mesh[index].reshape(-1).tolist())
+            holders = Holders(tuple(ranks), frozenset(mesh.mesh.reshape(-1).tolist()))
             self._holders[key] = holders
-        return self._holders[key]
+        return holders
+
+
+def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
+    """The tensor's own chunks on this rank."""
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+    if len(boxes) == 1:
+        return [(boxes[0], value.to_local())]
+    return [
+        (box, value.__get_tensor_shard__(MetadataIndex(name, box.offsets, number))) for number, box in enumerate(boxes)
+    ]
 
 
 def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -> ShardView:

@@ -17,7 +17,7 @@ import torch
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.objects import encode
 from terrazzo.checkpoint.per_rank import PerRank
-from terrazzo.checkpoint.sharded import Viewer, is_sharded
+from terrazzo.checkpoint.sharded import Holders, Viewer, is_sharded
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -55,7 +55,7 @@ class StagedTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     shards: tuple[Any, ...]
-    holders: tuple[int, ...] | None
+    holders: Holders | None
 
     def size(self) -> torch.Size:
         return self.shape
@@ -136,7 +136,8 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
             _check_type(path, value)
         return deepcopy(value)
 
-    skeleton: STATE_DICT_TYPE = _walk((), state_dict, leaf)
+    with torch.no_grad():
+        skeleton: STATE_DICT_TYPE = _walk((), state_dict, leaf)
     return skeleton, sources
 
 

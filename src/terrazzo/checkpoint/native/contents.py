@@ -38,8 +38,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         if self._manifest.names[name] != TENSOR:
             return BytesStorageMetadata()
         record = self._manifest.record(name)
-        chunks = ChunkTable(record.offsets, record.lengths)
-        return TensorStorageMetadata(TensorProperties(record.dtype), torch.Size(record.shape), chunks)
+        return TensorStorageMetadata(TensorProperties(record.dtype), torch.Size(record.shape), ChunkTable(record.boxes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ManifestEntries, (self._manifest,)

@@ -1,11 +1,12 @@
 """Whether the chunks of a checkpoint make up its tensors: every element once.
 
-A chunk that nobody wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid.
+A chunk that nobody wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid.  Tensors
+with equally many dims and chunks are checked together, as one array, for there may be millions of chunks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
-_NAMED = 10  # how many tensors an error lists
+_NAMED: Final = 10  # how many tensors an error lists
 
 
 def check_coverage(entries: list[TensorEntry], counts: Array, boxes: list[Array]) -> None:
@@ -21,59 +22,78 @@ def check_coverage(entries: list[TensorEntry], counts: Array, boxes: list[Array]
 
     `boxes[d]` has a row (offsets, lengths) for each chunk of a tensor of `d` dims, in the order of the table.
     """
-    faults = []
-    first = [0] * max(len(boxes), 1 + max((len(entry.shape) for entry in entries), default=0))
-    for entry, count in zip(entries, counts.tolist(), strict=True):
-        ndim = len(entry.shape)
-        if ndim == 0:
-            if count != 1:
-                faults.append(f"{entry.name}: written by {count} ranks")
-            continue
-        rows = boxes[ndim][first[ndim] : first[ndim] + count] if count else np.empty((0, 2, ndim), np.int64)
-        first[ndim] += count
-        fault = _fault(entry.shape, rows[:, 0], rows[:, 1])
-        if fault:
-            faults.append(f"{entry.name}: {fault}")
+    faults: list[tuple[int, str]] = []
+    ndims = np.array([len(entry.shape) for entry in entries], dtype=np.int64)
+    for ndim in np.unique(ndims).tolist():
+        tensors = np.nonzero(ndims == ndim)[0]
+        of_tensor = counts[tensors]
+        first = np.cumsum(of_tensor) - of_tensor
+        for count in np.unique(of_tensor).tolist():
+            same = np.nonzero(of_tensor == count)[0]
+            if ndim == 0:
+                if count != 1:
+                    faults += [(index, f"written by {count} ranks") for index in tensors[same].tolist()]
+                continue
+            shapes = np.array([entries[index].shape for index in tensors[same].tolist()], dtype=np.int64)
+            rows = (
+                boxes[ndim][first[same][:, None] + np.arange(count)]
+                if count
+                else np.empty((len(same), 0, 2, ndim), int)
+            )
+            found = _faults(shapes, rows[:, :, 0], rows[:, :, 1])
+            faults += [(int(tensors[same[row]]), fault) for row, fault in found]
     if faults:
-        more = f"\n  and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        lines = [f"{entries[index].name}: {fault}" for index, fault in sorted(faults)]
+        more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
         raise CheckpointError(
             "the ranks did not write each element of each tensor exactly once; do all ranks that hold a shard take "
-            "part in this save?\n  " + "\n  ".join(faults[:_NAMED]) + more
+            "part in this save?\n  " + "\n  ".join(lines[:_NAMED]) + more
         )
 
 
-def _fault(shape: tuple[int, ...], offsets: Array, lengths: Array) -> str | None:
-    whole = int(np.prod(shape, dtype=np.int64))
-    if len(offsets) == 1:  # the usual case, without array arithmetic
-        if offsets[0].any() or tuple(lengths[0].tolist()) != shape:
-            return f"only {offsets[0].tolist()} + {lengths[0].tolist()} of shape {list(shape)} was written"
-        return None
-    if len(offsets) and bool((offsets + lengths > np.array(shape)).any()):
-        return f"a chunk reaches beyond the shape {list(shape)}"
-    written = int(lengths.prod(axis=1, dtype=np.int64).sum())
-    if written < whole:
-        return f"{whole - written} of {whole} elements were not written"
-    if written > whole or (len(offsets) > 1 and _overlap(shape, offsets, lengths)):
-        return "some elements were written more than once"
-    return None
+def _faults(shapes: Array, offsets: Array, lengths: Array) -> list[tuple[int, str]]:
+    """What is wrong with tensors that have equally many chunks: `offsets` and `lengths` are (tensors, chunks, dims)."""
+    whole = shapes.prod(axis=1)
+    written = lengths.prod(axis=2).sum(axis=1)
+    outside = (offsets + lengths > shapes[:, None]).any(axis=(1, 2))
+    faults = [
+        (row, f"a chunk reaches beyond the shape {shapes[row].tolist()}") for row in np.nonzero(outside)[0].tolist()
+    ]
+    faults += [
+        (row, f"{whole[row] - written[row]} of {whole[row]} elements were not written")
+        for row in np.nonzero(~outside & (written < whole))[0].tolist()
+    ]
+    twice = ~outside & (written > whole)
+    if offsets.shape[1] > 1:
+        exact = np.nonzero(~outside & (written == whole))[0]
+        twice[exact] = _overlaps(shapes[exact], offsets[exact], lengths[exact])
+    return faults + [(row, "some elements were written more than once") for row in np.nonzero(twice)[0].tolist()]
 
 
-def _overlap(shape: tuple[int, ...], offsets: Array, lengths: Array) -> bool:
-    """Whether chunks that have the right volume together overlap (and so leave a gap elsewhere)."""
-    if _is_grid(shape, offsets, lengths):
-        return len(np.unique(offsets, axis=0)) < len(offsets)
+def _overlaps(shapes: Array, offsets: Array, lengths: Array) -> Array:
+    """For tensors whose chunks have the right volume together: whether some overlap (and so leave a gap elsewhere)."""
+    grid = np.ones(len(shapes), dtype=bool)
+    place = np.zeros(offsets.shape[:2], dtype=np.int64)  # of a chunk's first element in the flattened tensor
+    for dim in range(shapes.shape[1]):
+        # A grid: in every dim, all chunks are cut at the same places.
+        order = np.argsort(offsets[:, :, dim], axis=1, kind="stable")
+        starts = np.take_along_axis(offsets[:, :, dim], order, axis=1)
+        steps = np.take_along_axis(lengths[:, :, dim], order, axis=1)
+        same = (starts[:, 1:] == starts[:, :-1]) & (steps[:, 1:] == steps[:, :-1])
+        following = starts[:, 1:] == starts[:, :-1] + steps[:, :-1]
+        grid &= (same | following).all(axis=1) & (starts[:, 0] == 0) & (starts[:, -1] + steps[:, -1] == shapes[:, dim])
+        place = place * shapes[:, dim, None] + offsets[:, :, dim]
+    place.sort(axis=1)
+    overlaps: Array = (place[:, 1:] == place[:, :-1]).any(axis=1)  # in a grid, chunks that differ are disjoint
+    for row in np.nonzero(~grid)[0].tolist():
+        overlaps[row] = _any_pair_overlaps(offsets[row], lengths[row])
+    return overlaps
+
+
+def _any_pair_overlaps(offsets: Array, lengths: Array) -> bool:
     ends = offsets + lengths
     for row in range(len(offsets) - 1):
-        inner = (offsets[row] < ends[row + 1 :]) & (offsets[row + 1 :] < ends[row])
-        if bool(inner.all(axis=1).any()):
+        common = (offsets[row] < ends[row + 1 :]) & (offsets[row + 1 :] < ends[row])
+        if bool(common.all(axis=1).any()):
             return True
     return False
-
-
-def _is_grid(shape: tuple[int, ...], offsets: Array, lengths: Array) -> bool:
-    """Whether every dim is cut at the same places for all chunks: then different chunks are disjoint."""
-    for dim, size in enumerate(shape):
-        cuts = np.unique(np.stack([offsets[:, dim], lengths[:, dim]], axis=1), axis=0)
-        if cuts[0, 0] != 0 or cuts[-1].sum() != size or bool((cuts[:-1].sum(axis=1) != cuts[1:, 0]).any()):
-            return False
-    return True

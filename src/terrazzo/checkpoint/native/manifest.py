@@ -77,32 +77,27 @@ class Head(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor's rows: boxes as arrays of shape (chunks, dims), and where each chunk lies."""
+    """One tensor's rows: `boxes` is an array (chunks, 2, dims) of offsets and lengths; `first` is the first row."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     kind: int
     first: int
-    offsets: np.ndarray[Any, Any]
-    lengths: np.ndarray[Any, Any]
+    boxes: np.ndarray[Any, Any]
 
     @property
     def count(self) -> int:
-        return len(self.offsets)
-
-    def nbytes(self, lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The bytes of chunks of these lengths."""
-        return lengths.prod(axis=1, dtype=np.int64) * self.dtype.itemsize
+        return len(self.boxes)
 
 
-def _section_sizes(head: Head) -> tuple[int, list[int]]:
-    """The chunks in all, and the bytes of each section of boxes, by number of dims."""
+def _section_sizes(head: Head) -> tuple[int, list[tuple[int, int]]]:
+    """The chunks in all; and by number of dims, the chunks and the bytes of their boxes."""
     rows = [0] * (1 + max((len(entry.shape) for entry in head.tensors), default=0))
     for entry, count in zip(head.tensors, head.counts, strict=True):
         rows[len(entry.shape)] += count
     width = 8 if head.wide else 4
-    return sum(rows), [count * 2 * ndim * width for ndim, count in enumerate(rows)]
+    return sum(rows), [(count, count * 2 * ndim * width) for ndim, count in enumerate(rows)]
 
 
 def encode_manifest(
@@ -142,7 +137,7 @@ class Manifest:
             raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
         chunks, sections = _section_sizes(self.head)
         columns = columns[-len(head_bytes) % 8 :]
-        if len(columns) != 12 * chunks + 8 * self.head.sums + sum(sections):
+        if len(columns) != 12 * chunks + 8 * self.head.sums + sum(nbytes for _, nbytes in sections):
             raise CheckpointCorruptError(f"{source}: the manifest's columns do not fit its head")
         position = 0
 
@@ -156,8 +151,8 @@ class Manifest:
         self.sums = column("<u8", 8 * self.head.sums)
         self.files = column("<u4", 4 * chunks)
         self._boxes = [
-            column("<u8" if self.head.wide else "<u4", nbytes).reshape(-1, 2, ndim) if ndim else None
-            for ndim, nbytes in enumerate(sections)
+            column("<u8" if self.head.wide else "<u4", nbytes).reshape(-1, 2, ndim) if ndim else np.empty((rows, 2, 0))
+            for ndim, (rows, nbytes) in enumerate(sections)
         ]
         self._check_references(chunks)
 
@@ -197,13 +192,8 @@ class Manifest:
     def record(self, name: str) -> TensorRecord:
         """The rows of one tensor (or of an object kept in a data file); `KeyError` if there is none."""
         entry, first, first_box, count = self._rows[name]
-        boxes = self._boxes[len(entry.shape)]
-        if boxes is None:
-            offsets = lengths = np.empty((count, 0), dtype=np.int64)
-        else:
-            rows = boxes[first_box : first_box + count].astype(np.int64)
-            offsets, lengths = rows[:, 0], rows[:, 1]
-        return TensorRecord(entry.name, dtype_from_name(entry.dtype), entry.shape, entry.kind, first, offsets, lengths)
+        boxes = self._boxes[len(entry.shape)][first_box : first_box + count]
+        return TensorRecord(entry.name, dtype_from_name(entry.dtype), entry.shape, entry.kind, first, boxes)
 
     @cached_property
     def first_sums(self) -> np.ndarray[Any, Any]:
@@ -221,7 +211,7 @@ class Manifest:
         item_sizes = [dtype_from_name(e.dtype).itemsize for e in self.head.tensors]
         sizes = np.repeat(np.array(item_sizes, dtype=np.int64), counts)
         for ndim, boxes in enumerate(self._boxes):
-            if boxes is not None:
+            if ndim:
                 sizes[ndims == ndim] *= boxes[:, 1].prod(axis=1, dtype=np.int64)
         return -(-sizes // self.head.block)
 
