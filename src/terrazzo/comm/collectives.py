@@ -327,7 +327,7 @@ def scatter(
 # ------------------------------------------------------------------ moving and reducing
 
 
-def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work:
+def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
     """All parts one after the other in `out`, all as large as the dense `x`."""
     if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
         numels = [x.numel()] * axis.size

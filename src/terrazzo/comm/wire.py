@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from terrazzo.comm import captured
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import CommError
 
@@ -56,38 +57,55 @@ def has_reduce_scatter(x: Tensor) -> bool:
     return not x.is_cpu
 
 
-def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work:
+def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
     """Reduce `buffer` in place."""
+    if captured.capturing():
+        captured.all_reduce(axis, buffer, op)
+        return None
     return _group(axis).allreduce([buffer], _ALL_REDUCE[op])
 
 
-def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work:
+def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | None:
     """Reduce the parts of `buffer`, all as long as `out`, each to the rank at its position."""
+    if captured.capturing():
+        captured.reduce_scatter(axis, out, buffer, op)
+        return None
     return _group(axis)._reduce_scatter_base(out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
-def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work:
+def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     """Concatenate equally long parts in `out`."""
     out, part = out.view(-1), part.view(-1)
     if part.dtype not in _MOVABLE:
         out, part = out.view(torch.uint8), part.view(torch.uint8)
+    if captured.capturing():
+        captured.all_gather(axis, out, part)
+        return None
     return _group(axis)._allgather_base(out, part)
 
 
-def all_to_all(axis: Axis, out: Tensor, buffer: Tensor, out_sizes: Sequence[int], buffer_sizes: Sequence[int]) -> Work:
+def all_to_all(
+    axis: Axis, out: Tensor, buffer: Tensor, out_sizes: Sequence[int], buffer_sizes: Sequence[int]
+) -> Work | None:
     """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes."""
     if buffer.dtype not in _MOVABLE:
         width = buffer.element_size()
         out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
         out_sizes = [size * width for size in out_sizes]
         buffer_sizes = [size * width for size in buffer_sizes]
+    if captured.capturing():
+        captured.all_to_all(axis, out, buffer, out_sizes, buffer_sizes)
+        return None
     return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes))
 
 
-def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work:
+def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     """Overwrite `buffer` with that of position `src`."""
     if buffer.dtype not in _MOVABLE:
         buffer = buffer.view(-1).view(torch.uint8)
+    if captured.capturing():
+        captured.broadcast(axis, buffer, src)
+        return None
     options = BroadcastOptions()
     options.rootRank = src
     return _group(axis).broadcast([buffer], options)
