@@ -6,12 +6,13 @@ The names and behaviours are those of `torch.distributed.tensor`; `DeviceMesh` a
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.layout import Partial, Placement, Replicate, Shard
+
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     autograd,
     clip,
-    compiling,
     compare,
+    compiling,
     foreach,
     indexing,
     pickling,
