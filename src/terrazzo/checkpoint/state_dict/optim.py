@@ -33,7 +33,8 @@ def get_optimizer_state_dict(
     """The optimizers' state, merged, with parameters called by their canonical names.
 
     Every trainable parameter has an entry, also before its first step, so that a checkpoint can be loaded into the
-    result; the optimizers themselves are left as they are.
+    result.  The optimizers themselves are left as they are (PyTorch's function takes a step with them): what was loaded
+    into the result takes effect with `set_optimizer_state_dict`.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters(), lr=0.5))
