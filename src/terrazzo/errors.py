@@ -175,3 +175,25 @@ class UnsupportedValueError(CheckpointError, TypeError):
 
 class UnsafePickleError(UnsupportedValueError, pickle.UnpicklingError):
     """A pickle refers to a class or function that is not known to be plain data; nothing of it was run."""
+
+
+# ------------------------------------------------------------------ the training engine
+
+
+class EngineError(TerrazzoError, RuntimeError):
+    """The training engine was used in a way that cannot work."""
+
+
+class EngineConfigError(EngineError, ValueError):
+    """A config with an option that is unknown, of the wrong type, or in contradiction to another one."""
+
+
+class LossScaleError(EngineError, FloatingPointError):
+    """Gradients overflow at the smallest loss scale."""
+
+
+class StateNameError(EngineError, KeyError):
+    """The client state of a checkpoint uses names that are the engine's own."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its argument
+        return str(self.args[0])
