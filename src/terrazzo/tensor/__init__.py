@@ -17,6 +17,7 @@ from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     indexing,
     pickling,
     random_ops,
+    transforms,
 )
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
@@ -25,6 +26,7 @@ foreach.install()
 clip.install()
 compiling.install()
 autograd.install_function_bridge()
+transforms.install()
 
 __all__ = [
     "DTensor",

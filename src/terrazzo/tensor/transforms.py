@@ -1,0 +1,107 @@
+"""`torch.func.grad` and `grad_and_value` over DTensors; `torch.func.jvp` is refused.
+
+functorch wraps each tensor in a plain one, under which a DTensor would be taken for a plain tensor by the DTensors next
+to it. Gradients need no such wrapping: the differentiated arguments are replaced by views of them, and autograd does
+the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.autograd import forward_mode
+from terrazzo.tensor.dtensor import DTensor
+
+
+def install() -> None:
+    """Let PyTorch's transforms ask first whether they are given DTensors."""
+    eager_transforms.grad_and_value_impl = _grad_over_dtensors(eager_transforms.grad_and_value_impl)
+    eager_transforms._jvp_with_argnums = _refusing_dtensors(eager_transforms._jvp_with_argnums)
+
+
+def _grad_over_dtensors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def grad_and_value_impl(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        if not _has_dtensors([args[i] for i in positions]):
+            return plain(func, argnums, has_aux, args, kwargs)
+        return _grad_and_value(func, positions, isinstance(argnums, int), has_aux, args, kwargs)
+
+    return grad_and_value_impl
+
+
+def _refusing_dtensors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def jvp(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_dtensors((primals, tangents)):
+            forward_mode(func, (), {})
+        return plain(func, primals, tangents, *args, **kwargs)
+
+    return jvp
+
+
+def _has_dtensors(tree: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree))
+
+
+def _grad_and_value(
+    func: Callable[..., Any], positions: tuple[int, ...], single: bool, has_aux: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    outer_grad = torch.is_grad_enabled()
+    with torch.enable_grad():
+        arguments = list(args)
+        for i in positions:
+            arguments[i] = tree_map(lambda x: _own(x, outer_grad), arguments[i])
+        chosen = arguments[positions[0]] if single else tuple(arguments[i] for i in positions)
+        flat, spec = tree_flatten(chosen)
+        output = func(*arguments, **kwargs)
+        aux = None
+        if has_aux:
+            output, aux = output
+        if not isinstance(output, torch.Tensor) or output.dim() != 0:
+            shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output)
+            raise DTensorError(f"torch.func.grad: the function must return a tensor without dims, it returned {shape}")
+        tensors = [x for x in flat if isinstance(x, torch.Tensor) and x.requires_grad]
+        found = iter(torch.autograd.grad(output, tensors, create_graph=True, materialize_grads=True))
+        grads = [next(found) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
+    if not outer_grad or not _depends_on_others([output, *grads], tensors):
+        output, aux, grads = tree_map(_detached, (output, aux, grads))
+    result = tree_unflatten(grads, spec)
+    return (result, (output, aux)) if has_aux else (result, output)
+
+
+def _own(x: Any, outer_grad: bool) -> Any:
+    """A tensor to differentiate by: connected to what `x` depends on, and without an effect on `x`'s own gradient."""
+    if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.view_as(x) if outer_grad and x.requires_grad else x.detach().requires_grad_()
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _depends_on_others(results: Iterable[Any], own: Iterable[torch.Tensor]) -> bool:
+    """Whether the graph of `results` reaches a leaf that is not in `own`: then it is wanted by whoever has that
+    leaf."""
+    known = {id(_local(x)) for x in own}
+    waiting = [_local(x).grad_fn for x in results if isinstance(x, torch.Tensor)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            return True
+        waiting.extend(next_node for next_node, _ in node.next_functions)
+    return False
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x._local if isinstance(x, DTensor) else x
