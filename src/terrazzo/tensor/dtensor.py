@@ -81,24 +81,19 @@ class Unkeyable(TypeError):
 
 
 def _append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
-    """Key a tuple of slices and plain values at once; False, and nothing appended, when there is something else in
-    it."""
-    parts: list[Any] = []
+    """Key a tuple of slices and plain values; False when there is something else in it, the key being useless then.
+
+    Bounds that are tensors end up in the key too: no plan is ever kept for those, so such a key finds none.
+    """
     for i in index:
-        if type(i) is slice:
-            start, stop, step = parts_of = (i.start, i.stop, i.step)
-            if not (type(start) in _BOUNDS and type(stop) in _BOUNDS and type(step) in _BOUNDS):
-                raise Unkeyable("a slice whose bounds are tensors")
-            parts.append(parts_of)
-        elif type(i) in _PLAIN_KEYS:
-            parts.append(i)
+        kind = type(i)
+        if kind is slice:
+            key.append((i.start, i.stop, i.step))
+        elif kind in _PLAIN_KEYS:
+            key.append(i)
         else:
             return False
-    key += parts
     return True
-
-
-_BOUNDS = frozenset([int, type(None)])
 
 
 def key_of(value: Any, key: list[Any], func: Any) -> Any:
@@ -125,7 +120,9 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
                 pass
         key.append(kind)
         key.append(len(value))
-        if kind is tuple and _append_basic_index(value, key):
+        parts: list[Any] = []
+        if kind is tuple and _append_basic_index(value, parts):
+            key += parts
             return value
         return kind([key_of(x, key, func) for x in value])
     if kind is slice:
@@ -147,6 +144,10 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         raise Unkeyable(f"an unhashable {kind.__name__}") from None
     key.append(value)
     return value
+
+
+def _all_ours(values: list[Any]) -> bool:
+    return all([type(v) is DTensor for v in values])
 
 
 def _general_key(
@@ -233,6 +234,10 @@ class DTensor(torch.Tensor):
                             hashable, loc, kw = _general_key(func, args, kw)
                 elif type(first) is list and func in list_handlers:
                     return list_handlers[func](func, args, kw)
+                elif type(first) is list and count == 2 and type(args[1]) in _PLAIN_KEYS and _all_ours(first):
+                    second = args[1]
+                    hashable = (func, second, *[x._layout for x in first])
+                    loc = [[x._local for x in first], second]
                 else:
                     hashable, loc, kw = _general_key(func, args, kw)
             plan = plans.get(hashable)
