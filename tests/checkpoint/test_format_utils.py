@@ -25,7 +25,7 @@ from terrazzo.checkpoint.format_utils import (
     main,
     torch_save_to_dcp,
 )
-from terrazzo.checkpoint.formats import Format, TorchSaveReader, detect
+from terrazzo.checkpoint.formats import DCPWriter, Format, TorchSaveReader, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.errors import (
     CheckpointError,
@@ -354,17 +354,17 @@ print(peak() - before)
     assert all(torch.equal(back[name][::1000], tensors[name][::1000]) for name in tensors)
 
 
-def test_numbers_as_keys_become_text_as_in_torchs_own(tmp_path: Path) -> None:
-    torch.save(
-        {"state": {0: {"w": torch.ones(1)}, 5: {"w": torch.ones(2)}}, "list": [torch.ones(3)]}, tmp_path / "a.pt"
-    )
-    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "dcp")
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "ours.pt")
-    torch_utils.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "theirs")
+@pytest.mark.parametrize("make", [as_native, as_dcp, as_torch_save, lambda s, f: save(s, storage_writer=DCPWriter(f))])
+def test_numbers_as_keys_become_text_as_in_torchs_own(make: Any, tmp_path: Path) -> None:
+    state = {"state": {0: {"w": torch.ones(1)}, 5: {"w": torch.ones(2)}}, "list": [torch.ones(3)]}
+    source = make(state, tmp_path)
+    convert(source if isinstance(source, Path) else tmp_path, tmp_path / "ours.pt", "torch_save")
+    torch_save_to_dcp(as_torch_save(state, tmp_path), tmp_path / "theirs")
     torch_utils.dcp_to_torch_save(tmp_path / "theirs", tmp_path / "theirs.pt")
     ours, theirs = (torch.load(tmp_path / name) for name in ("ours.pt", "theirs.pt"))
     assert set(ours["state"]) == set(theirs["state"]) == {"0", "5"}
-    assert torch.equal(ours["state"]["5"]["w"], torch.ones(2)) and torch.equal(ours["list"][0], torch.ones(3))
+    assert torch.equal(ours["state"]["5"]["w"], torch.ones(2))
+    assert torch.equal(ours["list"][0], torch.ones(3))
 
 
 # ------------------------------------------------------------------ the command line

@@ -61,6 +61,27 @@ def _is_walked(items: list[Any]) -> bool:
     )
 
 
+def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN_MAPPING:
+    """Paths from which the nested dict can be rebuilt: numbers are places in lists, keys of dicts are text.
+
+    A number that is a dict's key (an optimizer's own `state`) becomes text, as in PyTorch's checkpoints; left as it is
+    it could not be told from a place in a list.
+
+    >>> nested = {"state": {0: {"x": 1}}, "groups": [{"lr": 2}]}
+    >>> paths_to_store(nested, flatten_state_dict(nested)[1])
+    {'state.0.x': ('state', '0', 'x'), 'groups.0.lr': ('groups', 0, 'lr')}
+    """
+    stored: FLATTEN_MAPPING = {}
+    for name, path in paths.items():
+        container: Any = nested
+        keys = []
+        for key in path:
+            keys.append(str(key) if isinstance(container, Mapping) else key)
+            container = container[key]
+        stored[name] = tuple(keys)
+    return stored
+
+
 def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> None:
     """Put `value` at `path`, making dicts and lists on the way where there are none.
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from terrazzo.checkpoint.digest import digest_of_tensor
 from terrazzo.checkpoint.dtypes import dtype_name
-from terrazzo.checkpoint.flatten import flatten_state_dict
+from terrazzo.checkpoint.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
@@ -117,7 +117,9 @@ class DefaultSavePlanner(SavePlanner):
             storage_meta = None
         self.mappings: dict[str, tuple[Any, ...]] = {}
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
+            nested = state_dict
+            state_dict, paths = flatten_state_dict(nested)
+            self.mappings = paths_to_store(nested, paths)
         self.state_dict = state_dict
         self.storage_meta = storage_meta
         self.is_coordinator = is_coordinator

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from terrazzo.checkpoint.flatten import flatten_state_dict
+from terrazzo.checkpoint.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import (
@@ -148,19 +148,7 @@ def _flatten(value: Any, path: Path) -> tuple[dict[str, Any], dict[str, tuple[An
 
     flat, paths = flatten_state_dict(replace_tensors(value, pose))
     back = {id(tensor): stored[id(tensor)] for tensor in posing}
-    return {name: _unpose(item, back) for name, item in flat.items()}, _with_text_keys(value, paths)
-
-
-def _with_text_keys(value: Any, paths: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Paths as PyTorch writes them: a number is a place in a list, and a number that is a dict's key becomes text."""
-    converted = {}
-    for name, path in paths.items():
-        container, texts = value, []
-        for key in path:
-            texts.append(str(key) if isinstance(container, dict) else key)
-            container = container[key]
-        converted[name] = tuple(texts)
-    return converted
+    return {name: _unpose(item, back) for name, item in flat.items()}, paths_to_store(value, paths)
 
 
 def _unpose(value: Any, stored: dict[int, StoredTensor]) -> Any:
