@@ -17,11 +17,12 @@ from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.aten import run_composite
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Unkeyable, key_of, per_thread, plans, set_wrapper_data, wrap
+from terrazzo.tensor.empties import takes_empty_shards
 from terrazzo.tensor.fallback import replicate_and_run
 from terrazzo.tensor.inplace import run_in_place
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.overrides import OVERRIDES, leads_to_override, take_apart
-from terrazzo.tensor.planner import make_plan
+from terrazzo.tensor.planner import CallPlan, make_plan
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
 from terrazzo.tensor.runners import first_run, mark_copied, view_runner
 from terrazzo.tensor.spec import Call, Operand, Spec
@@ -103,7 +104,10 @@ def call_without_plan(
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
-            return _run_planned(call, override(call, args, kwargs), args, loc, kw, kwargs, key)
+            spec = override(call, args, kwargs)
+            plan = make_plan(call, spec)
+            assert plan is not None
+            return _run_planned(call, spec, plan, args, loc, kw, kwargs, key)
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
@@ -113,11 +117,12 @@ def call_without_plan(
             return _run_body(func, types_, args, kwargs)
         return run_in_place(call, args, loc, kw, kwargs, key, remember)
     spec = apply_rule(call)
-    if spec is not None:
+    plan = None if spec is None else make_plan(call, spec)
+    if spec is not None and plan is not None and takes_empty_shards(plan, func, loc, kw):
         if name in VALUE_KEYED:
             _key_by_value(func)
             key = None
-        return _run_planned(call, spec, args, loc, kw, kwargs, key)
+        return _run_planned(call, spec, plan, args, loc, kw, kwargs, key)
     decomposition = DECOMPOSITIONS.get(name)
     if decomposition is not None:
         result = decomposition(*args, **kwargs)
@@ -133,15 +138,14 @@ def call_without_plan(
 def _run_planned(
     call: Call,
     spec: Spec,
+    plan: CallPlan,
     args: Sequence[Any],
     loc: list[Any],
     kw: dict[str, Any],
     kwargs: Mapping[str, Any],
     key: tuple[Any, ...] | None,
 ) -> Any:
-    """Plan the call, run it, and keep the plan."""
-    plan = make_plan(call, spec)
-    assert plan is not None
+    """Run the call as planned, and keep the plan."""
     result, run = first_run(call.name, plan, call.func, args, loc, kw, dict(kwargs))
     if spec.is_view and isinstance(args[0], DTensor) and args[0]._memo is COPIED_VIEW:
         mark_copied(result)

@@ -80,7 +80,9 @@ class _Gathered:
             return value._local
         target = layout.with_placements((Replicate(),) * len(layout.placements))
         self.bytes += moved_bytes(layout, target, value._local.element_size())
-        full = redistribute_local(value._local, layout, target)
+        # In the order of memory that the same tensor would have on one device: some functions ask for it, and those that
+        # draw random numbers follow it.
+        full = redistribute_local(value._local, layout, target).contiguous()
         self.copies.add(_storage(full))
         return full
 

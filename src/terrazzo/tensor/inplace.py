@@ -14,6 +14,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.empties import takes_empty_shards
 from terrazzo.tensor.fallback import replicate_and_run_in_place
 from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.redistribute import redistribute_local
@@ -21,7 +22,7 @@ from terrazzo.tensor.rules import apply_rule
 from terrazzo.tensor.runners import in_place_runner, refuse_copied_view
 from terrazzo.tensor.spec import Call
 
-_RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes"}
+_RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes", "as_strided"}
 
 
 def run_in_place(
@@ -49,15 +50,17 @@ def run_in_place(
     spec = apply_rule(call)
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
         plan = make_plan(call, spec, fixed_output=target._layout)
-        if plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast:
+        stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
+        if plan is not None and stays and takes_empty_shards(plan, call.func, loc, kw, inplace=True):
             run = in_place_runner(plan)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))
     functional = _functional(call)
     if functional is None:
         return replicate_and_run_in_place(call.name, call.func, args, kwargs)
-    result = functional(*args, **kwargs)
-    write(target, result)
+    # What backward keeps of the old values must not be what is written to.
+    before = target.clone() if torch.is_grad_enabled() and target.requires_grad else target
+    write(target, functional(before, *args[1:], **kwargs))
     return target
 
 

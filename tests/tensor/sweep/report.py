@@ -15,14 +15,14 @@ def show(reports: Sequence[Report], verbose: bool) -> None:
     for r in reports:
         if r.verdict != "right" or verbose:
             total = r.right + len(r.raises) + len(r.wrong)
-            gathered = ", gathers" if r.gathered else ""
+            gathered = f", gathers {sorted(r.gathered)}" if r.gathered else ""
             print(f"{r.verdict:8s} {r.name} ({r.right} of {total} cases right{gathered}; skipped {r.skipped})")
         for label, findings in (("wrong", r.wrong), ("raises", r.raises)):
             for case, message in findings if verbose else findings[:1]:
                 print(f"    {label}: {case}: {message}")
     counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
     print(
-        f"{len(reports)} entries: {counts}; {sum(r.gathered for r in reports)} gather; {sum(r.right for r in reports)} cases right"
+        f"{len(reports)} entries: {counts}; {sum(bool(r.gathered) for r in reports)} gather; {sum(r.right for r in reports)} cases right"
     )
 
 
@@ -63,7 +63,7 @@ def summary(reports: Sequence[Report], samples: int) -> str:
         "",
         f"Of the right ones {idle} take no tensor (factories such as `arange`) and run as plain PyTorch; {sum(r.random for r in reports)} are random. "
         f"Entries whose tensors were met replicated: {kinds['replicate']}, in even shards: {kinds['even']}, uneven: {kinds['uneven']}, "
-        f"with empty shards: {kinds['empty']}, as terms: {kinds['partial']}. {sum(r.gathered for r in reports)} entries replicate "
+        f"with empty shards: {kinds['empty']}, as terms: {kinds['partial']}. {sum(bool(r.gathered) for r in reports)} entries replicate "
         "an operand in at least one case, having no rule for it; the others never do.",
         "",
     ]

@@ -11,7 +11,7 @@ from tests.tensor.sweep.check import Case, Report, sweep_entries
 Plan = Sequence[tuple[str, Sequence[Case]]]
 
 
-def run_plan(plan: Plan, *, batch: int = 12, seconds_per_entry: float = 60, progress: bool = False) -> list[Report]:
+def run_plan(plan: Plan, *, batch: int = 12, seconds_per_entry: float = 30, progress: bool = False) -> list[Report]:
     reports: list[Report] = []
     for start in range(0, len(plan), batch):
         part = list(plan[start : start + batch])
@@ -30,7 +30,9 @@ def _run_batch(part: list[tuple[str, Sequence[Case]]], seconds: float) -> list[R
         if len(part) > 1:
             return [r for one in part for r in _run_batch([one], seconds)]
         report = Report(part[0][0])
-        report.wrong.append(("", f"hangs or crashes: {str(failure)[:2000]}"))
+        # The last lines that a rank printed say which case it was and what became of it there.
+        said = [line for line in str(failure).splitlines() if line.startswith(f"{report.name}, ")]
+        report.wrong.append(("", f"hangs or crashes: {said[-1] if said else str(failure)[:2000]}"))
         return [report]
 
 

@@ -3,13 +3,19 @@
 from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importing these does)
     attention,
     composites,
+    conv,
+    embedding,
     factories,
     indexing,
     join,
+    losses,
     matmul,
-    nn,
+    norms,
     pointwise,
+    recurrent,
     reductions,
+    softmax,
+    spatial,
     views,
 )
 from terrazzo.tensor.rules.pointwise import is_pointwise, pointwise_spec

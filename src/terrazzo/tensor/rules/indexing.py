@@ -33,6 +33,50 @@ def index_select(call: Call, input: Operand, dim: int, index: Operand) -> Spec |
     return Spec([ins, (along,)], [out], [shape], linear=[(0,)])
 
 
+@rule("scatter", "scatter_add", "scatter_reduce")
+def scatter(call: Call, input: Operand, dim: int, index: Operand, src: Any = None, *rest: Any, **kwargs: Any) -> Spec | None:
+    """Dims other than `dim` pass where all have the same size."""
+    if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    given = [o for o in call.operands[1:] if o is not index]
+    values = given[0] if given else None  # `src`, or a number (`value=`), which a 0-d tensor may be
+    if len(given) > 1 or (values is not None and values.ndim not in (0, input.ndim)):
+        return None
+    tensors = [input, index] + ([values] if values is not None and values.ndim else [])
+    same: Dims = tuple(
+        i if i != d and all(t.shape[i] == input.shape[i] for t in tensors) else None for i in range(input.ndim)
+    )
+    ins = [same if o.ndim else () for o in call.operands]
+    adds = call.name == "scatter_add" and len(call.operands) == 3 and values is call.operands[2]
+    return Spec(ins, [same], [input.shape], linear=[(0, 2)] if adds else [])
+
+
+@rule("index_add", "index_copy")
+def index_add(
+    call: Call, input: Operand, dim: int, index: Operand, source: Operand, *, alpha: Any = 1, out: Any = None
+) -> Spec | None:
+    if not isinstance(index, Operand) or not isinstance(source, Operand) or not isinstance(dim, int):
+        return None
+    if not input.ndim or source.ndim != input.ndim or len(call.operands) != 3 or isinstance(alpha, Operand):
+        return None
+    d = norm_dim(dim, input.ndim)
+    if any(n != m for i, (n, m) in enumerate(zip(source.shape, input.shape, strict=True)) if i != d):
+        return None
+    dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
+    return Spec([dims, (None,) * index.ndim, dims], [dims], [input.shape], linear=[(0, 2)])
+
+
+@rule("index_fill")
+def index_fill(call: Call, input: Operand, dim: int, index: Operand, value: Any) -> Spec | None:
+    if not isinstance(index, Operand) or not isinstance(dim, int) or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
+    ins = [dims if o is input else (None,) * o.ndim for o in call.operands]
+    return Spec(ins, [dims], [input.shape])
+
+
 @rule("tril", "triu")
 def triangle(call: Call, input: Operand, diagonal: int = 0) -> Spec | None:
     if input.ndim < 2:

@@ -27,11 +27,14 @@ _ALSO_POINTWISE = frozenset(
         *("hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "softsign"),
         *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "rrelu_eval", "_to_copy"),
         *("special_entr", "special_i0", "special_erf", "special_erfc", "special_expm1", "special_exp2", "special_log1p"),
+        *("conj", "resolve_conj", "resolve_neg", "complex", "polar", "floor_divide"),
         *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
     ]
 )
 # Tagged pointwise, yet not a function of one element: randomness is handled elsewhere, these have other semantics.
-_NOT_POINTWISE = frozenset(["dropout", "native_dropout", "bernoulli", "normal", "rrelu", "rrelu_with_noise", "copy"])
+_NOT_POINTWISE = frozenset(
+    ["equal", "frexp", "dropout", "native_dropout", "bernoulli", "normal", "rrelu", "rrelu_with_noise", "copy"]
+)
 _TO_FLOATING = frozenset(["half", "float", "double", "bfloat16", "cfloat", "cdouble"])
 
 
@@ -143,3 +146,9 @@ def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
     dims = tuple(range(input.ndim))
     # Terms of zeros are zeros; nothing else may take a Partial's place, and nothing needs its values.
     return Spec([dims], [dims], [input.shape], linear=[(0,)] if call.name in ("zeros_like", "empty_like") else [])
+
+
+@rule("frexp")
+def frexp(call: Call, input: Operand) -> Spec:
+    dims = tuple(range(input.ndim))
+    return Spec([dims], [dims, dims], [input.shape, input.shape])

@@ -44,7 +44,7 @@ def reduction(
         [factors],
         [out] * outs,
         [shape] * outs,
-        reduce={} if op is None else {d: op for d in gone},
+        reduce={} if op is None else dict.fromkeys(gone, op),
         whole=frozenset(gone) if op is None else frozenset(),
         linear=[(0,)] if linear else [],
         localize=localize,
@@ -90,7 +90,7 @@ def amax(call: Call, input: Operand, dim: Any = (), keepdim: bool = False) -> Sp
     dims = reduced_dims(dim, input.ndim)
     if dims is None:
         return None
-    return _guarded(input, dims, keepdim, call.name[1:])
+    return _extreme(input, dims, keepdim, call.name[1:])
 
 
 @rule("max", "min")
@@ -99,19 +99,37 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
         return None
     if dim is None:
         # The gradient of a full max goes to all ties alike, as amax's does.
-        return _guarded(input, tuple(range(input.ndim)), False, call.name)
+        return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
     return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
 
 
-def _guarded(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
-    """Max and min along a sharded dim; a rank with an empty shard has no term, so the dim is gathered then."""
-    for m, p in enumerate(input.placements):
-        if isinstance(p, Shard) and p.dim in dims:
-            ranks = prod(input.layout.mesh_shape)
-            if input.shape[p.dim] == 0 or -(-input.shape[p.dim] // ranks) * (ranks - 1) >= input.shape[p.dim]:
-                return reduction(input, dims, keepdim, None)
-    return reduction(input, dims, keepdim, op)
+def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
+    """Max and min along sharded dims; a rank with an empty shard takes part with a value that never wins."""
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if not any(d in chosen.sharded and chosen.ins[0].local_shape[d] == 0 for d in dims):
+            return None
+        shape = tuple(chosen.outs[0].local_shape)
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            x: torch.Tensor = loc[0] if loc else kw["input"]
+            result = torch.full(shape, _loser(x.dtype, op), dtype=x.dtype, device=x.device)
+            # Part of the graph: the other ranks' backward communicates with this one's.
+            return result + x.sum().to(x.dtype) if x.requires_grad else result
+
+        return run
+
+    whole = any(input.shape[d] == 0 for d in dims) if input.ndim else False
+    return reduction(input, dims, keepdim, None if whole else op, localize=localize)
+
+
+def _loser(dtype: torch.dtype, op: str) -> Any:
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min
 
 
 @rule("prod")
@@ -136,19 +154,6 @@ def along_whole_dim(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Sp
         return None
     outs = 1 if call.name in ("argmax", "argmin") else 2
     return reduction(input, (norm_dim(dim, input.ndim),), bool(keepdim), None, outs=outs)
-
-
-@rule("logsumexp")
-def logsumexp(call: Call, input: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None)
-
-
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")
-def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
-    if not isinstance(dim, int):
-        return None
-    return _along(input, norm_dim(dim, input.ndim))
 
 
 def _along(input: Operand, dim: int, outs: int = 1) -> Spec | None:
@@ -216,8 +221,8 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *,
 
 
 @decomposition("norm")
-def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    if not isinstance(p, (int, float)):
+def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+    if not isinstance(p, (int, float)) or out is not None:
         return NotImplemented
     return vector_norm(x, p, dim, keepdim, dtype=dtype)
 
@@ -253,14 +258,3 @@ def var(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
 def std(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
     found = _moments_of_call(x, dim, unbiased, correction, keepdim)
     return found if found is NotImplemented else _root_of_terms(found[0], 0.5)
-
-
-@decomposition("logsumexp")
-def logsumexp_of_shards(x: Any, dim: Any, keepdim: bool = False) -> Any:
-    dims = _reduce_args(x, dim)
-    if dims is None or not x.is_floating_point() or x.numel() == 0:
-        return NotImplemented
-    top = x.detach().amax(dims, keepdim=True).redistribute()
-    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
-    total = (x - top).exp().sum(dims, keepdim).redistribute().log()
-    return total + (top if keepdim else top.reshape(total.shape))

@@ -1,0 +1,79 @@
+"""Whether a plan's local function takes the empty shards that some rank will give it.
+
+Many functions refuse tensors without elements. The rank that holds an empty shard would raise while the others went on to wait
+for it. So each rank asks, when the plan is made, the same question: does the function, and its gradient, work on what the
+rank with the empty shard will have?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Layout, Shard
+from terrazzo.tensor.planner import CallPlan
+from terrazzo.tensor.runners import get_at, put_at
+from terrazzo.tensor.structure import map_tensors
+
+
+def takes_empty_shards(
+    plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
+) -> bool:
+    """True when no rank holds an empty shard under the plan, or when the caller's function works there."""
+    layouts = [o.dst for o in plan.operands]
+    if plan.local is not None or not any(_leaves_a_rank_empty(layout) for layout in layouts):
+        return True
+    tried: set[tuple[tuple[int, ...], ...]] = set()
+    for at in product(*[range(n) for n in layouts[0].mesh_shape]):
+        shapes = tuple(layout.box(at).lengths for layout in layouts)
+        if shapes not in tried and not all(prod(s) or not prod(o.shape) for s, o in zip(shapes, layouts, strict=True)):
+            tried.add(shapes)
+            promised = [tuple(out.box(at).lengths) for out in plan.outs]
+            if not _works(plan, func, loc, kw, shapes, promised, inplace):
+                return False
+    return True
+
+
+def _leaves_a_rank_empty(layout: Layout) -> bool:
+    parts: dict[int, int] = {}
+    for p, n in zip(layout.placements, layout.mesh_shape, strict=True):
+        if isinstance(p, Shard):
+            parts[p.dim] = parts.get(p.dim, 1) * n
+    # Cut several times, a dim may leave a rank empty although it has as many rows as there are ranks.
+    return any(layout.shape[d] < n * n for d, n in parts.items())
+
+
+def _works(
+    plan: CallPlan,
+    func: Any,
+    loc: Sequence[Any],
+    kw: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    promised: Sequence[tuple[int, ...]],
+    inplace: bool,
+) -> bool:
+    args, kwargs = list(loc), dict(kw)
+    for o, shape in zip(plan.operands, shapes, strict=True):
+        local = get_at(loc, kw, o.path)
+        written = inplace and o.path == (0,)
+        # One element stands for all of those that are not empty; what is written to has memory of its own.
+        probe = local.new_zeros(shape) if written else local.new_zeros(()).expand(shape)
+        differentiable = not written and (local.is_floating_point() or local.is_complex())
+        put_at(args, kwargs, o.path, probe.requires_grad_(differentiable))
+    try:
+        with torch.enable_grad():
+            result = func(*args, **kwargs)
+            outs: list[torch.Tensor] = []
+            map_tensors(result, outs.append)
+            if [tuple(t.shape) for t in outs] != list(promised):
+                return False
+            wanted = [t for t in outs if t.requires_grad]
+            if wanted:
+                torch.autograd.backward(wanted, [torch.zeros_like(t) for t in wanted])
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    return True

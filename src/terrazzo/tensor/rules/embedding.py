@@ -1,0 +1,94 @@
+"""Embeddings. Ranks that share a vocabulary look up their own rows and give zeros for the others': terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Operand, Spec
+
+F = torch.nn.functional
+
+
+@rule("embedding")
+def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    """`F.embedding(input, weight, ...)` and `aten.embedding(weight, indices, ...)` differ in the order of the two."""
+    given = _named(call, args, kwargs)
+    weight, indices = given["weight"], given["indices"]
+    if not isinstance(weight, Operand) or not isinstance(indices, Operand) or weight.ndim != 2:
+        return None
+    if given.get("max_norm") is not None:
+        return None  # renormalises the weight in place
+    ids = tuple(range(indices.ndim))
+    row, column = indices.ndim, indices.ndim + 1
+    by_operand = {id(weight): (row, column), id(indices): ids}
+    pad = given.get("padding_idx")
+    if pad is not None and pad < 0:
+        pad = pad + weight.shape[0] if given["counts_back"] else None
+    by_frequency = bool(given.get("scale_grad_by_freq"))
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if row not in chosen.sharded:
+            return None
+        box = chosen.ins[call.operands.index(weight)].box()
+        return _rows_of(box.offsets[0], box.lengths[0], pad, weight.path[0], indices.path[0])
+
+    return Spec(
+        [by_operand[id(o)] for o in call.operands],
+        [(*ids, column)],
+        [(*indices.shape, weight.shape[1])],
+        reduce={row: "sum"},
+        # How often a word occurs is known only to whom all of the indices are.
+        whole=frozenset((*ids, row)) if by_frequency else frozenset(),
+        localize=localize,
+    )
+
+
+def _named(call: Call, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+    if isinstance(call.func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) or call.func is torch.embedding:
+        names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
+        return {"counts_back": False} | dict(zip(names, args, strict=False)) | dict(kwargs)
+    names = ("indices", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    renamed = {("indices" if k == "input" else k): v for k, v in kwargs.items()}
+    return {"counts_back": True} | dict(zip(names, args, strict=False)) | renamed
+
+
+def _rows_of(first: int, count: int, pad: int | None, weight_at: Any, indices_at: Any) -> LocalFunction:
+    """The lookup in rows `first` to `first + count`."""
+    own_pad = pad - first if pad is not None and first <= pad < first + count else None
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        table = loc[weight_at] if isinstance(weight_at, int) else kw[weight_at]
+        wanted = loc[indices_at] if isinstance(indices_at, int) else kw[indices_at]
+        mine = wanted - first
+        here = (mine >= 0) & (mine < count)
+        if count == 0:
+            zeros = table.new_zeros((*wanted.shape, table.shape[1]))
+            return zeros + table.sum() if table.requires_grad else zeros
+        rows = F.embedding(mine.masked_fill(~here, 0), table, own_pad)
+        return rows.masked_fill(~here.unsqueeze(-1), 0)
+
+    return run
+
+
+@decomposition("embedding_bag")
+def embedding_bag(
+    input: Any, weight: Any, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, mode: Any = None, sparse: bool = False, per_sample_weights: Any = None,
+    include_last_offset: bool = False, padding_idx: Any = None,
+) -> Any:  # fmt: skip
+    """Bags of one size (a matrix of indices) are a lookup and a sum; others are gathered."""
+    if mode not in ("sum", "mean") or offsets is not None or max_norm is not None or input.ndim != 2:
+        return NotImplemented
+    if input.shape[1] == 0 or (mode == "mean" and per_sample_weights is not None):
+        return NotImplemented
+    rows = F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    counts = input != (padding_idx + weight.shape[0] if padding_idx < 0 else padding_idx)
+    total = (rows * counts.unsqueeze(-1)).sum(1)
+    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,182 @@
+"""Losses: sharded over samples, a mean is a sum of terms already divided by the global count or weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+
+F = torch.nn.functional
+_IGNORED = -100  # what the local targets hold where they do not count
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+@rule("nll_loss")
+def nll_loss(
+    call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: Any = "mean",
+) -> Spec | None:  # fmt: skip
+    """Sharded over samples or classes: a rank that does not hold a sample's class gives zero for it."""
+    if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2 or target.ndim != input.ndim - 1:
+        return None
+    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+        return None
+    if tuple(target.shape) != (input.shape[0], *input.shape[2:]) or not (weight is None or isinstance(weight, Operand)):
+        return None
+    classes, samples = 1, (0, *range(2, input.ndim))
+    ins: dict[int, Dims] = {id(input): tuple(range(input.ndim)), id(target): samples}
+    if isinstance(weight, Operand):
+        ins[id(weight)] = (classes,)
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        cut = [f for f in range(input.ndim) if f in chosen.sharded]
+        if not cut or (cut == [0] and reduction == "none"):
+            return None
+        return _local_nll(chosen, samples, ignore_index, reduction, call.operands.index(input))
+
+    scalar = reduction != "none"
+    return Spec(
+        [ins[id(o)] for o in call.operands],
+        [() if scalar else samples],
+        [() if scalar else tuple(target.shape)],
+        reduce=dict.fromkeys(range(input.ndim), "sum") if scalar else {classes: "sum"},
+        localize=localize,
+    )
+
+
+def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduction: str, at: int) -> LocalFunction:
+    """The loss of this rank's samples and classes."""
+    box = chosen.ins[at].box()
+    first, count = box.offsets[1], box.lengths[1]
+    mesh_dims = tuple(sorted({m for f in (*samples, 1) for m in chosen.sharded.get(f, ())}))
+    axis = axis_of(chosen.outs[0].mesh, mesh_dims)
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        named = dict(zip(("input", "target", "weight"), loc, strict=False)) | kw
+        x, wanted, weight = named["input"], named["target"], named.get("weight")
+        mine = (wanted >= first) & (wanted < first + count) & (wanted != ignore_index)
+        local = torch.where(mine, wanted - first, _IGNORED)
+        if count == 0:
+            loss = x.sum(1) if reduction == "none" else x.sum()
+        else:
+            loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="none" if reduction == "none" else "sum")
+        if reduction != "mean":
+            return loss
+        if weight is None or count == 0:
+            share = mine.sum().to(x.dtype)
+        else:
+            share = (weight.detach()[local.clamp(min=0)] * mine).sum()
+        return loss / all_reduce(share, axis)
+
+    return run
+
+
+@decomposition("cross_entropy_loss", "cross_entropy")
+def cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: Any = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """log_softmax, which keeps sharded classes where they are, and what weighs its values."""
+    if not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor) or input.ndim == 0:
+        return NotImplemented
+    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
+        return NotImplemented
+    if input.ndim == 1:
+        loss = cross_entropy(
+            input.unsqueeze(0), target.unsqueeze(0), weight, None, ignore_index, None, reduction, label_smoothing
+        )
+        return loss.squeeze(0) if reduction == "none" else loss
+    logs = F.log_softmax(input, 1)
+    classes = input.shape[1]
+    shaped = None if weight is None else weight.reshape(-1, *(1,) * (input.ndim - 2))
+    if input.shape == target.shape:
+        return _of_probabilities(logs, target, shaped, reduction, label_smoothing)
+    loss = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
+    if not label_smoothing:
+        return loss
+    # What each class gets beside the target's own share, of the samples that count.
+    spread = -(logs if shaped is None else logs * shaped).sum(1)
+    counts = target != ignore_index
+    spread = torch.where(counts, spread, torch.zeros_like(spread))
+    if reduction == "sum":
+        spread = spread.sum()
+    elif reduction == "mean":
+        if weight is None:
+            total = counts.sum()
+        else:
+            own = torch.index_select(weight.detach(), 0, torch.where(counts, target, torch.zeros_like(target)).flatten())
+            total = (own * counts.flatten()).sum()
+        spread = spread.sum() / total
+    return loss * (1 - label_smoothing) + spread * (label_smoothing / classes)
+
+
+def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoothing: float) -> Any:
+    if not target.is_floating_point():
+        return NotImplemented
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / logs.shape[1]
+    losses = -(logs * target if weight is None else logs * target * weight).sum(1)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / max(losses.numel(), 1)
+
+
+_ELEMENTWISE = {
+    # Where the C++ function has its reduction; the Python one takes it by keyword.
+    "mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}  # fmt: skip
+_WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+@rule(*_ELEMENTWISE)
+def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Sharded over anything."""
+    if not isinstance(input, Operand) or not isinstance(target, Operand) or tuple(input.shape) != tuple(target.shape):
+        return None
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        return None
+    at = _ELEMENTWISE[call.name]
+    positional = len(args) > at - 2
+    given = args[at - 2] if positional else kwargs.get("reduction", "mean")
+    reduction = _REDUCTIONS[given] if type(given) is int and 0 <= given < 3 else given
+    if reduction not in _REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
+        return None
+    shape = tuple(input.shape)
+    ins: list[Dims] = []
+    for o in call.operands:
+        shift = len(shape) - o.ndim
+        if shift < 0 or any(n not in (1, shape[d + shift]) for d, n in enumerate(o.shape)):
+            return None
+        ins.append(tuple(d + shift if n == shape[d + shift] else None for d, n in enumerate(o.shape)))
+    factors, count = tuple(range(input.ndim)), math.prod(shape)
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if reduction != "mean" or not chosen.sharded:
+            return None
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            if positional:
+                loc = [*loc[:at], _REDUCTIONS.index("sum"), *loc[at + 1 :]]
+            else:
+                kw = kw | {"reduction": "sum"}
+            result: torch.Tensor = func(*loc, **kw) / count
+            return result
+
+        return run
+
+    scalar = reduction != "none"
+    return Spec(
+        ins,
+        [() if scalar else factors],
+        [() if scalar else shape],
+        reduce=dict.fromkeys(factors, "sum") if scalar else {},
+        localize=localize,
+    )

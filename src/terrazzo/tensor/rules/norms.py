@@ -1,0 +1,200 @@
+"""Normalisation layers. Where what is averaged over is sharded, its moments are joined: global statistics, always."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.rules.softmax import is_sharded_along
+from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
+def layer_norm(call: Call, input: Operand, normalized_shape: Sequence[int], *rest: Any, **kwargs: Any) -> Spec | None:
+    if not isinstance(input, Operand) or isinstance(normalized_shape, int):
+        return None
+    k = input.ndim - len(normalized_shape)
+    if k < 0 or call.operands[0] is not input or tuple(input.shape[k:]) != tuple(normalized_shape):
+        return None
+    factors = tuple(range(input.ndim))
+    inner = factors[k:]
+    if call.name in ("layer_norm", "rms_norm") and is_sharded_along(input, inner):
+        return None
+    if any(o.shape != tuple(normalized_shape) for o in call.operands[1:]):
+        return None
+    outs: list[Dims] = [factors]
+    shapes = [tuple(input.shape)]
+    if call.name in ("native_layer_norm", "_fused_rms_norm"):
+        stats = (*factors[:k], *(None for _ in inner))
+        count = 2 if call.name == "native_layer_norm" else 1
+        outs += [stats] * count
+        shapes += [(*input.shape[:k], *(1 for _ in inner))] * count
+    return Spec([factors] + [inner] * (len(call.operands) - 1), outs, shapes, whole=frozenset(inner))
+
+
+def _in_working_type(x: Any) -> Any:
+    return x.float() if x.dtype in _HALF else x
+
+
+def _moments(x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Mean, variance and what is left of `x` without its mean."""
+    mean = x.mean(dims, keepdim=True).redistribute()
+    rest = x - mean
+    return mean, (rest * rest).mean(dims, keepdim=True).redistribute(), rest
+
+
+@decomposition("layer_norm")
+def layer_norm_of_shards(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+) -> Any:
+    inner = _inner_dims(input, normalized_shape)
+    if inner is None:
+        return NotImplemented
+    _, variance, rest = _moments(_in_working_type(input), inner)
+    y = (rest * (variance + eps).rsqrt()).to(input.dtype)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@decomposition("rms_norm")
+def rms_norm_of_shards(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    inner = _inner_dims(input, normalized_shape)
+    if inner is None:
+        return NotImplemented
+    x = _in_working_type(input)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = (x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()).to(input.dtype)
+    return y if weight is None else y * weight
+
+
+def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
+    if not isinstance(x, torch.Tensor) or isinstance(normalized_shape, int) or not x.is_floating_point() or not x.numel():
+        return None
+    k = x.ndim - len(normalized_shape)
+    return tuple(range(k, x.ndim)) if k >= 0 and tuple(x.shape[k:]) == tuple(normalized_shape) else None
+
+
+@rule("group_norm")
+def group_norm(
+    call: Call, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
+) -> Spec | None:
+    """Sharded over samples, or over channels where no group is cut."""
+    if not isinstance(input, Operand) or input.ndim < 2 or not isinstance(num_groups, int):
+        return None
+    factors = tuple(range(input.ndim))
+    ins: list[Dims] = [factors if o is input else (1,) for o in call.operands]
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if 1 not in chosen.sharded and input.shape[0] == chosen.ins[0].local_shape[0]:
+            return None
+        share = math.prod(chosen.ins[0].mesh_shape[m] for m in chosen.sharded.get(1, ()))
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            if not loc[0].numel():
+                # PyTorch refuses it. Every operand stays part of the graph: other ranks' backward communicates with this one's.
+                return sum((v.sum() for v in (*loc[2:], *kw.values()) if isinstance(v, torch.Tensor)), loc[0] * 1)
+            if "num_groups" in kw:
+                return func(*loc, **(kw | {"num_groups": num_groups // share}))
+            return func(loc[0], num_groups // share, *loc[2:], **kw)
+
+        return run
+
+    return Spec(
+        ins,
+        [factors],
+        [input.shape],
+        whole=frozenset(factors[2:]),
+        even={1: (num_groups, input.shape[1])},
+        localize=localize,
+    )
+
+
+@rule("batch_norm")
+def batch_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    """With statistics given it is elementwise. `F.batch_norm` is left to its body, which comes back as `torch.batch_norm`."""
+    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 2:
+        return None
+    x: Operand = args[0]
+    if any(o.ndim != 1 for o in call.operands[1:]):
+        return None
+    factors: Dims = tuple(range(x.ndim))
+    if not args[5]:
+        return Spec([factors] + [(1,)] * (len(call.operands) - 1), [factors], [x.shape], localize=_unless_empty)
+    if not all(o.layout.is_replicated for o in call.operands):
+        return None
+    return Spec([(None,) * o.ndim for o in call.operands], [(None,) * x.ndim], [x.shape])
+
+
+def _unless_empty(chosen: Chosen) -> LocalFunction | None:
+    """An empty shard stays one: PyTorch refuses a whole tensor without elements."""
+    if min(chosen.ins[0].local_shape):
+        return None
+    # Parameters stay part of the graph: other ranks' backward communicates with this one's.
+    return lambda func, loc, kw: sum((v.sum() for v in loc[1:3] if isinstance(v, torch.Tensor)), loc[0] * 1)
+
+
+@rule("instance_norm")
+def instance_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    """Without running statistics each sample's channel stands alone."""
+    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 3:
+        return None
+    x: Operand = args[0]
+    if args[3] is not None or args[4] is not None or is_sharded_along(x, range(2, x.ndim)):
+        return None
+    factors = tuple(range(x.ndim))
+    ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
+    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), localize=_unless_empty)
+
+
+@decomposition("batch_norm")
+def batch_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Training: the moments of the whole batch, wherever its samples are; running statistics move in place."""
+    if kwargs or len(args) < 7 or not args[4] or input.ndim < 2:
+        return NotImplemented
+    weight, bias, running_mean, running_var, _, momentum, eps = args[:7]
+    x = _in_working_type(input)
+    dims = (0, *range(2, x.ndim))
+    mean, variance, rest = _moments(x, dims)
+    count = math.prod(x.shape[d] for d in dims)
+    with torch.no_grad():
+        _move(running_mean, mean.detach().reshape(-1), momentum)
+        _move(running_var, variance.detach().reshape(-1) * (count / max(count - 1, 1)), momentum)
+    return _scaled(rest, variance, eps, weight, bias).to(input.dtype)
+
+
+@decomposition("instance_norm")
+def instance_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Running statistics are the mean over the samples of each one's own."""
+    if kwargs or len(args) < 7 or input.ndim < 3:
+        return NotImplemented
+    weight, bias, running_mean, running_var, use_input_stats, momentum, eps = args[:7]
+    x = _in_working_type(input)
+    if not use_input_stats:
+        shape = (-1, *(1,) * (x.ndim - 2))
+        y = _scaled(x - running_mean.reshape(shape), running_var.reshape(shape), eps, weight, bias)
+        return y.to(input.dtype)
+    dims = tuple(range(2, x.ndim))
+    mean, variance, rest = _moments(x, dims)
+    count = math.prod(x.shape[d] for d in dims)
+    with torch.no_grad():
+        _move(running_mean, mean.detach().flatten(1).mean(0), momentum)
+        _move(running_var, (variance.detach() * (count / max(count - 1, 1))).flatten(1).mean(0), momentum)
+    return _scaled(rest, variance, eps, weight, bias).to(input.dtype)
+
+
+def _move(running: Any, seen: Any, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(seen.to(running.dtype), alpha=momentum)
+
+
+def _scaled(rest: Any, variance: Any, eps: float, weight: Any, bias: Any) -> Any:
+    shape = (-1, *(1,) * (rest.ndim - 2))
+    scale = (variance + eps).rsqrt()
+    y = rest * (scale if weight is None else scale * weight.reshape(shape))
+    return y if bias is None else y + bias.reshape(shape)

@@ -1,0 +1,104 @@
+"""softmax, log_softmax and logsumexp. Along a sharded dim they exchange two numbers a row, not the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Partial, Shard
+from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.rules.reductions import reduced_dims, reduction
+from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.spec import Call, Operand, Spec
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
+    """Whether several ranks hold parts of what lies along `dims`. Works for DTensors and operands."""
+    layout = x._layout if isinstance(x, DTensor) else x.layout
+    return any(
+        isinstance(p, Shard) and p.dim in dims and n > 1 for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
+    )
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")
+def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        return None
+    d = norm_dim(dim, input.ndim)
+    if call.name in DECOMPOSED and is_sharded_along(input, (d,)):
+        return None
+    factors = tuple(range(input.ndim))
+    return Spec([factors], [factors], [input.shape], whole=frozenset((d,)))
+
+
+def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
+    """`x` in the type to compute in, and the type of the result: half types are summed in float32, as PyTorch does."""
+    if dtype is None:
+        dtype = torch.float32 if to_float is True else x.dtype
+    work = torch.float32 if dtype in _HALF else dtype
+    return (x if x.dtype == work else x.to(work)), dtype
+
+
+def _shifted(x: Any, dims: Sequence[int]) -> tuple[Any, Any]:
+    """`x` less its maximum along `dims`, so that no exponential overflows, and that maximum."""
+    top = x.detach().amax(dims, keepdim=True).redistribute()
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
+    return x - top, top
+
+
+def _rows(x: Any, dim: Any, dtype: Any) -> int | None:
+    """The dim, when there is something to decompose."""
+    if not isinstance(dim, int) or not x.ndim or not x.numel() or not (dtype or x.dtype).is_floating_point:
+        return None
+    return norm_dim(dim, x.ndim)
+
+
+@decomposition("softmax", "_softmax")
+def softmax_of_shards(
+    input: Any, dim: Any = None, half_to_float: Any = None, dtype: Any = None, *, _stacklevel: int = 3
+) -> Any:
+    dtype = half_to_float if isinstance(half_to_float, torch.dtype) else dtype
+    d = _rows(input, dim, dtype)
+    if d is None:
+        return NotImplemented
+    x, result_type = _in_working_type(input, dtype, half_to_float)
+    powers = _shifted(x, (d,))[0].exp()
+    return (powers / powers.sum(d, keepdim=True).redistribute()).to(result_type)
+
+
+@decomposition("log_softmax", "_log_softmax")
+def log_softmax_of_shards(
+    input: Any, dim: Any = None, half_to_float: Any = None, dtype: Any = None, *, _stacklevel: int = 3
+) -> Any:
+    dtype = half_to_float if isinstance(half_to_float, torch.dtype) else dtype
+    d = _rows(input, dim, dtype)
+    if d is None:
+        return NotImplemented
+    x, result_type = _in_working_type(input, dtype, half_to_float)
+    shifted = _shifted(x, (d,))[0]
+    return (shifted - shifted.exp().sum(d, keepdim=True).redistribute().log()).to(result_type)
+
+
+DECOMPOSED = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
+
+
+@rule("logsumexp")
+def logsumexp(call: Call, input: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    cut = dims is None or is_sharded_along(input, dims) or any(isinstance(p, Partial) for p in input.placements)
+    return None if dims is None or cut else reduction(input, dims, keepdim, None)
+
+
+@decomposition("logsumexp")
+def logsumexp_of_shards(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None or not input.ndim or not input.is_floating_point() or not input.numel():
+        return NotImplemented
+    shifted, top = _shifted(input, dims)
+    total = shifted.exp().sum(dims, keepdim).redistribute().log()
+    return total + (top if keepdim else top.reshape(total.shape))

@@ -1,0 +1,166 @@
+"""Functions of the trailing dims of a tensor: pooling, resizing, padding, rearranging. Batch and channels pass.
+
+Output sizes of pooling and resizing follow rounding rules with many options; they are asked of PyTorch itself, once a
+plan, on a tensor without data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+
+
+def touching(
+    call: Call, input: Operand, touched: Collection[int], *, linear: bool = False, moves_only: bool = False
+) -> Spec | None:
+    """The spec of a function that works within the dims `touched` and leaves the others, and their places, alone."""
+    shapes = _output_shapes(call)
+    if shapes is None:
+        return None
+    factors: Dims = tuple(None if d in touched else d for d in range(input.ndim))
+    if any(
+        len(shape) != input.ndim or any(n != m for n, m, f in zip(shape, input.shape, factors, strict=True) if f is not None)
+        for shape in shapes
+    ):
+        return None
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if all(math.prod(out.local_shape) or not math.prod(out.shape) for out in chosen.outs):
+            return None
+        return _empty([tuple(out.local_shape) for out in chosen.outs])
+
+    return Spec(
+        [factors], [factors] * len(shapes), shapes, linear=[(0,)] if linear else [], moves_only=moves_only, localize=localize
+    )
+
+
+def _output_shapes(call: Call) -> list[tuple[int, ...]] | None:
+    """What the function gives for whole operands, by a run on the meta device."""
+
+    def hollow(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return torch.empty(value.shape, device="meta")
+        if type(value) in (list, tuple):
+            return type(value)(hollow(v) for v in value)
+        return value
+
+    try:
+        with torch.no_grad():
+            result = call.func(*[hollow(a) for a in call.args], **{k: hollow(v) for k, v in call.kwargs.items()})
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return None  # whatever is wrong with the call is said when it runs on the real tensors
+    outs = [result] if isinstance(result, torch.Tensor) else list(result)
+    return [tuple(t.shape) for t in outs] if all(isinstance(t, torch.Tensor) for t in outs) else None
+
+
+def _empty(shapes: Sequence[tuple[int, ...]]) -> LocalFunction:
+    """What a rank with an empty shard gives: many of these functions refuse tensors without elements."""
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+        x: torch.Tensor = loc[0] if loc else kw["input"]
+        first = x.new_zeros(shapes[0]) + x.sum()  # part of the graph: other ranks' backward may communicate with this one's
+        rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the places of maxima
+        return (first, *rest) if rest else first
+
+    return run
+
+
+_POOLS = {
+    f"{kind}_pool{n}d{suffix}": n
+    for n in (1, 2, 3)
+    for kind in ("avg", "max", "adaptive_avg", "adaptive_max", "lp")
+    for suffix in ("", "_with_indices")
+}
+
+
+@rule(*_POOLS)
+def pool(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    n = _POOLS[call.name]
+    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < n:
+        return None
+    return touching(call, input, range(input.ndim - n, input.ndim), linear="avg" in call.name)
+
+
+@rule("interpolate", "upsample")
+def interpolate(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Every mode weighs neighbours, so terms pass."""
+    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < 3:
+        return None
+    return touching(call, input, range(2, input.ndim), linear=True)
+
+
+@rule("pad")
+def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Spec | None:
+    if not all(isinstance(n, int) for n in pad) or len(pad) % 2 or len(pad) > 2 * input.ndim:
+        return None
+    touched = {input.ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
+    if mode != "constant":
+        # These look at how many dims there are to see which are spatial.
+        touched.update(range(input.ndim - len(pad) // 2, input.ndim))
+    return touching(call, input, touched, linear=mode != "constant" or not value)
+
+
+@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
+def rearrange(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < 3:
+        return None
+    first = 1 if "channel" in call.name else input.ndim - 3
+    return touching(call, input, range(first, input.ndim), linear=True, moves_only=True)
+
+
+@rule("im2col", "col2im")
+def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Patches as columns and back: samples pass. The dims change in number, so this one writes its own factors."""
+    if len(call.operands) != 1 or not isinstance(input, Operand):
+        return None
+    batched = input.ndim == (4 if call.name == "im2col" else 3)
+    shapes = _output_shapes(call) if batched else None
+    if shapes is None:
+        return None
+    out: Dims = (0, *(None,) * (len(shapes[0]) - 1))
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        return None if chosen.outs[0].local_shape[0] or not chosen.outs[0].shape[0] else _empty([tuple(chosen.outs[0].local_shape)])
+
+    return Spec([(0, *(None,) * (input.ndim - 1))], [out], shapes, linear=[(0,)], localize=localize)
+
+
+@rule("grid_sampler", "grid_sample")
+def grid_sample(call: Call, input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    if len(call.operands) != 2 or not isinstance(grid, Operand) or input.ndim != grid.ndim or input.shape[0] != grid.shape[0]:
+        return None
+    closed: Dims = (None,) * (input.ndim - 2)
+    shape = (input.shape[0], input.shape[1], *grid.shape[1:-1])
+    if not all(input.shape):
+        return None
+    return Spec([(0, 1, *closed), (0, *closed, None)], [(0, 1, *closed)], [shape], linear=[(0,)], localize=_sampled)
+
+
+def _sampled(chosen: Chosen) -> LocalFunction | None:
+    if math.prod(chosen.outs[0].local_shape):
+        return None
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        return loc[0].new_zeros(tuple(chosen.outs[0].local_shape)) + loc[0].sum() + loc[1].sum()
+
+    return run
+
+
+@rule("unfold")
+def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> Spec | None:
+    """`Tensor.unfold`, windows of a dim as a new last dim; `F.unfold` is left to its body, which comes back as im2col."""
+    if not all(isinstance(v, int) for v in (dimension, size, step)) or not -input.ndim <= dimension < input.ndim:
+        return None
+    if step <= 0 or not 0 <= size <= input.shape[dimension]:
+        return None
+    d = dimension % input.ndim
+    factors: Dims = tuple(None if i == d else i for i in range(input.ndim))
+    count = (input.shape[d] - size) // step + 1
+    shape = (*(count if i == d else n for i, n in enumerate(input.shape)), size)
+    return Spec([factors], [(*factors, None)], [shape], linear=[(0,)], moves_only=True, is_view=True)
