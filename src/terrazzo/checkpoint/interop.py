@@ -10,10 +10,10 @@ from terrazzo.layout.box import Box
 _MODULE = "torch.distributed._shard.sharded_tensor"
 
 
-def is_sharded_tensor(value: Any) -> bool:
-    """Whether `value` is a `ShardedTensor`; nothing can be one before its module has been imported."""
+def is_sharded_tensor_type(kind: type) -> bool:
+    """Whether this is `ShardedTensor`, of which there are no instances before its module has been imported."""
     module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(value, module.ShardedTensor)
+    return module is not None and issubclass(kind, module.ShardedTensor)
 
 
 def local_shards(value: Any) -> list[tuple[Box, Any]]:

@@ -10,6 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.coordination import Place, StepFailed
 from terrazzo.checkpoint.events import operation
 from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
@@ -47,7 +48,8 @@ class LoadSession:
             self.planner.set_up_ranks(self.place.rank, self.place.ranks)
         self.planner.set_up_planner(state_dict, metadata, self.place.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
-        return self.reader.prepare_local_plan(self.planner.create_local_plan())
+        with paused_collector():
+            return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
     def _read(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()

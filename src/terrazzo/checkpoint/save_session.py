@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.coordination import Place, StepFailed
 from terrazzo.checkpoint.events import Event, operation
 from terrazzo.checkpoint.filesystem import NativeWriter
@@ -87,7 +88,7 @@ class SaveSession:
                 mine = self.writer.place(shared, hellos[0].save_id, self.place.rank)
             with operation("write", self.checkpoint_id, self.place.rank) as written:
                 results = self.writer.write_data(self.planner.finish_plan(mine), self.planner).wait()
-                event.bytes = written.bytes = sum(result.size_in_bytes for result in results)
+                event.bytes = written.bytes = _bytes_of(results)
             return _encode_results(results, mine.planner_data if alone else None)
 
         def commit(parts: list[bytes]) -> bytes:
@@ -128,7 +129,7 @@ class SaveSession:
                 self.planner.set_up_ranks(self.place.rank, self.place.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
             self.writer.set_up_storage_writer(self.place.is_coordinator)
-            with operation("plan", self.checkpoint_id, self.place.rank) as event:
+            with operation("plan", self.checkpoint_id, self.place.rank) as event, paused_collector():
                 plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
                 event.details["items"] = len(plan.items)
                 if isinstance(self.planner, DefaultSavePlanner):
@@ -182,6 +183,10 @@ def set_up_save_planner(
 
 def _cache_of(planner: SavePlanner) -> GlobalPlanCache | None:
     return planner.plan_cache if isinstance(planner, DefaultSavePlanner) else None
+
+
+def _bytes_of(results: Sequence[WriteResult]) -> int:
+    return results.nbytes if isinstance(results, PartResults) else sum(result.size_in_bytes for result in results)
 
 
 def _encode_results(results: Sequence[WriteResult], planner_data: Any) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +44,12 @@ class ShardView:
 
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a distributed tensor, of whatever library."""
-    return hasattr(type(value), "__create_chunk_list__") or interop.is_sharded_tensor(value)
+    return _is_sharded_type(type(value))
+
+
+@lru_cache(maxsize=256)
+def _is_sharded_type(kind: type) -> bool:
+    return hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
 
 
 class Viewer:
@@ -55,7 +61,7 @@ class Viewer:
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
-        if interop.is_sharded_tensor(value):
+        if interop.is_sharded_tensor_type(type(value)):
             return self._view_shards(name, value, interop.local_shards(value), None)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:

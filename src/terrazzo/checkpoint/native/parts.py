@@ -65,6 +65,11 @@ class PartResults(Sequence[WriteResult]):
         """The inverse of `encode`."""
         return PartResults(msgspec.msgpack.decode(data, type=Part))
 
+    @property
+    def nbytes(self) -> int:
+        """How much has been written."""
+        return sum(file.size for file in self.part.files)
+
     def _results(self) -> Iterator[WriteResult]:
         entries = _entries(self.part.tensors)
         starts = np.frombuffer(self.part.starts, "<u8").tolist()

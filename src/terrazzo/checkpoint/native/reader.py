@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.native.files import DataFile
 from terrazzo.checkpoint.native.format import checksum
@@ -152,10 +153,11 @@ class Reading:
     def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         """Fill what the planner hands out for each tensor item."""
         by_file: dict[int, list[tuple[int, int, StoredChunk, ReadItem]]] = defaultdict(list)
-        for number, item in enumerate(items):
-            source = item.storage_index
-            chunk = self.index.find(source.fqn, source.offset, source.index)
-            by_file[chunk.file].append((chunk.start, number, chunk, item))
+        with paused_collector():
+            for number, item in enumerate(items):
+                source = item.storage_index
+                chunk = self.index.find(source.fqn, source.offset, source.index)
+                by_file[chunk.file].append((chunk.start, number, chunk, item))
         for file in sorted(by_file):
             for _, _, chunk, item in sorted(by_file[file], key=lambda wanted: wanted[:2]):
                 target = planner.resolve_tensor(item)

@@ -14,6 +14,7 @@ import torch
 
 import terrazzo
 from terrazzo.checkpoint import objects
+from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out
@@ -46,9 +47,10 @@ class WriteOptions:
 
 def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesOfRank, options: WriteOptions) -> Part:
     """Write all that the plan says, durably; if that fails, leave nothing behind."""
-    chunks, inline = _chunks_of(plan, planner)
-    groups = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
-    layouts = [lay_out(group, files.save_id) for group in groups if group]
+    with paused_collector():
+        chunks, inline = _chunks_of(plan, planner)
+        groups = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
+        layouts = [lay_out(group, files.save_id) for group in groups if group]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     sums: list[int] = []
     try:

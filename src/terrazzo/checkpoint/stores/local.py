@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from terrazzo.checkpoint.stores.base import ReadFile, Store, WriteFile
 
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
-_WRITE_BEHIND: Final = 8 << 20
+_WRITE_BEHIND: Final = 32 << 20
 
 
 class LocalStore(Store):
@@ -111,9 +112,10 @@ class _LocalWriteFile(WriteFile):
         self._os = system
         self._fd = fd
         self._path = path
+        self._behind = 0  # bytes written since the kernel was last asked to begin with the disk
+        self._lock = threading.Lock()
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        start = offset
         for group in _groups(buffers):
             total = sum(map(len, group))
             written = self._pwritev(group, offset)
@@ -125,8 +127,15 @@ class _LocalWriteFile(WriteFile):
                 written = self._pwritev(group, offset + done)
                 done += written
             offset += total
-        if offset - start >= _WRITE_BEHIND:
-            _start_writing_back(self._fd, start, offset - start)
+            self._write_behind(total)
+
+    def _write_behind(self, written: int) -> None:
+        with self._lock:
+            self._behind += written
+            if self._behind < _WRITE_BEHIND:
+                return
+            self._behind = 0
+        _start_writing_back(self._fd)
 
     def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -205,12 +214,12 @@ def _without_first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryvie
     return []
 
 
-def _start_writing_back(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to begin writing these pages to the disk, so that the fsync at the end has less to wait for."""
+def _start_writing_back(fd: int) -> None:
+    """Ask the kernel to begin writing the file to the disk, so that the fsync at the end has less to wait for."""
     function = _sync_file_range()
     if function is not None:
-        # 2: SYNC_FILE_RANGE_WRITE.  It is a hint, failure is harmless.
-        function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), 2)
+        # 2: SYNC_FILE_RANGE_WRITE, of all there is.  It is a hint, failure is harmless.
+        function(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)
 
 
 @cache

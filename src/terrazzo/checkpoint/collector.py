@@ -1,0 +1,40 @@
+"""Keeping Python's garbage collector out of the way for a moment.
+
+Planning makes many small objects that all live until the plan has been carried out.  Each time enough of them
+have been made, the collector looks at every object of the process, finds nothing to collect, and has cost more
+than the planning.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """No automatic collections inside; several threads may be inside at once.
+
+    >>> with paused_collector():
+    ...     gc.isenabled()
+    False
+    """
+    global _pauses, _was_enabled
+    with _lock:
+        if _pauses == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()
