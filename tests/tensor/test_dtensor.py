@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 
+from ranks import run_ranks
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.tensor import (
     DTensor,
@@ -29,7 +29,7 @@ from terrazzo.tensor import (
     randn,
     zeros,
 )
-from terrazzo.tensor import dtensor as internals
+from terrazzo.tensor import keys as internals
 
 R, P = Replicate(), Partial()
 

@@ -1,4 +1,5 @@
-"""What PyTorch offers around modules and autograd works on distributed models: hooks, copies, functional calls, and more."""
+"""What PyTorch offers around modules and autograd works on distributed models: hooks, copies, functional calls, and
+more."""
 
 from __future__ import annotations
 
@@ -326,7 +327,7 @@ def test_conversions_of_modules():
 
 def threads() -> list[str]:
     """Every thread meets every plan for the first time, in a world of one: ranks' collectives must not interleave."""
-    from terrazzo.tensor.dtensor import plans
+    from terrazzo.tensor.keys import plans
 
     mesh = init_device_mesh("cpu", (1,))
     plans.clear()
@@ -388,7 +389,8 @@ def captured() -> list[str]:
     """Forward and backward of a distributed model as one graph of plain operations on locals."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from terrazzo.tensor.dtensor import plans, wrap
+    from terrazzo.tensor.dtensor import wrap
+    from terrazzo.tensor.keys import plans
 
     _, model, _, brought = twins()
     names = [name for name, _ in model.named_parameters()]

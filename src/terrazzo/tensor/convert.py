@@ -17,7 +17,8 @@ from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.transition import LOCAL_STEPS, Step
-from terrazzo.tensor.dtensor import DTensor, pending, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import redistribute_local, run_step, start_step
 

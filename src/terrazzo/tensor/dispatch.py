@@ -16,10 +16,11 @@ import torch
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.aten import run_composite
-from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Unkeyable, key_of, per_thread, plans, set_wrapper_data, wrap
+from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, set_wrapper_data, wrap
 from terrazzo.tensor.empties import takes_empty_shards
 from terrazzo.tensor.fallback import replicate_and_run
 from terrazzo.tensor.inplace import run_in_place
+from terrazzo.tensor.keys import plans
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.planner import CallPlan, make_plan
@@ -168,7 +169,7 @@ def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _key_by_value(func: Any) -> None:
-    from terrazzo.tensor.dtensor import float_values_matter
+    from terrazzo.tensor.keys import float_values_matter
 
     float_values_matter.add(func)
 
@@ -286,11 +287,9 @@ def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 __all__ = [
-    "Unkeyable",
     "become",
     "call_without_plan",
     "describe",
-    "key_of",
     "remember",
     "run_again",
     "special",

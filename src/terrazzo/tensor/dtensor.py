@@ -20,23 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
-
-Plan = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]], Any]
-
-plans: dict[tuple[Any, ...], Plan] = {}
-"""Cached plans by key; `dispatch` fills it and keeps it bounded."""
-
-list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
-"""Functions of lists of tensors (`torch._foreach_*`), which are not worth a key: handler by function."""
-
-float_values_matter: set[Any] = set()
-"""Functions whose plan depends on the value of a float argument, not only on its being one."""
+from terrazzo.tensor.keys import (
+    FALSE,
+    PLAIN_KEYS,
+    TRUE,
+    Unkeyable,
+    append_basic_index,
+    float_values_matter,
+    list_handlers,
+    plans,
+)
 
 _make = torch.Tensor._make_wrapper_subclass
-_PLAIN_KEYS = frozenset(
-    [int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), torch.Size]
-)
-_TRUE, _FALSE = object(), object()
 set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"].__set__
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -76,37 +71,17 @@ def sums_only(layout: Layout) -> bool:
     return all(not p.is_partial() or p.is_partial("sum") for p in layout.placements)
 
 
-class Unkeyable(TypeError):
-    """An argument that no plan can be cached for (unhashable, or a plain tensor)."""
-
-
-def _append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
-    """Key a tuple of slices and plain values; False when there is something else in it, the key being useless then.
-
-    Bounds that are tensors end up in the key too: no plan is ever kept for those, so such a key finds none.
-    """
-    for i in index:
-        kind = type(i)
-        if kind is slice:
-            key.append((i.start, i.stop, i.step))
-        elif kind in _PLAIN_KEYS:
-            key.append(i)
-        else:
-            return False
-    return True
-
-
 def key_of(value: Any, key: list[Any], func: Any) -> Any:
     """Append what identifies `value` in a plan's key; return it with locals in place of DTensors."""
     kind = type(value)
     if kind is DTensor:
         key.append(value._layout)
         return value._local
-    if kind in _PLAIN_KEYS:
+    if kind in PLAIN_KEYS:
         key.append(value)
         return value
     if kind is bool:
-        key.append(_TRUE if value else _FALSE)
+        key.append(TRUE if value else FALSE)
         return value
     if kind is float or kind is complex:
         key.append((kind, value) if func in float_values_matter else kind)
@@ -121,12 +96,12 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         key.append(kind)
         key.append(len(value))
         parts: list[Any] = []
-        if kind is tuple and _append_basic_index(value, parts):
+        if kind is tuple and append_basic_index(value, parts):
             key += parts
             return value
         return kind([key_of(x, key, func) for x in value])
     if kind is slice:
-        _append_basic_index((value,), key)
+        append_basic_index((value,), key)
         return value
     if isinstance(value, DTensor):  # one whose communication is under way, or a user's subclass
         key.append(value._layout)
@@ -147,7 +122,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
 
 
 def _all_ours(values: list[Any]) -> bool:
-    return all([type(v) is DTensor for v in values])
+    return set(map(type, values)) == {DTensor}
 
 
 def _general_key(
@@ -161,7 +136,7 @@ def _general_key(
         if kind is DTensor:
             key.append(a._layout)
             loc.append(a._local)
-        elif kind in _PLAIN_KEYS:
+        elif kind in PLAIN_KEYS:
             key.append(a)
             loc.append(a)
         else:
@@ -217,24 +192,24 @@ class DTensor(torch.Tensor):
                         if kind is DTensor:
                             hashable = (func, first._layout, second._layout)
                             loc = [first._local, second._local]
-                        elif kind in _PLAIN_KEYS:
+                        elif kind in PLAIN_KEYS:
                             hashable = (func, first._layout, second)
                             loc = [first._local, second]
-                        elif kind is tuple and _append_basic_index(second, key := [func, first._layout]):
+                        elif kind is tuple and append_basic_index(second, key := [func, first._layout]):
                             hashable = tuple(key)
                             loc = [first._local, second]
                         else:
                             hashable, loc, kw = _general_key(func, args, kw)
                     else:
                         _, second, third = args
-                        if type(second) in _PLAIN_KEYS and type(third) in _PLAIN_KEYS:
+                        if type(second) in PLAIN_KEYS and type(third) in PLAIN_KEYS:
                             hashable = (func, first._layout, second, third)
                             loc = [first._local, second, third]
                         else:
                             hashable, loc, kw = _general_key(func, args, kw)
                 elif type(first) is list and func in list_handlers:
                     return list_handlers[func](func, args, kw)
-                elif type(first) is list and count == 2 and type(args[1]) in _PLAIN_KEYS and _all_ours(first):
+                elif type(first) is list and count == 2 and type(args[1]) in PLAIN_KEYS and _all_ours(first):
                     second = args[1]
                     hashable = (func, second, *[x._layout for x in first])
                     loc = [[x._local for x in first], second]
@@ -597,31 +572,6 @@ class DTensor(torch.Tensor):
     @property
     def __cuda_array_interface__(self) -> Any:
         raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
-
-
-class PendingDTensor(DTensor):
-    """A DTensor whose communication is under way; it becomes a plain `DTensor` when its local tensor is first used."""
-
-    __slots__ = ()
-
-    @property
-    def _local(self) -> torch.Tensor:
-        local = self._pending()
-        _local_slot.__set__(self, local)
-        object.__setattr__(self, "__class__", DTensor)
-        return local
-
-
-_local_slot: Any = DTensor.__dict__["_local"]
-
-
-def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
-    """A DTensor whose local tensor `resolve` gives when it is first needed."""
-    result: PendingDTensor = _make(PendingDTensor, layout.shape, dtype=like.dtype, device=like.device)
-    result._layout = layout
-    result._memo = None
-    result._pending = resolve
-    return result
 
 
 def _no_raw_access(what: str) -> NoReturn:

@@ -16,7 +16,8 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
 from terrazzo.tensor.dispatch import specials
-from terrazzo.tensor.dtensor import DTensor, list_handlers, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.keys import list_handlers
 from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.rules.pointwise import is_pointwise
 
@@ -135,11 +136,23 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         if single in ("addcmul", "addcdiv", "addcmul_", "addcdiv_"):
             scalars = own[3:] + [named.pop(k) for k in ("value", "scalars") if k in named]
             return method(*own[:3], value=scalars[0] if scalars else 1)
-        if single in ("add", "add_", "sub", "sub_") and len(own) == 2 and "alpha" in named and not isinstance(
-            own[1], torch.Tensor
+        if (
+            single in ("add", "add_", "sub", "sub_")
+            and len(own) == 2
+            and "alpha" in named
+            and not isinstance(own[1], torch.Tensor)
         ):
             return method(own[0], own[1] * named["alpha"])
-        if single in ("clamp_max", "clamp_min", "maximum", "minimum", "clamp_max_", "clamp_min_", "maximum_", "minimum_"):
+        if single in (
+            "clamp_max",
+            "clamp_min",
+            "maximum",
+            "minimum",
+            "clamp_max_",
+            "clamp_min_",
+            "maximum_",
+            "minimum_",
+        ):
             return _bounded(single, own[0], own[1])
         return method(*own, **named)
 

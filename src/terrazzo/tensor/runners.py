@@ -16,7 +16,8 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
-from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, Plan, wrap
+from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, wrap
+from terrazzo.tensor.keys import Plan
 from terrazzo.tensor.planner import CallPlan, OperandPlan
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.spec import OneArgument

@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dtensor import float_values_matter, plans
+from terrazzo.tensor.keys import float_values_matter, plans
 from terrazzo.tensor.overrides import OVERRIDES, on_meta
 from terrazzo.tensor.spec import Acceptable, Call, Spec
 from terrazzo.tensor.structure import map_tensors
