@@ -1,10 +1,9 @@
 """`torch.compile` with DTensors: they stay eager, and what is plain around and inside them is compiled.
 
 Dynamo would trace the Python of the hot path, whose caches and layouts it cannot guard. So the ways into this package
-are
-marked: where one is called Dynamo breaks the graph, and while it runs Dynamo does not look at frames. The marks are on
-the code objects, so eager code pays nothing for them, and `torch._dynamo` is not imported. For a whole graph capture a
-function of local tensors (see `make_fx`); what it does with DTensors inside leaves plain operations and collectives.
+are marked: where one is called Dynamo breaks the graph, and while it runs Dynamo does not look at frames. The marks are
+on the code objects, so eager code pays nothing for them, and `torch._dynamo` is not imported. For a whole graph capture
+a function of local tensors (see `make_fx`): what it does with DTensors inside leaves operations and collectives.
 """
 
 from __future__ import annotations

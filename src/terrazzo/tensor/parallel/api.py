@@ -46,8 +46,7 @@ def parallelize_module(
     mesh = current_mesh(device_mesh)
     if mesh.ndim != 1:
         raise DTensorError(
-            f"parallelize_module works along one mesh dimension, this mesh has {mesh.ndim}: pass one of its "
-            "dimensions, such as "
+            f"parallelize_module works along one mesh dimension, this mesh has {mesh.ndim}: pass one of them, such as "
             'mesh["tp"]'
         )
     if parallelize_plan is None:
@@ -79,8 +78,7 @@ def _resolve(module: nn.Module, plan: ParallelPlan) -> tuple[list[tuple[nn.Modul
         if not isinstance(plan, Mapping):
             raise ParallelPlanError(
                 f"parallelize_plan{f'[{key!r}]' if key else ''} must be a ParallelStyle or a dict of them by submodule "
-                "name, "
-                f"got {type(plan).__name__}"
+                f"name, got {type(plan).__name__}"
             )
         for name, inner in plan.items():
             descend(at, path, name.split(".") if name else [], inner, f"{key}.{name}" if key else name)
@@ -123,11 +121,9 @@ def _tie_again(tied: list[list[_Owner]]) -> None:
         ]
         if apart:
             raise ParallelPlanError(
-                f"{' and '.join(parameters)} are one parameter and the plan would part them: the first is "
-                f"{first.placements}, "
+                f"{' and '.join(parameters)} are one parameter, which the plan would part: one is {first.placements}, "
                 f"{', '.join(apart)}. Give their modules styles that place it alike, in one plan (an nn.Embedding cut "
-                "by rows and "
-                "an nn.Linear cut by columns do)"
+                "by rows and an nn.Linear cut by columns do)"
             )
         for _, owner, name in group:
             if owner._parameters[name] is not first:

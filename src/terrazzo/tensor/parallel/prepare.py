@@ -35,8 +35,7 @@ def _convert(
         return value
     if not isinstance(value, torch.Tensor):
         raise ParallelPlanError(
-            f"{what} is to be placed as {given} and is no tensor but {type(value).__name__}: put None in its place in "
-            "the layouts"
+            f"{what} is to be placed as {given} and is no tensor but {type(value).__name__}: give None as its layout"
         )
     tensor = as_dtensor(value, mesh, (given,))
     if desired is not None:
@@ -50,8 +49,8 @@ class PrepareModuleInput(ParallelStyle):
     An input that is a DTensor already keeps its placement until it is brought to the desired one.
 
     Args:
-        input_layouts: For each positional input how it is placed, None for what is left alone. One placement serves for
-            one input.
+        input_layouts: For each positional input how it is placed, None for what is left alone; one placement for one
+            input.
         desired_input_layouts: For each of them the placement that the module gets, in the same order.
         input_kwarg_layouts: The same for keyword inputs, by name.
         desired_input_kwarg_layouts: The same for keyword inputs, by name.
@@ -126,8 +125,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Make a module's outputs DTensors, and bring them to the placements that its users need.
 
     Args:
-        output_layouts: For each output how it is placed, None for what is left alone. One placement serves for one
-        output.
+        output_layouts: For each output how it is placed, None for what is left alone; one placement for one output.
         desired_output_layouts: For each of them the placement that is wanted, in the same order.
         use_local_output: Give this rank's plain parts instead of DTensors.
     """

@@ -62,8 +62,7 @@ def place_parameters(
 
 
 class _Cut(ParallelStyle):
-    """What column- and row-wise styles share: one tensor in, one out, and a table of where parameters of which module
-    go."""
+    """What column- and row-wise styles share: one tensor in, one out, and a table of where parameters go."""
 
     input_layouts: Placements
     output_layouts: Placements
@@ -82,8 +81,7 @@ class _Cut(ParallelStyle):
                 return self._cut(module, device_mesh, parameters, (needed,))
         raise UnsupportedModuleError(
             f"{type(self).__name__} cuts {' and '.join(f'nn.{k.__name__}' for k in self._cuts)}, not "
-            f"{type(module).__name__}: "
-            "write a ParallelStyle for it, or place its parameters with distribute_module"
+            f"{type(module).__name__}: write a ParallelStyle for it, or place its parameters with distribute_module"
         )
 
     def _cut(
@@ -138,8 +136,7 @@ class ColwiseParallel(_Cut):
 
 
 class RowwiseParallel(_Cut):
-    """Each rank takes some of the input features of an `nn.Linear`, or some of the rows (the words) of an
-    `nn.Embedding`.
+    """Each rank takes some of the input features of an `nn.Linear`, or some of the rows of an `nn.Embedding`.
 
     The ranks' results are terms of a sum. `output_layouts=Replicate()` all-reduces them, `Shard(dim)` reduce-scatters.
 
@@ -189,8 +186,7 @@ class SequenceParallel(ParallelStyle):
         def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             if not isinstance(inputs[0], torch.Tensor):
                 raise ParallelPlanError(
-                    f"SequenceParallel: the first input of {type(mod).__name__} must be a tensor, got "
-                    f"{type(inputs[0]).__name__}"
+                    f"SequenceParallel: {type(mod).__name__} must be given a tensor, got {type(inputs[0]).__name__}"
                 )
             return (placed(as_dtensor(inputs[0], mesh, sharding), sharding), *inputs[1:])
 
