@@ -20,7 +20,7 @@ from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
-from terrazzo.tensor.redistribute import redistribute_local, run_step, start_step
+from terrazzo.tensor.redistribute import gathered_from, redistribute_local, run_step, start_step
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -162,7 +162,9 @@ def _redistribute(
         return wrap(local.view_as(local) if local.requires_grad else local, dst)
     if async_op:
         return _redistribute_later(tensor, dst)
-    return wrap(redistribute_local(tensor._local, src, dst), dst)
+    result = wrap(redistribute_local(tensor._local, src, dst), dst)
+    result._memo = gathered_from(tensor._local, src, dst, result._local)
+    return result
 
 
 def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:

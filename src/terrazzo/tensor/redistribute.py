@@ -15,6 +15,7 @@ import torch
 from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.pending import Pending
 from terrazzo.layout import Layout, Partial, plan_transition
 from terrazzo.layout.transition import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Slice, Step, ToPartial
 
@@ -27,6 +28,39 @@ def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: t
     for step in plan_transition(src, dst):
         local = run_step(local, step, src.mesh, varying)
     return local
+
+
+class Gathered:
+    """What a gathered replica was gathered from: for consumers that vary over the ranks.
+
+    They need it under another gradient, which is reduced and scattered; the data are there already.
+    """
+
+    __slots__ = ("_mesh", "_source", "_step", "_version")
+
+    def __init__(self, source: torch.Tensor, step: Gather, mesh: Any, version: int) -> None:
+        self._source, self._step, self._mesh, self._version = source, step, mesh, version
+
+    def varying(self, local: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        """`local`, the replica, for consumers that vary over the mesh dims `dims`."""
+        step = self._step
+        if local._version != self._version or not set(step.mesh_dims) <= set(dims):
+            return typed.cast(local, axis_of(self._mesh, dims))
+        axis = axis_of(self._mesh, step.mesh_dims)
+        received = Pending("all_gather", axis, None, local.detach())
+        result = typed.gather_varying(self._source, axis, step.dim, step.sizes, received)
+        rest = tuple(m for m in dims if m not in step.mesh_dims)
+        return typed.cast(result, axis_of(self._mesh, rest)) if rest else result
+
+
+def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.Tensor) -> Gathered | None:
+    """A note for a replica that differentiates, when all that made it is one gather."""
+    if not replica.requires_grad or not dst.is_replicated:
+        return None
+    steps = plan_transition(src, dst)
+    if len(steps) != 1 or not isinstance(steps[0], Gather) or axis_of(src.mesh, steps[0].mesh_dims).size == 1:
+        return None
+    return Gathered(local, steps[0], src.mesh, replica._version)
 
 
 def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None) -> torch.Tensor:

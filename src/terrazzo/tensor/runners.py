@@ -19,7 +19,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, wrap
 from terrazzo.tensor.keys import Plan
 from terrazzo.tensor.planner import CallPlan, OperandPlan
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import Gathered, redistribute_local
 from terrazzo.tensor.spec import OneArgument
 from terrazzo.tensor.structure import map_tensors
 
@@ -33,7 +33,7 @@ def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], m
     version = local._version
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
-    result = cast_fresh(local, dims, mesh)
+    result = memo.varying(local, dims) if type(memo) is Gathered else cast_fresh(local, dims, mesh)
     if memo is not COPIED_VIEW:
         source._memo = (version, dims, local, result, observe.era)
     return result
