@@ -14,6 +14,7 @@ from torch import nn
 from ranks import run_ranks
 from terrazzo.errors import DTensorError, ParallelPlanError, UnsupportedModuleError
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,6 +23,7 @@ from terrazzo.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from tests.tensor.models import GPT, MLP, batch_of_words, whole, worst_difference
@@ -283,6 +285,27 @@ def test_source_of_the_values():
 
 def test_tied_parameters_stay_tied_or_are_refused():
     run_ranks(4, tied)
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def bytes_of_a_step() -> dict[str, int]:
+    mesh, model = mesh_of(), sequence_parallel(GPT(blocks=1), mesh_of())
+    words, targets = (distribute_tensor(t, mesh) for t in batch_of_words(0))
+    with loss_parallel(), CommDebugMode() as seen:
+        model(words, targets).backward()
+    return dict(seen.get_comm_bytes("backward"))
+
+
+def test_sequence_parallel_scatters_the_gradients_that_it_gathers_for():
+    """Backward of a gather before cut columns is a reduce-scatter; all-reduces are for replicated parameters only."""
+    activation = 8 * 16 * 32 * 4 * 3 // 4
+    for moved in run_ranks(4, bytes_of_a_step):
+        assert moved["reduce_scatter"] == 3 * activation  # before attention, mlp and head
+        # What attention, mlp and words scattered, and places, which have no batch.
+        assert moved["all_gather"] == 3 * activation + activation // 8
+        assert moved["all_reduce"] < activation
 
 
 # ------------------------------------------------------------------ against PyTorch's own
