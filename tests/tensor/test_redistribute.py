@@ -224,3 +224,24 @@ def refusals() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     run_ranks(4, refusals)
+
+
+def outside_the_mesh() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    everyone, pair = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1])
+    whole = torch.randn(6, 4)
+    x = distribute_tensor(whole, everyone, [Shard(0)]).redistribute(pair, [Shard(0)])
+    # The same program everywhere; the ranks outside hold nothing and are in nobody's way.
+    y = ((x * 2).relu() @ x.t()).sum(0)
+    assert y.shape == (6,) and y.device_mesh == pair
+    y.add_(1)
+    total = y.redistribute(everyone, [R])
+    torch.testing.assert_close(total.to_local(), ((whole * 2).relu() @ whole.t()).sum(0) + 1)
+    if pair.get_coordinate() is None:
+        with pytest.raises(DTensorError, match="outside the mesh"):
+            torch.linalg.svdvals(x)
+
+
+def test_ranks_outside_the_mesh_run_the_same_program() -> None:
+    run_ranks(4, outside_the_mesh)

@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.absent import run_absent
 from terrazzo.tensor.aten import run_composite
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, set_wrapper_data, wrap
 from terrazzo.tensor.empties import takes_empty_shards
@@ -102,6 +103,8 @@ def call_without_plan(
     if not call.operands or name in LOCAL_QUESTIONS:
         return func(*loc, **kw)
     check_one_mesh(call)
+    if call.operands[0].layout.coord is None:
+        return run_absent(call, args)
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:

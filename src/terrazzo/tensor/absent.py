@@ -1,0 +1,48 @@
+"""Operations on a rank outside the mesh of their DTensors.
+
+Such a rank holds nothing, and takes part in no communication, but it runs the same program: it gets DTensors with the
+shapes and layouts that the ranks inside get. Only what depends on values cannot be answered there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.planner import make_plan
+from terrazzo.tensor.rules import apply_rule
+from terrazzo.tensor.spec import Call
+
+
+def run_absent(call: Call, args: Sequence[Any]) -> Any:
+    """What `call` gives on a rank that holds none of its operands."""
+    if call.inplace:
+        return args[0]
+    spec = apply_rule(call)
+    plan = None if spec is None else make_plan(call, spec)
+    if plan is None:
+        raise DTensorError(
+            f"{call.name}: this rank is outside the mesh {call.operands[0].layout.mesh}, and the operation has no rule "
+            "that tells the shape of its result without the values; run it inside the mesh only, or redistribute the "
+            "tensor to a mesh of all ranks first"
+        )
+    dtype = _common_dtype(args)
+    results = [wrap(torch.empty(0, dtype=dtype), out) for out in plan.outs]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _common_dtype(values: Sequence[Any]) -> torch.dtype:
+    found: list[torch.dtype] = []
+    for v in values:
+        if isinstance(v, DTensor):
+            found.append(v._local.dtype)
+        elif isinstance(v, (list, tuple)) and v:
+            found += [x._local.dtype for x in v if isinstance(x, DTensor)]
+    result = found[0] if found else torch.get_default_dtype()
+    for other in found[1:]:
+        result = torch.promote_types(result, other)
+    return result
