@@ -1,0 +1,100 @@
+"""`initialize`: from a model to an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+
+from terrazzo.engine.config import EngineConfig, read_config
+from terrazzo.engine.curriculum import difficulty_schedule
+from terrazzo.engine.engine import Engine
+from terrazzo.engine.lr import SchedulerLike
+from terrazzo.engine.optim import OptimizerLike
+from terrazzo.engine.placing import Ranks
+from terrazzo.engine.sampler import Curriculum, ResumableSampler
+from terrazzo.errors import EngineConfigError
+
+LOGGER = logging.getLogger("terrazzo.engine")
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    training_data: Dataset[Any] | None = None,
+    *,
+    config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
+    mesh: DeviceMesh | None = None,
+    data_dim: str = "dp",
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    difficulties: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Make a training engine.
+
+    The model is sharded in place, as the ZeRO stage says; all ranks begin with rank 0's values.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    >>> engine = initialize(model, config=config)
+    >>> loss = engine(torch.ones(2, 4)).square().mean()
+    >>> _ = engine.backward(loss)
+    >>> engine.step()
+    >>> engine.global_steps, engine.global_samples
+    (1, 2)
+    >>> torch.distributed.destroy_process_group()
+
+    Args:
+        model: Its parameters may be tensor-parallel already, on other dims of `mesh`.
+        optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: see
+            `config.optimizer`.
+        lr_scheduler: Of that optimizer, or a function that makes one for an optimizer; None: see `config.scheduler`.
+        training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
+        config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
+        mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
+        collate_fn: Makes a batch of samples, for the data loader.
+        difficulties: For a curriculum, each metric's value for every sample.
+    """
+    checked, ignored = read_config(config)
+    if ignored:
+        LOGGER.info("config: %s have no meaning here, and are ignored", ", ".join(ignored))
+    ranks = Ranks.of(mesh, data_dim, checked.zero_optimization.stage)
+    engine = Engine(model, optimizer, lr_scheduler, checked, ranks)
+    curriculum = _curriculum(checked, difficulties)
+    if training_data is not None:
+        engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
+    elif curriculum is not None:
+        raise EngineConfigError("config: curriculum_learning is enabled, and there is no training_data to apply it to")
+    return engine
+
+
+def _curriculum(config: EngineConfig, difficulties: Mapping[str, Any] | None) -> Curriculum | None:
+    sampling = config.data_efficiency.data_sampling
+    wanted = sampling.curriculum_learning
+    if not (config.data_efficiency.enabled and sampling.enabled and wanted.enabled):
+        if difficulties is not None:
+            raise EngineConfigError(
+                "difficulties were passed, and config.data_efficiency enables no curriculum_learning"
+            )
+        return None
+    schedules = {name: difficulty_schedule(name, metric) for name, metric in wanted.curriculum_metrics.items()}
+    return Curriculum(difficulties or {}, schedules)
+
+
+def _loader(
+    data: Dataset[Any], engine: Engine, curriculum: Curriculum | None, collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
+    if not hasattr(data, "__len__"):
+        raise EngineConfigError("training_data has no length, so its order cannot be resumed: iterate over it yourself")
+    axis = engine.ranks.data
+    sampler = ResumableSampler(
+        len(data), engine.batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum
+    )
+    engine.data_sampler = sampler
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn)

@@ -1,0 +1,295 @@
+"""What a training run is configured with: typed, checked, and written as DeepSpeed's JSON is.
+
+A key that is not known, a value of the wrong type and values that contradict each other are errors that name the key.
+Keys of DeepSpeed that only tune how it does its work, and so mean nothing here, are listed in `TUNING`; they are
+accepted and reported, because a config that trains there should train here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from terrazzo.errors import EngineConfigError
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ZeroConfig(_Section):
+    """`zero_optimization`: what is sharded over the data-parallel ranks."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
+
+
+class Fp16Config(_Section):
+    """`fp16`: compute in float16, with the loss scaled; `loss_scale` 0 adapts the scale to what overflows."""
+
+    enabled: bool = False
+    loss_scale: Amount = 0.0
+    initial_scale_power: Annotated[int, msgspec.Meta(ge=0)] = 16
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+class Bf16Config(_Section):
+    """`bf16`: compute in bfloat16."""
+
+    enabled: bool = False
+
+
+class OptimizerConfig(_Section):
+    """`optimizer`: a name such as AdamW, and its arguments."""
+
+    type: str
+    params: dict[str, Any] = {}
+
+
+class SchedulerConfig(_Section):
+    """`scheduler`: WarmupLR, WarmupDecayLR or WarmupCosineLR, and its arguments."""
+
+    type: str
+    params: dict[str, Any] = {}
+
+
+class ScheduleConfig(_Section):
+    """How a number grows with the steps; of `schedule_config` each type needs its own keys."""
+
+    min_difficulty: Count
+    max_difficulty: Count
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"]
+    schedule_config: dict[str, Any] = {}
+
+
+class CurriculumConfig(_Section):
+    """`curriculum_learning`: begin with the samples that are easy by some metrics."""
+
+    enabled: bool = False
+    curriculum_metrics: dict[str, ScheduleConfig] = {}
+
+
+class DataSamplingConfig(_Section):
+    """`data_sampling`: the order in which samples come."""
+
+    enabled: bool = True
+    curriculum_learning: CurriculumConfig = CurriculumConfig()
+
+
+class TokenScheduleConfig(_Section):
+    """`random_ltd_schedule`: how many tokens the inner layers keep."""
+
+    min_value: Count
+    max_value: Count
+    schedule_type: Literal["fixed_linear"] = "fixed_linear"
+    schedule_config: dict[str, int] = {}
+
+
+class RandomLTDConfig(_Section):
+    """`random_ltd`: inner layers see a random subset of the tokens."""
+
+    enabled: bool = False
+    random_ltd_layer_id: tuple[int, ...] = ()
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+    random_ltd_schedule: TokenScheduleConfig | None = None
+
+
+class DataRoutingConfig(_Section):
+    """`data_routing`: which data passes through which layers."""
+
+    enabled: bool = True
+    random_ltd: RandomLTDConfig = RandomLTDConfig()
+
+
+class DataEfficiencyConfig(_Section):
+    """`data_efficiency`: the order of the data, and what of it the layers see."""
+
+    enabled: bool = True
+    seed: int = 1234
+    data_sampling: DataSamplingConfig = DataSamplingConfig()
+    data_routing: DataRoutingConfig = DataRoutingConfig()
+
+
+class EngineConfig(_Section):
+    """Everything that `initialize` can be told.
+
+    `train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x the data-parallel ranks;
+    any one of the three may be left out.
+
+    >>> config = EngineConfig(train_batch_size=8, zero_optimization=ZeroConfig(stage=2))
+    >>> config.batch(data_parallel=4)
+    Batch(total=8, micro=2, accumulation=1)
+    """
+
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    gradient_clipping: Amount = 0.0
+    zero_optimization: ZeroConfig = ZeroConfig()
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    sparse_gradients: bool = False
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
+    steps_per_print: Count | None = None
+    seed: int = 1234
+
+    def batch(self, data_parallel: int) -> Batch:
+        """The three batch sizes that belong together, worked out from those that are given."""
+        return _batch(self, data_parallel)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The sizes of a step: `total` samples in all, `micro` per rank at once, `accumulation` times."""
+
+    total: int
+    micro: int
+    accumulation: int
+
+
+# Keys of DeepSpeed that tell it how to work, not what to compute.
+TUNING: Final[Mapping[str, frozenset[str]]] = {
+    "": frozenset(
+        {
+            "wall_clock_breakdown",
+            "memory_breakdown",
+            "dump_state",
+            "prescale_gradients",
+            "gradient_predivide_factor",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "disable_allgather",
+        }
+    ),
+    "zero_optimization": frozenset(
+        {
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "contiguous_gradients",
+            "overlap_comm",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "sub_group_size",
+        }
+    ),
+}
+
+
+def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[EngineConfig, list[str]]:
+    """A checked config from what a user gives, and the keys in it that are without meaning here.
+
+    >>> read_config({"train_batch_size": 4, "bf16": {"enabled": True}})[0].bf16.enabled
+    True
+    >>> read_config({"train_batch_size": 4, "bf_16": {}})
+    Traceback (most recent call last):
+    terrazzo.errors.EngineConfigError: config: Object contains unknown field `bf_16`
+    """
+    if isinstance(config, EngineConfig):
+        given = msgspec.to_builtins(config)
+        ignored: list[str] = []
+    else:
+        given, ignored = _without_tuning(_as_mapping(config))
+    try:
+        # Again for an EngineConfig: msgspec checks types when it converts, not when an object is made in Python.
+        checked = msgspec.convert(given, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise EngineConfigError(f"config: {error}") from error
+    _check(checked)
+    return checked, ignored
+
+
+def _as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    text = os.fspath(config)
+    try:
+        loaded = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineConfigError(f"config: {text!r} is neither JSON nor a file that can be read: {error}") from error
+    except ValueError as error:
+        raise EngineConfigError(f"config: not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise EngineConfigError(f"config: the JSON holds a {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def _without_tuning(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    ignored = []
+    kept: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in TUNING[""]:
+            ignored.append(key)
+        elif key in TUNING and isinstance(value, Mapping):
+            ignored += [f"{key}.{inner}" for inner in value if inner in TUNING[key]]
+            kept[key] = {inner: item for inner, item in value.items() if inner not in TUNING[key]}
+        elif key in ("bf16", "fp16") and isinstance(value, Mapping) and not value.get("enabled", False):
+            kept[key] = {inner: item for inner, item in value.items() if inner == "enabled"}
+        else:
+            kept[key] = value
+    return kept, ignored
+
+
+def _check(config: EngineConfig) -> None:
+    if config.fp16.enabled and config.bf16.enabled:
+        raise EngineConfigError("config: fp16.enabled and bf16.enabled are both true; choose one precision")
+    if config.fp16.min_loss_scale > 2.0**config.fp16.initial_scale_power:
+        raise EngineConfigError(
+            f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is more than the scale to begin with, "
+            f"2**fp16.initial_scale_power = {2.0**config.fp16.initial_scale_power:g}"
+        )
+    if config.sparse_gradients and config.zero_optimization.stage > 0:
+        raise EngineConfigError(
+            f"config: sparse_gradients needs zero_optimization.stage 0, where every rank has whole gradients, "
+            f"not {config.zero_optimization.stage}"
+        )
+    metrics = config.data_efficiency.data_sampling.curriculum_learning
+    if metrics.enabled and not metrics.curriculum_metrics:
+        raise EngineConfigError(
+            "config: data_efficiency.data_sampling.curriculum_learning is enabled without any curriculum_metrics"
+        )
+    ltd = config.data_efficiency.data_routing.random_ltd
+    if ltd.enabled and (ltd.random_ltd_schedule is None or not ltd.random_ltd_layer_id):
+        raise EngineConfigError(
+            "config: data_efficiency.data_routing.random_ltd is enabled, and needs random_ltd_schedule and "
+            "random_ltd_layer_id"
+        )
+
+
+def _batch(config: EngineConfig, data_parallel: int) -> Batch:
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    if total is None and micro is None:
+        raise EngineConfigError("config: needs train_batch_size or train_micro_batch_size_per_gpu")
+    if micro is None:
+        assert total is not None
+        accumulation = accumulation or 1
+        micro = total // (data_parallel * accumulation)
+    elif accumulation is None:
+        accumulation = 1 if total is None else max(total // (data_parallel * micro), 1)
+    if total is None:
+        total = micro * accumulation * data_parallel
+    if total != micro * accumulation * data_parallel:
+        raise EngineConfigError(
+            f"config: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {accumulation} x {data_parallel} data-parallel ranks"
+        )
+    return Batch(total, micro, accumulation)

@@ -1,0 +1,226 @@
+"""The training engine: a model, its optimizer and all that a run has to remember, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.utils.data import DataLoader
+
+from terrazzo.engine.config import EngineConfig
+from terrazzo.engine.loss_scale import loss_scale_of
+from terrazzo.engine.lr import SchedulerLike, make_scheduler
+from terrazzo.engine.optim import OptimizerLike, make_optimizer
+from terrazzo.engine.placing import Ranks, compute_dtype, shard_model
+from terrazzo.engine.random_ltd import RandomLTD
+from terrazzo.engine.sampler import ResumableSampler
+from terrazzo.engine.sparse import SparseEmbeddings
+from terrazzo.tensor import DTensor
+
+LOGGER = logging.getLogger("terrazzo.engine")
+
+
+class Engine:
+    """Trains a model.  Made by `terrazzo.engine.initialize`.
+
+        for batch in engine.training_dataloader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    `backward` and `step` are called once per micro-batch; the optimizer steps when `gradient_accumulation_steps` of
+    them have come together.
+
+    Attributes:
+        module: the model, its parameters sharded as the ZeRO stage says.
+        optimizer: of the sharded parameters.
+        lr_scheduler: stepped after each optimizer step that was not skipped; None if there is none.
+        training_dataloader: of the training data that `initialize` was given; None if there was none.
+        global_steps: optimizer steps, the skipped ones included.
+        skipped_steps: those in which gradients overflowed, so that nothing was changed.
+        global_samples: samples trained on, on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike | None,
+        lr_scheduler: SchedulerLike | None,
+        config: EngineConfig,
+        ranks: Ranks,
+    ) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.batch = config.batch(ranks.data.size)
+        self.stage = config.zero_optimization.stage
+        self.dtype = compute_dtype(config)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.shared_params = _shared_names(model)
+        self.sparse = SparseEmbeddings(model, self.dtype) if config.sparse_gradients else None
+        shard_model(model, config, ranks, self.sparse.weights if self.sparse is not None else set())
+        self.module: Any = model
+        self.optimizer = make_optimizer(optimizer, config.optimizer, model, names)
+        self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.data_sampler: ResumableSampler | None = None
+        self.loss_scale = loss_scale_of(config)
+        self.random_ltd = RandomLTD.of(config, model)
+        self.micro_steps = 0
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._norm: float | None = None
+
+    # ------------------------------------------------------------------ a step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        if self.random_ltd is not None:
+            self.random_ltd.begin_forward(self.global_steps)
+        return self.module(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling the engine."""
+        return self(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Compute the gradients of this micro-batch's mean loss, and add them to those of the micro-batches before.
+
+        Returns the loss as it enters the step, divided by the number of micro-batches.
+        """
+        boundary = self.is_gradient_accumulation_boundary()
+        self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
+        self.module.set_is_last_backward(boundary or self.stage >= 2)
+        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
+        self.module.set_reshard_after_backward(boundary or self.stage == 3)
+        share = loss / self.batch.accumulation
+        # The scale may be beyond float16, in which the loss may be.
+        (share.float() * self.loss_scale.value).backward()
+        return share.detach()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last before the optimizer steps."""
+        return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        if self.sparse is not None:
+            self.sparse.reduce(self.ranks.data)
+        overflow = self._prepare_gradients()
+        if overflow:
+            self.skipped_steps += 1
+            LOGGER.warning(
+                "step %d skipped: gradients overflow at loss scale %g", self.global_steps, self.loss_scale.value
+            )
+        else:
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.fp16.enabled:
+            self.loss_scale.update(overflow)
+        self.global_steps += 1
+        self.global_samples += self.batch.total
+        if self.data_sampler is not None:
+            self.data_sampler.end_step()
+        if self.random_ltd is not None:
+            self.random_ltd.end_step(self.global_steps, self.batch.total)
+        if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
+            rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
+            LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
+
+    def _prepare_gradients(self) -> bool:
+        """Undo the loss scale and clip; whether gradients overflowed, in which case they are of no use."""
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scale, limit = self.loss_scale.value, self.config.gradient_clipping
+        self._norm = None
+        if not gradients or not (limit or self.config.fp16.enabled):
+            return False
+        norm = get_total_norm(gradients)
+        self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / scale
+        if self.config.fp16.enabled and not math.isfinite(self._norm):
+            return True
+        factor = 1.0 / scale
+        if limit:
+            factor *= min(limit / (self._norm + 1e-6), 1.0)
+        if factor != 1.0:
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        return False
+
+    # ------------------------------------------------------------------ asking
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None if it was not needed."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.stage
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in float16, with the loss scaled."""
+        return self.config.fp16.enabled
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, on all ranks."""
+        return self.batch.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.batch.accumulation
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks see different data."""
+        return self.ranks.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """How many ranks hold parts of one model."""
+        return self.ranks.model_parallel
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model in evaluation mode."""
+        return self.train(False)
+
+
+def _shared_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter that has several, with its first."""
+    first: dict[nn.Parameter, str] = {}
+    shared: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            shared[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return shared

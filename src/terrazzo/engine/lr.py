@@ -1,0 +1,185 @@
+"""Learning rates that warm up, by the names that DeepSpeed's configs give them.
+
+The schedules step once per optimizer step that was not skipped; before the first, the rate is that of step 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from terrazzo.engine.config import SchedulerConfig
+from terrazzo.errors import EngineConfigError
+
+
+class Scheduler(Protocol):
+    """What the engine needs of a scheduler; PyTorch's are such."""
+
+    def step(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
+
+
+class _Schedule:
+    """Sets the rates of an optimizer's param groups, as a function of the steps taken."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
+    ) -> None:
+        if warmup_type not in ("log", "linear"):
+            raise EngineConfigError(f"config: scheduler.params.warmup_type is log or linear, not {warmup_type!r}")
+        self.optimizer = optimizer
+        self.warmup_steps = max(2, warmup_num_steps)
+        self.warmup_type = warmup_type
+        self.last_batch_iteration = last_batch_iteration
+        self._apply()
+
+    def rates(self) -> list[float]:
+        """The rate of each param group at this step."""
+        raise NotImplementedError
+
+    def warmup(self) -> float | None:
+        """How far warming up has come, from 0 to 1; None once it is over."""
+        done = max(self.last_batch_iteration, 0)
+        if done >= self.warmup_steps:
+            return None
+        if self.warmup_type == "linear":
+            return done / self.warmup_steps
+        return math.log(done + 1) / math.log(self.warmup_steps)
+
+    def get_last_lr(self) -> list[float]:
+        """The rates in use."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self) -> None:
+        """One optimizer step has been taken."""
+        self.last_batch_iteration += 1
+        self._apply()
+
+    def _apply(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates(), strict=True):
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_batch_iteration = int(state_dict["last_batch_iteration"])
+
+
+class WarmupLR(_Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, along a line or a logarithm; then constant.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> scheduler = WarmupLR(optimizer, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear")
+    >>> scheduler.step(); scheduler.step(); scheduler.step(); optimizer.param_groups[0]["lr"]
+    0.25
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.low = _per_group(warmup_min_lr, optimizer, "warmup_min_lr")
+        self.high = _per_group(warmup_max_lr, optimizer, "warmup_max_lr")
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def rates(self) -> list[float]:
+        warmup = self.warmup()
+        share = self.after_warmup() if warmup is None else warmup
+        return [low + (high - low) * share for low, high in zip(self.low, self.high, strict=True)]
+
+    def after_warmup(self) -> float:
+        """How far between the two rates once the warmup is over."""
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warms up, then falls along a line to `warmup_min_lr` at `total_num_steps`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, total_num_steps: int, **options: Any) -> None:
+        self.total = total_num_steps
+        super().__init__(optimizer, **options)
+
+    def after_warmup(self) -> float:
+        span = max(1.0, self.total - self.warmup_steps)
+        return max(0.0, (self.total - self.last_batch_iteration) / span)
+
+
+class WarmupCosineLR(_Schedule):
+    """Warms up from `warmup_min_ratio` of the optimizer's rate, then falls along a cosine to `cos_min_ratio` of it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total, self.low, self.end = total_num_steps, warmup_min_ratio, cos_min_ratio
+        self.base = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def rates(self) -> list[float]:
+        return [base * self._ratio() for base in self.base]
+
+    def _ratio(self) -> float:
+        if self.last_batch_iteration < 0:
+            return 0.0
+        warmup = self.warmup()
+        if warmup is not None:
+            return self.low + (1.0 - self.low) * warmup
+        past = self.last_batch_iteration - self.warmup_steps + 1
+        progress = min(past / max(self.total - self.warmup_steps, 1), 1.0)
+        return self.end + (1.0 - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+_KNOWN: dict[str, Callable[..., Scheduler]] = {
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+}
+
+
+def make_scheduler(
+    given: SchedulerLike | None, described: SchedulerConfig | None, optimizer: torch.optim.Optimizer
+) -> Scheduler | None:
+    """The scheduler that was passed, built or described; None if there is none."""
+    if given is not None and described is not None:
+        raise EngineConfigError("an lr scheduler was passed, and config.scheduler describes another; keep one of them")
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if described is None:
+        return None
+    kind = _KNOWN.get(described.type)
+    if kind is None:
+        raise EngineConfigError(f"config: scheduler.type {described.type!r} is none of {', '.join(_KNOWN)}")
+    try:
+        return kind(optimizer, **described.params)
+    except TypeError as error:
+        raise EngineConfigError(f"config: scheduler.params do not fit {described.type}: {error}") from error
+
+
+def _per_group(value: float | Sequence[float], optimizer: torch.optim.Optimizer, name: str) -> list[float]:
+    count = len(optimizer.param_groups)
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise EngineConfigError(f"config: scheduler.params.{name} has {len(value)} values for {count} param groups")
+        return [float(v) for v in value]
+    return [float(value)] * count

@@ -1,0 +1,161 @@
+"""The ZeRO stages, as settings of `fully_shard`.
+
+    stage   on ranks that       parameters between steps      gradients while they accumulate
+    0       replicate           whole                         whole, reduced at the last micro-batch
+    1       shard               gathered after each step      whole, reduced at the last micro-batch
+    2       shard               gathered after each step      sharded, reduced at each micro-batch
+    3       shard               sharded, gathered when used   sharded, reduced at each micro-batch
+
+So all stages run the same code, hold the same kinds of tensors, and one stage's checkpoint is another's.  The optimizer
+always works on the parameters' own shards, in float32 also where the model computes in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terrazzo.comm import Axis, axis_of, collectives
+from terrazzo.engine.config import EngineConfig
+from terrazzo.errors import EngineConfigError
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
+from terrazzo.tensor import DTensor
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Which ranks see different data, and how many hold parts of one model."""
+
+    mesh: DeviceMesh  # of `fully_shard`
+    data: Axis
+    model_parallel: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, data_dim: str, stage: int) -> Ranks:
+        """From the user's mesh, of which `data_dim` is the data-parallel dim; None: all ranks."""
+        if not dist.is_initialized():
+            _initialise()
+        if mesh is None:
+            mesh = init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=(data_dim,))
+        names = mesh.mesh_dim_names
+        if mesh.ndim > 1 and (names is None or data_dim not in names):
+            raise EngineConfigError(f"the mesh {mesh} has no dim named {data_dim!r}: name its data-parallel dim so")
+        data_mesh = mesh if mesh.ndim == 1 else mesh[data_dim]
+        data = axis_of(data_mesh, 0)
+        if stage > 0:
+            return Ranks(data_mesh, data, mesh.size() // data.size)
+        if mesh.ndim > 1:
+            raise EngineConfigError(
+                "zero_optimization.stage 0 takes a mesh of one dim; use stage 1, which differs in memory only"
+            )
+        # Every rank a replica: the second dim, along which fully_shard cuts, has one rank.
+        replicas = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard"))
+        return Ranks(replicas, data, 1)
+
+
+def _initialise() -> None:
+    """Under torchrun all its processes; otherwise this process alone."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group()
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else str(dist.get_backend())
+    return accelerator.type if accelerator is not None and f"{accelerator.type}:" in str(backend) else "cpu"
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """In what the model computes."""
+    return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
+    """Give every rank rank 0's values, and hand the model to `fully_shard` as the stage says."""
+    dtype = compute_dtype(config)
+    if dtype is not torch.float32:
+        _prepare_precision(model, dtype)
+    _same_everywhere(model, ranks.data)
+    stage = config.zero_optimization.stage
+    reduce_dtype = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
+    if dtype is not torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype or torch.float32)
+    else:
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    reshard = None if stage == 3 else False
+    for module in gathered_together(model, config.zero_optimization.wrap):
+        fully_shard(module, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+
+
+def gathered_together(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules whose parameters are gathered and reduced together: by class, or the items of module lists.
+
+    One that shares a parameter with the rest of the model is left out: that parameter has to stay with the whole.
+
+    >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    >>> len(gathered_together(nn.Sequential(nn.Linear(2, 2), blocks), ()))
+    2
+    """
+    chosen = list(_by_class(model, class_names) if class_names else _items_of_lists(model))
+    found = {type(module).__name__ for module in chosen}
+    absent = [name for name in class_names if name not in found]
+    if absent:
+        raise EngineConfigError(
+            f"zero_optimization.wrap names {', '.join(absent)}: the model has no module of that class inside"
+        )
+    uses: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[parameter] = uses.get(parameter, 0) + 1
+    return [module for module in chosen if _keeps_to_itself(module, uses)]
+
+
+def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
+    """Inner ones first, as fully_shard wants them."""
+    for child in model.children():
+        yield from _by_class(child, names)
+        if type(child).__name__ in names:
+            yield child
+
+
+def _items_of_lists(model: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost module lists."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (item for item in child if type(item).forward is not nn.Module.forward)
+        else:
+            yield from _items_of_lists(child)
+
+
+def _keeps_to_itself(module: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
+    inside: dict[nn.Parameter, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        inside[parameter] = inside.get(parameter, 0) + 1
+    return bool(inside) and all(uses[parameter] == count for parameter, count in inside.items())
+
+
+def _prepare_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in float32, from which those that compute are made; buffers in the precision of the computation."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+@torch.no_grad()
+def _same_everywhere(model: nn.Module, data: Axis) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.copy_(collectives.broadcast(local, data, 0))

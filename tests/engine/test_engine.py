@@ -1,0 +1,173 @@
+"""Every stage, precision and number of ranks trains as one process with PyTorch alone does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.runs import Model, averaged, config, engine_of, loss_of, make_model, train, train_plainly, weights
+from ranks import run_ranks
+from terrazzo.engine import initialize
+from terrazzo.errors import EngineConfigError, EngineError
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
+STEPS = 8
+
+
+def check_stages() -> list[list[float]]:
+    runs = []
+    expected, reference = train_plainly(STEPS)
+    theirs = dict(reference.named_parameters())
+    for stage in (0, 1, 2, 3):
+        for accumulation in (1, 2):
+            engine = engine_of(stage, gradient_accumulation_steps=accumulation)
+            runs.append(train(engine, STEPS))
+            assert engine.global_steps == STEPS and engine.micro_steps == STEPS * accumulation
+            assert engine.global_samples == STEPS * 8 and engine.skipped_steps == 0
+            torch.testing.assert_close(torch.tensor(runs[-1]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+            for name, ours in weights(engine).items():
+                torch.testing.assert_close(ours, theirs[name].detach(), rtol=1e-4, atol=1e-5)
+    return runs
+
+
+@WORLDS
+def test_every_stage_trains_like_one_process(world):
+    for runs in run_ranks(world, check_stages, timeout=120):
+        assert len(runs) == 8
+
+
+def check_sixteen_bits() -> None:
+    expected, _ = train_plainly(STEPS, torch.bfloat16)
+    first = None
+    for stage in (0, 1, 2, 3):
+        engine = engine_of(stage, bf16={"enabled": True})
+        assert engine.bfloat16_enabled()
+        losses = torch.tensor(train(engine, STEPS))
+        torch.testing.assert_close(losses, torch.tensor(expected), rtol=2e-2, atol=2e-2)
+        first = losses if first is None else first
+        torch.testing.assert_close(losses, first, rtol=1e-3, atol=1e-3)
+        assert all(p.dtype is torch.float32 for p in engine.module.parameters())
+        assert engine.module.shift.dtype is torch.bfloat16
+
+
+def test_bfloat16():
+    run_ranks(2, check_sixteen_bits, timeout=120)
+
+
+def check_float16() -> None:
+    first = None
+    for stage in (0, 2, 3):
+        engine = engine_of(stage, fp16={"enabled": True, "initial_scale_power": 40, "hysteresis": 1})
+        losses = train(engine, 40)
+        assert engine.skipped_steps > 0 and engine.loss_scale.value < 2.0**40
+        assert engine.global_steps == 40
+        taken = 40 - engine.skipped_steps
+        assert engine.lr_scheduler.last_batch_iteration == taken - 1
+        if first is None:
+            first = (losses, engine.skipped_steps)
+        assert engine.skipped_steps == first[1]
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(first[0]), rtol=1e-2, atol=1e-2)
+        assert losses[-1] < losses[0]
+        static = engine_of(stage, fp16={"enabled": True, "loss_scale": 128})
+        plain = train_plainly(STEPS, torch.float16)[0]
+        torch.testing.assert_close(torch.tensor(train(static, STEPS)), torch.tensor(plain), rtol=2e-3, atol=2e-3)
+        assert static.loss_scale.value == 128
+
+
+def test_float16_skips_and_counts_steps_that_overflow():
+    run_ranks(2, check_float16, timeout=120)
+
+
+def check_scale_exhausted() -> None:
+    engine = engine_of(1, fp16={"enabled": True, "initial_scale_power": 0, "hysteresis": 1})
+    loss = loss_of(engine, torch.full((4, 6), 1e4), torch.zeros(4, 3)) * float("inf")
+    engine.backward(loss)
+    with pytest.raises(FloatingPointError, match="smallest loss scale"):
+        engine.step()
+
+
+def test_gradients_that_always_overflow():
+    run_ranks(2, check_scale_exhausted)
+
+
+def check_optimizers() -> None:
+    expected = train_plainly(STEPS)[0]
+    described = {key: value for key, value in config(2).items() if key not in ("optimizer", "scheduler")}
+
+    def scheduler(optimizer):
+        from terrazzo.engine import WarmupLR
+
+        return WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5)
+
+    model = make_model()
+    decayed = [p for p in model.parameters() if p.requires_grad]
+    built = torch.optim.AdamW(
+        [{"params": decayed[:3]}, {"params": decayed[3:]}], lr=0.01, weight_decay=0.1
+    )  # before sharding
+    engine = initialize(model, built, scheduler, config=described)
+    assert engine.optimizer is built and len(built.param_groups) == 2
+    torch.testing.assert_close(torch.tensor(train(engine, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+    made = initialize(
+        make_model(), lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1), scheduler, config=described
+    )
+    torch.testing.assert_close(torch.tensor(train(made, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+    with pytest.raises(EngineConfigError, match="keep one"):
+        initialize(make_model(), built, config=config(0))
+    with pytest.raises(EngineConfigError, match="no optimizer"):
+        initialize(make_model(), config=described)
+    with pytest.raises(EngineError, match="of other models"):
+        initialize(make_model(), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), config=described)
+
+
+def test_optimizers_of_all_kinds():
+    run_ranks(2, check_optimizers)
+
+
+def check_same_start() -> None:
+    engine = engine_of(1, make_model(seed=torch.distributed.get_rank()))
+    expected = dict(make_model(seed=0).named_parameters())
+    for name, ours in weights(engine).items():
+        assert torch.equal(ours, expected[name])
+
+
+def test_all_ranks_begin_with_the_first_ones_values():
+    run_ranks(2, check_same_start)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 5, sparse=sparse)
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, tokens):
+        return self.out(self.words(tokens).mean(1))
+
+
+def check_sparse() -> None:
+    rank = torch.distributed.get_rank()
+    tokens = torch.randint(0, 11, (8, 4), generator=torch.Generator().manual_seed(3))
+    losses = {}
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        engine = initialize(Words(sparse), config=config(0, sparse_gradients=sparse))
+        losses[sparse] = []
+        for _ in range(5):
+            loss = (engine(tokens[rank * 4 : rank * 4 + 4]) - 1).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses[sparse].append(averaged(loss))
+    assert engine.sparse.names == ["words"]
+    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_embedding_gradients():
+    run_ranks(2, check_sparse)
+
+
+def test_the_model_has_what_the_tests_need():
+    model = Model()
+    assert model.mix.weight is model.again.weight and not model.blocks[1].up.weight.requires_grad
