@@ -14,7 +14,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard
-from terrazzo.tensor.experimental.ring_attention import TILE_ROWS, head_tail
+from terrazzo.tensor.experimental.ring_attention import TILE_ROWS, _tiles, head_tail
 
 
 def make(*shapes, dtype=torch.float32, seed=0):
@@ -245,7 +245,26 @@ def test_autocast():
     run_ranks(2, check_autocast)
 
 
-def test_head_and_tail_cover_the_sequence():
+def test_head_and_tail_share_the_sequence_and_the_work():
     for ranks in (1, 2, 3, 4):
-        runs = [run for rank in range(ranks) for run in head_tail(rank, ranks, 24)]
-        assert sorted(p for start, length in runs for p in range(start, start + length)) == list(range(24))
+        held = [
+            [p for start, n in head_tail(rank, ranks, 24) for p in range(start, start + n)] for rank in range(ranks)
+        ]
+        assert sorted(p for positions in held for p in positions) == list(range(24))
+        assert len({sum(p + 1 for p in positions) for positions in held}) == 1  # pairs of a query and a key it sees
+
+
+def test_tiles_cover_what_is_visible_once():
+    queries, length = ((3, 300), (700, 10)), 600
+    keys = ((0, 5), (290, length - 5))
+    for is_causal in (False, True):
+        q_at = [p for start, n in queries for p in range(start, start + n)]
+        k_at = [p for start, n in keys for p in range(start, start + n)]
+        expected = torch.tensor(q_at)[:, None] >= torch.tensor(k_at)[None, :] if is_causal else torch.ones(310, 600)
+        seen = torch.zeros(1, len(q_at), len(k_at))
+        for tile in _tiles(queries, keys, is_causal):
+            rows, columns = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
+            assert rows <= TILE_ROWS
+            scores = tile.mask(torch.zeros(rows, columns), seen)
+            seen[:, tile.rows, tile.keys] += scores.exp()
+        assert torch.equal(seen[0], expected.float())
