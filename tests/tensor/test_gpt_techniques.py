@@ -94,7 +94,7 @@ def test_autocast(name):
     # A product of bfloat16 rounds at 2^-8, and terms are rounded before they are summed.
     for loss, gradient, where in run_ranks(4, gradients_of, name, "autocast", timeout=120):
         assert loss < 5e-3
-        assert gradient < 1e-2, where
+        assert gradient < 5e-3, where
 
 
 # ------------------------------------------------------------------ GradScaler
