@@ -104,6 +104,11 @@ class Bucket:
         """Memory of the whole parameters, 0 if they are the shards themselves."""
         return 0 if self._is_alias else self._layout_of_whole()[1] * self.compute_dtype.itemsize
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of what a gather brings, until it is copied out."""
+        return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
+
     # ------------------------------------------------------------------ whole parameters
 
     @property

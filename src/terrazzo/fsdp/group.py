@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.bucket import Bucket, Settings
@@ -46,9 +47,9 @@ class Group:
         self._direct = [(s.module._parameters, s.name, i) for i, p in enumerate(params) for s in p.slots if s.direct]
         self._indirect = [(s.module, s.name, i) for i, p in enumerate(params) for s in p.slots if not s.direct]
         self._prepared = False
-        self._sharded: list[Any] = []
+        self._sharded: list[Any] = [p.sharded for p in params]
         self._whole: list[Any] = []
-        self._register([p.sharded for p in params])
+        self._register(self._sharded)
 
     # ------------------------------------------------------------------ registration
 
@@ -63,15 +64,21 @@ class Group:
 
         Cheap when nothing happened, which is the rule: it runs before every forward of a root.
         """
-        if self.state is not State.SHARDED:
+        if self.state is State.INNER:
             return
+        faces = self._whole if self.state is State.WHOLE else self._sharded
         replaced = False
         for parameters, name, i in self._direct:
-            if parameters[name] is not self.params[i].sharded:
+            if faces and parameters[name] is not faces[i]:
                 self._adopt_one(self.params[i], parameters[name])
                 replaced = True
+        if self.state is State.WHOLE:
+            if not replaced:
+                return
+            self.reshard()
         if replaced:
-            self._register([p.sharded for p in self.params])
+            self._sharded = [p.sharded for p in self.params]
+            self._register(self._sharded)
             self._prepared = False
         for bucket in self.buckets:
             if replaced or not bucket.shards_intact():
@@ -160,11 +167,16 @@ class Group:
     @property
     def gather_bytes(self) -> int:
         """What a rank sends, on average, for one gather."""
-        total = 0
-        for i, bucket in enumerate(self.buckets):
-            plan = self._inner_buffers[i][1] if self.state is State.INNER else bucket.plan
-            total += (plan.n - 1) * plan.total // plan.n * bucket.compute_dtype.itemsize
-        return total
+        if self.state is State.INNER and self.inner is not None:
+            return self.gather_bytes_over(self.inner.axis)
+        return self.gather_bytes_over(self.settings.mesh.shard)
+
+    def gather_bytes_over(self, axis: Axis) -> int:
+        """The same for a gather over another axis."""
+        totals = [
+            bucket.plan_over(axis, bucket.params).total * bucket.compute_dtype.itemsize for bucket in self.buckets
+        ]
+        return sum((axis.size - 1) * total // axis.size for total in totals)
 
     def start_unshard(self) -> bool:
         """Begin to make the parameters whole; False if they are, or will be without more ado."""

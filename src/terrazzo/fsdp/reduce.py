@@ -8,6 +8,7 @@ gradients are accumulated and reduced in the reduce dtype, and handed over in th
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -56,7 +57,19 @@ class Reducer:
     def reduce_bytes(self) -> int:
         """What a rank sends, on average, for one reduce-scatter."""
         plan = self._current_plan()
-        return 0 if plan is None else (plan.n - 1) * plan.total // plan.n * self.dtype.itemsize
+        return 0 if plan is None else (plan.n - 1) * plan.total * self.dtype.itemsize // plan.n
+
+    @property
+    def all_reduce_bytes(self) -> int:
+        """What a rank sends, on average, to reduce over the replicas."""
+        plan, replicate = self._current_plan(), self.bucket.settings.mesh.replicate
+        if plan is None or replicate is None:
+            return 0
+        return 2 * (replicate.size - 1) * plan.own_size * self.dtype.itemsize // replicate.size
+
+    def gradient_bytes(self) -> int:
+        """Memory of the gradients as backward computes them."""
+        return sum(prod(p.shape) for p in self.bucket.params if p.requires_grad) * self.bucket.compute_dtype.itemsize
 
     def buffer_bytes(self) -> int:
         """Memory of the flat buffer."""

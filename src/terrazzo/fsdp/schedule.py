@@ -64,7 +64,7 @@ class Schedule:
             return
         self._entered = []
         if self.backward_running:
-            self._recover()
+            self.recover()
         for unit in self.units:
             group = unit.group
             if group is not None:
@@ -119,7 +119,7 @@ class Schedule:
             self.last_forward = None
         self.watch.end_step()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
         self.backward_running = False
         self.last_forward = None

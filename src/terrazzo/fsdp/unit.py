@@ -95,7 +95,7 @@ class Unit:
             unit = unit_of(module)
             if unit is not None:
                 if id(unit) not in units:
-                    unit.name = name or type(root).__name__
+                    unit.name = name or type(root).__mro__[2].__name__  # not that of the FSDP class
                 units[id(unit)] = unit
         found = list(units.values())
         for unit in found:
@@ -128,10 +128,12 @@ class Unit:
         schedule = self.schedule
         if schedule is None:
             schedule = self._become_root()
-        if self.phase is Phase.BACKWARD:  # a checkpoint recomputes
-            schedule.start_unshard(self)
-            schedule.finish_unshard(self)
-            return self._cast_inputs(args, kwargs)
+        if self.phase is Phase.BACKWARD:
+            if in_backward():  # a checkpoint recomputes
+                schedule.start_unshard(self)
+                schedule.finish_unshard(self)
+                return self._cast_inputs(args, kwargs)
+            schedule.recover()
         if schedule.forward_root is None:
             schedule.begin_forward(self)
             if schedule.stream is not None:

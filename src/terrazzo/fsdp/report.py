@@ -1,0 +1,146 @@
+"""What sharding a model costs, said before training: bytes held, moved and needed at most, group by group.
+
+    print(terrazzo.fsdp.report(model))
+
+The numbers follow from shapes, dtypes and the schedule alone. Activations and optimizer state are not in them: an
+optimizer holds what it holds per element of the shards.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from torch import nn
+
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.unit import Unit, unit_of
+
+
+class GroupReport(msgspec.Struct, frozen=True):
+    """One group on this rank, in bytes."""
+
+    name: str
+    parameters: int  # tensors
+    elements: int  # of the whole parameters, on all ranks together
+    held: int  # shards, and gradients of the trainable ones
+    whole: int  # while the parameters are gathered; 0 if the shards are the parameters
+    gathered: int  # what a gather takes until it is copied to its place
+    gradients: int  # as backward computes them
+    reduce_buffer: int  # what the reduction takes
+    moved_forward: int  # sent by a rank, on average
+    moved_backward: int  # gathering again, and reducing
+    kept: int  # of the whole parameters, between forward and backward
+
+    @property
+    def moved(self) -> int:
+        """Sent by a rank in a step, on average."""
+        return self.moved_forward + self.moved_backward
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All groups of a model, in the order of its modules."""
+
+    groups: list[GroupReport]
+
+    @property
+    def held(self) -> int:
+        """Bytes that this rank holds all the time: shards and their gradients."""
+        return sum(group.held for group in self.groups)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a rank sends in a step, on average."""
+        return sum(group.moved for group in self.groups)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of parameters, gradients and buffers at once, if groups run in their order."""
+        return self.held + max(self._transient(), default=0)
+
+    def _transient(self) -> list[int]:
+        moments = []
+        for i, group in enumerate(self.groups):
+            kept = sum(other.kept for other in self.groups if other is not group)
+            after = self.groups[i + 1].gathered if i + 1 < len(self.groups) else 0
+            before = self.groups[i - 1].gathered if i else 0
+            moments += [
+                kept + group.whole + max(after, group.gathered),  # forward, and filling from what was gathered
+                kept + group.whole + before + group.gradients,  # backward
+                kept + before + group.gradients + group.reduce_buffer,  # packing
+                kept + before + 2 * group.reduce_buffer,  # exchanging
+            ]
+        return moments
+
+    def __str__(self) -> str:
+        rows = [
+            ("group", "held", "whole", "reduce", "moved", ""),
+            *[
+                (
+                    group.name,
+                    _size(group.held),
+                    _size(group.whole),
+                    _size(group.reduce_buffer),
+                    _size(group.moved),
+                    f"{_size(group.kept)} kept until backward" if group.kept else "",
+                )
+                for group in self.groups
+            ],
+            ("all", _size(self.held), "", "", _size(self.moved), f"peak {_size(self.peak)}"),
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = []
+        for name, *sizes, remark in rows:
+            cells = [size.rjust(width) for size, width in zip(sizes, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *cells, remark]).rstrip())
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """What this rank holds, sends and needs at most for the parameters of a sharded model, step by step.
+
+    Args:
+        model: The root module.
+    """
+    unit = unit_of(model)
+    if unit is None:
+        raise FSDPError(f"{type(model).__name__} was not sharded: report takes a module that fully_shard was called on")
+    schedule = unit.ensure_schedule()
+    return Report([_group_report(each) for each in schedule.units if each.group is not None])
+
+
+def _group_report(unit: Unit) -> GroupReport:
+    group = unit.group
+    assert group is not None
+    shards = [(p.sharded._local, p.requires_grad) for p in group.params]
+    whole = sum(bucket.whole_bytes for bucket in group.buckets)
+    again, kept = group.gather_bytes, 0
+    if not unit.reshard_after_forward:
+        again, kept = 0, whole
+    elif group.inner is not None and unit.reshard_inner:
+        again, kept = group.gather_bytes_over(group.inner.axis), whole // group.inner.axis.size
+    return GroupReport(
+        name=unit.name,
+        parameters=len(group.params),
+        elements=sum(p.layout.shape.numel() for p in group.params),
+        held=sum(local.nbytes * (2 if trainable else 1) for local, trainable in shards),
+        whole=whole,
+        gathered=sum(bucket.gathered_bytes for bucket in group.buckets),
+        gradients=sum(reducer.gradient_bytes() for reducer in unit.reducers),
+        reduce_buffer=sum(reducer.buffer_bytes() for reducer in unit.reducers),
+        moved_forward=group.gather_bytes,
+        moved_backward=again + sum(r.reduce_bytes + r.all_reduce_bytes for r in unit.reducers),
+        kept=kept,
+    )
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the unit that suits.
+
+    >>> _size(512), _size(3 << 20), _size(1500 << 20)
+    ('512 B', '3.0 MiB', '1.5 GiB')
+    """
+    size = float(nbytes)
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or name == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if name == "B" else f"{size:.1f} {name}"

@@ -1,0 +1,190 @@
+"""Mixed precision has the reference's arithmetic: what it computes in, accumulates in, reduces in and steps in."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from terrazzo.comm import add_observer, remove_observer
+from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+HALF = torch.bfloat16
+
+
+def simulated_gradients(model: Model, x: Tensor, y: Tensor, reduce_dtype: torch.dtype, cast: bool) -> list[Tensor]:
+    """What the ranks' gradients in half precision come to, computed on one process."""
+    world = dist.get_world_size()
+    total: list[Tensor] = []
+    for rank in range(world):
+        half = copy.deepcopy(model).to(HALF)
+        inputs = mine(x, rank).to(HALF) if cast else mine(x, rank)
+        ((half(inputs).float() - mine(y, rank)) ** 2).mean().backward()
+        grads = [p.grad.to(reduce_dtype) for p in half.parameters()]
+        total = grads if not total else [a.float() + b.float() for a, b in zip(total, grads, strict=True)]
+    return [(t.float() / world).to(reduce_dtype) for t in total]
+
+
+def check_arithmetic(reduce_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=reduce_dtype)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=replace(policy, output_dtype=torch.float32))
+    ours, theirs = adamw(model), adamw(reference)
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    model.blocks[0].up.register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, args[0].dtype)))
+    for x, y in batches(10):
+        out = model(mine(x))
+        assert out.dtype is torch.float32
+        ((out - mine(y)) ** 2).mean().backward()
+        for parameter, expected in zip(
+            model.parameters(), simulated_gradients(reference, x, y, reduce_dtype or HALF, True), strict=True
+        ):
+            assert parameter.grad.dtype is torch.float32 is parameter.dtype
+            # Half precision has eight bits: sums in another order differ in the last ones.
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.float(), rtol=0.02, atol=1e-3)
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad.full_tensor()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        assert_same_parameters(model, reference)
+    assert set(seen) == {(HALF, HALF)}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_half_precision_computes_and_single_steps(world, reduce_dtype):
+    run_ranks(world, check_arithmetic, reduce_dtype)
+
+
+def check_accumulation() -> None:
+    """Accumulated without communication, gradients add up in the reduce dtype: what half precision would swallow stays."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))
+    model.set_requires_gradient_sync(False)
+    for scale in (256.0, 1.0, 1.0, 1.0):
+        model(torch.full((1, 4), scale)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 260.0))
+    assert torch.full((4, 4), 256.0, dtype=HALF).add(1).float().max() == 256
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accumulation_is_in_the_reduce_dtype(world):
+    run_ranks(world, check_accumulation)
+
+
+def check_casts() -> None:
+    torch.manual_seed(0)
+
+    class Recording(nn.Linear):
+        def forward(self, x: Tensor, *, mask: Tensor, index: Tensor) -> Tensor:
+            self.seen = (x.dtype, mask.dtype, index.dtype)
+            return super().forward(x.to(self.weight.dtype))
+
+    def seen_by(policy: MixedPrecisionPolicy) -> tuple[torch.dtype, ...]:
+        model = fully_shard(Recording(4, 4), mp_policy=policy)
+        out = model(torch.ones(2, 4), mask=torch.ones(2), index=torch.ones(2, dtype=torch.int64))
+        return (*model.seen, out.dtype)
+
+    assert seen_by(MixedPrecisionPolicy(HALF)) == (HALF, HALF, torch.int64, HALF)
+    assert seen_by(MixedPrecisionPolicy(HALF, cast_forward_inputs=False))[:2] == (torch.float32, torch.float32)
+    assert seen_by(MixedPrecisionPolicy(output_dtype=torch.float64))[3] == torch.float64
+    assert seen_by(MixedPrecisionPolicy(HALF, output_dtype=torch.float32))[3] == torch.float32
+
+
+def test_inputs_and_outputs_are_cast_as_asked():
+    run_ranks(1, check_casts)
+
+
+def check_traffic() -> None:
+    events: list[object] = []
+    model = shard_blocks(Model(), mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))
+    add_observer(events.append)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    remove_observer(events.append)
+    elements = sum(p.numel() for p in model.blocks[0].parameters())
+    assert {e.bytes for e in events if e.kind == "all_gather"} >= {elements * 2 // 2}
+    assert {e.bytes for e in events if e.kind == "reduce_scatter"} >= {elements * 4 // 2}
+
+
+def test_parameters_travel_in_the_param_dtype_and_gradients_in_the_reduce_dtype():
+    run_ranks(2, check_traffic)
+
+
+def check_frozen_half() -> None:
+    """Frozen weights in half precision beside trainable single ones in one group, under a policy that casts."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(6, 5).to(HALF).requires_grad_(False)
+            self.adapter = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.base.weight.dtype is self.adapter.weight.dtype is x.dtype is HALF
+            return self.base(x) + self.adapter(x)
+
+    torch.manual_seed(0)
+    model = Adapted()
+    reference = copy.deepcopy(model).to(HALF)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(HALF, torch.float32))
+    x = torch.randn(4, 6)
+    out = model(x)
+    torch.testing.assert_close(out, reference(x.to(HALF)))
+    out.sum().backward()
+    assert model.base.weight.grad is None and model.adapter.weight.grad.dtype is torch.float32
+    reference(x.to(HALF)).sum().backward()
+    torch.testing.assert_close(model.adapter.weight.grad.full_tensor(), reference.adapter.weight.grad.float())
+
+
+def test_frozen_half_precision_weights_beside_trainable_ones():
+    run_ranks(2, check_frozen_half)
+
+
+def check_policies_differ() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(HALF, torch.float32, torch.float32))
+    fully_shard(model)
+    x, y = next(batches(1))
+    reference.blocks.to(HALF)
+    for block in reference.blocks:
+        block.register_forward_pre_hook(lambda m, args: (args[0].to(HALF),))
+        block.register_forward_hook(lambda m, args, out: out.float())
+    torch.testing.assert_close(model(x), reference(x))
+    loss_of(model, mine(x), mine(y)).backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_modules_with_policies_of_their_own():
+    run_ranks(2, check_policies_differ)
+
+
+def check_offload() -> None:
+    """On a CPU mesh everything is where offloading would put it."""
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    from fsdp.compare import train_alike
+
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy), steps=3)
+        assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_offloading_from_cpu_to_cpu():
+    run_ranks(2, check_offload)

@@ -1,0 +1,44 @@
+"""The trace of a step: what was done for which group, with its bytes, as text and for trace viewers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
+from torch import nn
+
+from ranks import run_ranks
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp import report, trace
+
+
+def check_trace(folder: str) -> None:
+    model = shard_blocks(Model(), reshard_after_forward=True)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    with trace(model) as steps:
+        loss_of(model, mine(x), mine(y)).backward()
+    kinds = [(e.kind, e.group) for e in steps.events]
+    groups = ["blocks.0", "blocks.1", "blocks.2"]
+    forward = [(e.kind, e.group) for e in steps.events if not e.in_backward]
+    assert forward[0] == ("unshard", "Model") and ("prefetch", "blocks.0") in forward
+    assert [group for kind, group in forward if kind == "reshard"] == [*groups, "Model"]
+    assert [group for kind, group in kinds if kind == "reduce"] == ["blocks.2", "blocks.1", "blocks.0", "Model"]
+    assert kinds.index(("reduce", "blocks.2")) < kinds.index(("gradients", "blocks.2"))
+    assert steps.total_bytes() == report(model).moved
+    assert all(e.end >= e.begin >= 0 for e in steps.events)
+    text = str(steps)
+    assert len(text.splitlines()) == len(steps.events) + 1 and "backward  reduce     blocks.1" in text
+    steps.save(f"{folder}/trace.json")
+    with open(f"{folder}/trace.json") as file:
+        viewed = json.load(file)["traceEvents"]
+    assert len(viewed) == len(kinds) and {"name", "ph", "ts", "dur", "pid", "tid"} <= viewed[0].keys()
+    loss_of(model, mine(x), mine(y)).backward()
+    assert len(steps.events) == len(kinds), "the trace ended with its context"
+    with pytest.raises(FSDPError, match="not sharded"), trace(nn.Linear(1, 1)):
+        pass
+
+
+def test_trace(tmp_path):
+    run_ranks(2, check_trace, str(tmp_path))

@@ -1,0 +1,315 @@
+"""Sharded models beside the rest of PyTorch: checkpointing of activations, compilation, scaling, RNNs, debug modes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp.compare import Block, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from ranks import run_ranks
+from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from terrazzo.tensor import DTensor
+
+
+class Checkpointed(Model):
+    """Recomputes in backward: each block, or all of them as one segment."""
+
+    reentrant = False
+    segment = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if self.segment:
+            x = checkpoint(self._blocks, x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CheckpointedInside(Block):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def check_checkpointing(reentrant: bool) -> None:
+    Checkpointed.reentrant = CheckpointedInside.reentrant = reentrant
+    for segment in (False, True):
+        Checkpointed.segment = segment
+        for reshard in (True, False):
+            train_alike(lambda m, r=reshard: shard_blocks(m, reshard_after_forward=r), make=Checkpointed, steps=4)
+
+    def inside() -> Model:
+        model = Model()
+        model.blocks = nn.ModuleList([CheckpointedInside() for _ in range(3)])
+        return model
+
+    train_alike(shard_blocks, make=inside, steps=4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_activation_checkpointing(world, reentrant):
+    run_ranks(world, check_checkpointing, reentrant)
+
+
+def check_wrapper() -> None:
+    def wrap_then_shard(model: Model) -> None:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = fully_shard(checkpoint_wrapper(block))
+        fully_shard(model)
+
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    wrap_then_shard(model)
+    ours, theirs = adamw(model), adamw(reference)
+    for x, y in batches(4):
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [n for n, _ in model.named_parameters()][2] == "blocks.0._checkpoint_wrapped_module.norm.weight"
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_wrapper():
+    run_ranks(2, check_wrapper)
+
+
+def check_compile() -> None:
+    def compile_then_shard(model: Model) -> None:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        shard_blocks(model)
+
+    def shard_then_compile(model: Model) -> None:
+        shard_blocks(model)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+
+    torch._dynamo.reset()
+    for prepare in (compile_then_shard, shard_then_compile):
+        model = train_alike(prepare, steps=3)
+        assert model.blocks[0]._compiled_call_impl is not None
+    torch._dynamo.reset()
+
+
+def test_compiled_blocks():
+    run_ranks(2, check_compile, timeout=120)
+
+
+def check_compiled_root() -> None:
+    """Compiling the whole: the gathers stay outside of the graphs."""
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for x, y in batches(2):
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(compiled, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_root():
+    run_ranks(2, check_compiled_root, timeout=120)
+
+
+def check_grad_scaler() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    ours, theirs = adamw(model), adamw(reference)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    for step, (x, y) in enumerate(batches(5)):
+        if step == 2 and dist.get_rank() == 0:
+            x[0, 0] = float("inf")  # the data of one rank overflow: all ranks skip the step
+        x[0, 0] = float("inf") if step == 2 else x[0, 0]
+        for module, optimizer, scaler, part in (
+            (model, ours, scalers[0], mine),
+            (reference, theirs, scalers[1], lambda t: t),
+        ):
+            scaler.scale(loss_of(module, part(x), part(y))).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_same_parameters(model, reference)
+
+
+def test_grad_scaler():
+    run_ranks(2, check_grad_scaler)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.rnn(x.unsqueeze(1).expand(-1, 3, -1))
+        return self.head(out[:, -1])
+
+
+def check_lstm() -> None:
+    def shard(model: Recurrent) -> None:
+        fully_shard(model.rnn)
+        fully_shard(model)
+
+    train_alike(shard, make=Recurrent, steps=4)
+
+
+def test_modules_that_keep_lists_of_their_parameters():
+    run_ranks(2, check_lstm)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x).unsqueeze(1)).squeeze(1)) * self.scale
+
+
+def check_transformer() -> None:
+    def shard(model: Attention) -> None:
+        for layer in model.encoder.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+    model = train_alike(shard, make=Attention, steps=4)
+    assert not isinstance(model.scale, DTensor)
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 6))
+
+
+def test_a_transformer_of_torch():
+    run_ranks(2, check_transformer)
+
+
+def check_state_dict() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    shard_blocks(model, reshard_after_forward=False)
+    x, y = next(batches(1))
+    model(x)
+    assert type(model.blocks[0].up.weight) is nn.Parameter
+    state = model.state_dict()
+    assert list(state) == list(plain)
+    for name, value in state.items():
+        assert isinstance(value, DTensor) and torch.equal(value.full_tensor(), plain[name])
+    model(x)
+    assert isinstance(model.blocks[0].up.state_dict()["weight"], DTensor), "of a part of a group too"
+
+    model(x)
+    doubled = {name: value * 2 for name, value in state.items()}
+    model.load_state_dict(doubled)
+    reference = Model()
+    reference.load_state_dict({name: value * 2 for name, value in plain.items()})
+    torch.testing.assert_close(model(x), reference(x))
+
+    with torch.device("meta"):
+        other = Model()
+    shard_blocks(other)
+    other.load_state_dict(doubled, assign=True)
+    ours, theirs = adamw(other), adamw(reference)
+    torch.testing.assert_close(other(x), reference(x))
+    for module, optimizer, part in ((other, ours, mine), (reference, theirs, lambda t: t)):
+        loss_of(module, part(x), part(y)).backward()
+        optimizer.step()
+    assert_same_parameters(other, reference)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_state_dicts(world):
+    run_ranks(world, check_state_dict)
+
+
+def check_no_grad_kinds() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    x, y = next(batches(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), reference(x))
+    loss_of(model, mine(x), mine(y)).backward()
+    loss_of(reference, x, y).backward()
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), reference.head.weight.grad, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x), reference(x))
+    gradients = torch.autograd.grad(model(x).sum(), [model.blocks[0].unshard() or model.blocks[0].up.weight])
+    expected = torch.autograd.grad(reference(x).sum(), [reference.blocks[0].up.weight])
+    torch.testing.assert_close(gradients, expected)
+
+
+def test_inference_mode_autocast_and_autograd_grad():
+    run_ranks(2, check_no_grad_kinds)
+
+
+def check_many_steps_without_backward() -> None:
+    """Evaluation in a loop, with gradients enabled by mistake, holds on to nothing."""
+    model = shard_blocks(Model())
+    x, y = next(batches(1))
+    for _ in range(5):
+        model(x)
+    loss_of(model, mine(x), mine(y)).backward()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            assert all(isinstance(p, DTensor) for p in module.parameters())
+
+
+def test_forwards_without_backward():
+    run_ranks(2, check_many_steps_without_backward)
+
+
+def check_mixed_checkpointing() -> None:
+    """Recomputation sees inputs cast as the first time."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    results: list[list[Any]] = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed() if wrapped else Model()
+        Checkpointed.segment, Checkpointed.reentrant = False, False
+        shard_blocks(model, mp_policy=policy)
+        x, y = next(batches(1))
+        ((model(mine(x)).float() - mine(y)) ** 2).mean().backward()
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpointing_in_mixed_precision():
+    run_ranks(2, check_mixed_checkpointing)
