@@ -17,7 +17,7 @@ TEXT = f"""\
 
 A GPT of two blocks (width 32, 4 heads, 64 words, sequences of 16, batches of 8; float32) is trained for {STEPS} steps
 of AdamW with `clip_grad_norm_`, once on one device and once distributed over four ranks (gloo). Before each step the
-loss, every gradient and the gradients' norm are compared. A gradient's difference is that of its worst element, over the
+loss, every gradient and the gradients' norm are compared. A gradient's difference is its worst element's, over the
 largest element of that gradient where this is above 1. The tables hold the worst of all steps and ranks.
 
 `python -m tests.tensor.gpt_proof > docs/gpt-proof.md` makes this page; the tests in `tests/tensor/test_gpt*.py` hold

@@ -363,11 +363,14 @@ def test_threads_with_cold_caches():
 
 
 def compiled(plain_activations: bool) -> None:
+    import torch._dynamo.utils
+
     torch._dynamo.reset()
     reference, model, data, brought = twins()
     if plain_activations:
         model, brought = WAYS[PLAIN].place(copy.deepcopy(reference), init_device_mesh("cpu", (4,))), data
-    fast = torch.compile(model, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    fast = torch.compile(model, backend="eager" if plain_activations else "aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
@@ -377,6 +380,8 @@ def compiled(plain_activations: bool) -> None:
             expected.backward()
     same(loss, expected)
     assert worst_difference(model, reference, grads=True)[0] < TOLERANCE
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0 if plain_activations else graphs == 0, "what is plain is compiled, what is distributed is not"
     torch._dynamo.reset()
 
 
