@@ -17,6 +17,7 @@ from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     indexing,
     pickling,
     random_ops,
+    recurrent,
     transforms,
 )
 from terrazzo.tensor.api import distribute_module, distribute_tensor

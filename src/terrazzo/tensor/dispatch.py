@@ -122,7 +122,7 @@ def call_without_plan(
         return run_in_place(call, args, loc, kw, kwargs, key, remember)
     spec = apply_rule(call)
     plan = None if spec is None else make_plan(call, spec)
-    if spec is not None and plan is not None and takes_empty_shards(plan, func, loc, kw):
+    if spec is not None and plan is not None and takes_empty_shards(spec, plan, func, loc, kw):
         if name in VALUE_KEYED:
             _key_by_value(func)
             key = None

@@ -17,15 +17,20 @@ import torch
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.planner import CallPlan
 from terrazzo.tensor.runners import get_at, put_at
+from terrazzo.tensor.spec import Spec
 from terrazzo.tensor.structure import map_tensors
 
 
 def takes_empty_shards(
-    plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
+    spec: Spec, plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
 ) -> bool:
-    """True when no rank holds an empty shard under the plan, or when the caller's function works there."""
+    """True when no rank holds an empty shard under the plan, or when the caller's function works there.
+
+    A rule that makes a function for the locals makes one that takes empty shards.
+    """
     layouts = [o.dst for o in plan.operands]
-    if plan.local is not None or not any(_leaves_a_rank_empty(layout) for layout in layouts):
+    # Whether there is a rule's function may depend on the rank, whether the rule makes one does not.
+    if spec.localize is not None or not any(_leaves_a_rank_empty(layout) for layout in layouts):
         return True
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for at in product(*[range(n) for n in layouts[0].mesh_shape]):

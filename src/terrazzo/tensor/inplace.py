@@ -51,7 +51,7 @@ def run_in_place(
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
-        if plan is not None and stays and takes_empty_shards(plan, call.func, loc, kw, inplace=True):
+        if plan is not None and stays and takes_empty_shards(spec, plan, call.func, loc, kw, inplace=True):
             run = in_place_runner(plan)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))

@@ -79,7 +79,7 @@ def _sliding(
 
     def localize(chosen: Chosen) -> LocalFunction | None:
         ranks = [chosen.ins[0].mesh_shape[m] for m in chosen.sharded.get(_OUT, ())]
-        if groups == 1 or not ranks:
+        if not ranks:
             return None
         share = groups
         for n in ranks:
@@ -103,5 +103,5 @@ def _sliding(
         even=even,
         addends=frozenset(added),
         linear=[(i, *added) for i in range(2)],
-        localize=localize,
+        localize=None if groups == 1 else localize,
     )

@@ -1,0 +1,188 @@
+"""The layers and losses of transformers and convnets: equal to one device, and without a needless byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ranks import run_ranks
+from terrazzo.comm.observe import CommEvent, add_observer, remove_observer
+from terrazzo.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+
+R = Replicate()
+
+
+@contextmanager
+def watched():
+    events: list[CommEvent] = []
+    add_observer(events.append)
+    try:
+        yield events
+    finally:
+        remove_observer(events.append)
+
+
+def line():
+    return init_device_mesh("cpu", (4,))
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.detach().full_tensor()
+    return type(value)(whole(v) for v in value) if isinstance(value, (tuple, list)) else value.detach()
+
+
+def close(mine: Any, theirs: Any, message: str = "") -> None:
+    if isinstance(theirs, (tuple, list)):
+        for a, b in zip(mine, theirs, strict=True):
+            close(a, b, message)
+        return
+    torch.testing.assert_close(whole(mine), theirs.detach(), rtol=1e-4, atol=2e-5, msg=lambda m: f"{message}: {m}")
+
+
+# ------------------------------------------------------------------ layers, the batch sharded
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module or function, the shapes of its inputs, and what its forward may move (bytes per rank, four ranks)."""
+
+    make: Callable[[], nn.Module]
+    shapes: list[tuple[int, ...]]
+    forward_bytes: int = 0
+    integer: bool = False
+    parameters_move: bool = True
+    dims: tuple[int, ...] = field(default=(0,))
+
+
+class Do(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+IMAGE = [(8, 4, 6, 6)]
+# Of a tensor that all four ranks reduce, each sends 2 * 3/4.
+EACH_ALL_REDUCED = 4 * 2 * 3 // 4
+
+LAYERS: dict[str, Layer] = {
+    "linear": Layer(lambda: nn.Linear(6, 3), [(8, 6)]),
+    "embedding": Layer(lambda: nn.Embedding(10, 4, padding_idx=3), [(8, 5)], integer=True),
+    "embedding bag": Layer(lambda: nn.EmbeddingBag(10, 4), [(8, 5)], integer=True),
+    "layer norm": Layer(lambda: nn.LayerNorm(6), [(8, 5, 6)]),
+    "rms norm": Layer(lambda: nn.RMSNorm(6), [(8, 5, 6)]),
+    "group norm": Layer(lambda: nn.GroupNorm(2, 4), IMAGE),
+    "instance norm": Layer(lambda: nn.InstanceNorm2d(4, affine=True), IMAGE),
+    "batch norm": Layer(lambda: nn.BatchNorm2d(4), IMAGE, forward_bytes=2 * 4 * EACH_ALL_REDUCED),
+    "conv1d": Layer(lambda: nn.Conv1d(4, 6, 3), [(8, 4, 9)]),
+    "conv2d": Layer(lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), IMAGE),
+    "conv2d, groups": Layer(lambda: nn.Conv2d(4, 8, 3, groups=2), IMAGE),
+    "conv transposed": Layer(lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), IMAGE),
+    "max pool": Layer(lambda: nn.MaxPool2d(2), IMAGE),
+    "avg pool": Layer(lambda: nn.AvgPool2d(3, 2, ceil_mode=True), IMAGE),
+    "adaptive pool": Layer(lambda: nn.AdaptiveAvgPool2d(1), IMAGE),
+    "adaptive max pool": Layer(lambda: nn.AdaptiveMaxPool2d((2, 3)), IMAGE),
+    "upsample": Layer(lambda: nn.Upsample(scale_factor=2, mode="bilinear"), IMAGE),
+    "pad": Layer(lambda: nn.ReflectionPad2d(1), IMAGE),
+    "zero pad": Layer(lambda: nn.ZeroPad2d((1, 0, 2, 1)), IMAGE),
+    "pixel shuffle": Layer(lambda: nn.PixelShuffle(2), IMAGE),
+    "patches": Layer(lambda: nn.Unfold(2), IMAGE),
+    "flatten": Layer(lambda: nn.Flatten(), IMAGE),
+    "gelu": Layer(lambda: nn.GELU(), [(8, 5)]),
+    "swiglu": Layer(lambda: Do(lambda x: F.silu(x[..., :3]) * x[..., 3:]), [(8, 5, 6)]),
+    "glu": Layer(lambda: nn.GLU(), [(8, 6)]),
+    "softmax": Layer(lambda: nn.Softmax(-1), [(8, 6)]),
+    "attention": Layer(lambda: Do(F.scaled_dot_product_attention), [(8, 2, 5, 4)] * 3),
+    "causal attention": Layer(
+        lambda: Do(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)), [(8, 2, 5, 4)] * 3
+    ),
+    "grouped queries": Layer(
+        lambda: Do(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)),
+        [(8, 4, 5, 4), (8, 2, 5, 4), (8, 2, 5, 4)],
+    ),
+    "multi-head attention": Layer(lambda: SelfAttention(), [(8, 5, 6)]),
+    "encoder layer": Layer(lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), [(8, 5, 6)]),
+    "lstm": Layer(lambda: First(nn.LSTM(4, 3, 2, batch_first=True)), [(8, 5, 4)]),
+    "gru": Layer(lambda: First(nn.GRU(4, 3, bidirectional=True, batch_first=True)), [(8, 5, 4)]),
+    "rnn": Layer(lambda: First(nn.RNN(4, 3)), [(5, 8, 4)], dims=(1,)),
+    "weight norm": Layer(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), [(8, 6)]),
+}
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weights = self.attention(x, x, x)
+        return y + weights.mean()
+
+
+class First(nn.Module):
+    """The first of a module's results."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        first: torch.Tensor = self.module(*args)[0]
+        return first
+
+
+def layer_equals_one_device(name: str, uneven: bool) -> None:
+    layer = LAYERS[name]
+    mesh = line()
+    torch.manual_seed(0)
+    reference = layer.make()
+    model = distribute_module(copy.deepcopy(reference), mesh)
+    at = layer.dims[0]
+    shapes = [(*s[:at], 5, *s[at + 1 :]) if uneven else s for s in layer.shapes]
+    if layer.integer:
+        plain = [torch.randint(0, 10, s) for s in shapes]
+    else:
+        plain = [torch.randn(s).requires_grad_() for s in shapes]
+    placed = [distribute_tensor(t.detach(), mesh, [Shard(at)]).requires_grad_(t.requires_grad) for t in plain]
+    expected = reference(*plain)
+    with watched() as events:
+        result = model(*placed)
+    assert isinstance(result, DTensor)
+    close(result, expected, name)
+    if not uneven:
+        moved = sum(e.bytes for e in events)
+        assert moved <= layer.forward_bytes, (moved, [(e.kind, e.bytes) for e in events])
+    cotangent = torch.randn(expected.shape)
+    placed_cotangent = distribute_tensor(cotangent, mesh, [Shard(at)])
+    expected.backward(cotangent)
+    with watched() as events:
+        result.backward(placed_cotangent)
+    for a, b in zip(placed, plain, strict=True):
+        if b.requires_grad:
+            close(a.grad, b.grad, f"{name}, gradient of an input")
+    parameters = 0
+    for (key, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        close(p.grad, q.grad, f"{name}, gradient of {key}")
+        parameters += p.numel()
+    for (key, p), (_, q) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        close(p, q, f"{name}, {key}")
+    if not uneven:
+        # Each parameter's gradient is reduced once; batch norm's moments pass backward as well.
+        assert sum(e.bytes for e in events) <= parameters * EACH_ALL_REDUCED + layer.forward_bytes
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven and empty"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_with_a_sharded_batch(name, uneven):
+    run_ranks(4, layer_equals_one_device, name, uneven, timeout=20)
