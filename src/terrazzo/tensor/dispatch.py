@@ -223,6 +223,12 @@ def admit_plain_tensors(
     def walk(value: Any, where: str) -> Any:
         nonlocal found
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+                raise DTensorError(
+                    f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside of it; "
+                    "give the transformed function all DTensors as arguments that it transforms, or use torch.func.grad or "
+                    "torch.autograd, which take any"
+                )
             if value.dim() and not per_thread.implicit_replication:
                 raise MixedTensorError(
                     f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets "
