@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from terrazzo.errors import DTensorError
@@ -421,3 +422,44 @@ def test_capture_of_forward_and_backward_on_locals():
     for operations in run_ranks(4, captured, timeout=120):
         assert "aten.mm.default" in operations
         assert any(name.startswith("_c10d_functional.") for name in operations)
+
+
+def transforms() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    plain = torch.randn(4, 8), torch.randn(8, 8)
+    x, w = (distribute_tensor(t, mesh, [Shard(d)]) for d, t in enumerate(plain))
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a @ b).relu().square().sum(0)
+
+    for mine, expected in zip(torch.func.jacrev(f, (0, 1))(x, w), torch.func.jacrev(f, (0, 1))(*plain), strict=True):
+        same(mine, expected)
+    mine, expected = (torch.autograd.functional.jvp(lambda a, b=b: f(a, b), a, a)[1] for a, b in ((x, w), plain))
+    same(mine, expected)
+    with pytest.raises(DTensorError, match=r"torch\.func transform"):
+        torch.func.vmap(lambda row: row @ w)(x)
+    with pytest.raises(DTensorError, match="forward-mode"):
+        torch.func.hessian(lambda a: a.square().sum())(x)
+
+
+def test_transforms_that_work_and_those_that_say_that_they_do_not():
+    run_ranks(4, transforms)
+
+
+def dropout_recomputed() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    results = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(5)
+        x, w = (distribute_tensor(torch.randn(8, 8), mesh, [Shard(d)]).requires_grad_() for d in (0, 1))
+
+        def f(x: torch.Tensor, w: Any = w) -> torch.Tensor:
+            return F.dropout(x @ w, 0.5).sin()
+
+        (f(x) if reentrant is None else checkpoint(f, x, use_reentrant=reentrant)).sum().backward()
+        results.append((x.grad.full_tensor(), w.grad.full_tensor()))
+    assert all(torch.equal(a, b) for pair in results[1:] for a, b in zip(pair, results[0], strict=True))
+
+
+def test_recomputed_dropout_drops_the_same():
+    run_ranks(4, dropout_recomputed)
