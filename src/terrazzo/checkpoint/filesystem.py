@@ -300,4 +300,4 @@ def _is_local_path(checkpoint_id: str | os.PathLike[str]) -> bool:
     if "://" in os.fspath(checkpoint_id):
         return False
     path = Path(checkpoint_id)
-    return path.is_dir() or not path.exists()
+    return not path.exists() or path.is_dir()  # in this order: another rank may be making it

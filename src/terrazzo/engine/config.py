@@ -25,14 +25,14 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
-class ZeroConfig(_Section):
+class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks."""
 
     stage: Literal[0, 1, 2, 3] = 0
     wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
 
 
-class Fp16Config(_Section):
+class Fp16Config(_Section, frozen=True):
     """`fp16`: compute in float16, with the loss scaled; `loss_scale` 0 adapts the scale to what overflows."""
 
     enabled: bool = False
@@ -44,27 +44,27 @@ class Fp16Config(_Section):
     min_loss_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
-class Bf16Config(_Section):
+class Bf16Config(_Section, frozen=True):
     """`bf16`: compute in bfloat16."""
 
     enabled: bool = False
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(_Section, frozen=True):
     """`optimizer`: a name such as AdamW, and its arguments."""
 
     type: str
     params: dict[str, Any] = {}
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(_Section, frozen=True):
     """`scheduler`: WarmupLR, WarmupDecayLR or WarmupCosineLR, and its arguments."""
 
     type: str
     params: dict[str, Any] = {}
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(_Section, frozen=True):
     """How a number grows with the steps; of `schedule_config` each type needs its own keys."""
 
     min_difficulty: Count
@@ -73,21 +73,21 @@ class ScheduleConfig(_Section):
     schedule_config: dict[str, Any] = {}
 
 
-class CurriculumConfig(_Section):
+class CurriculumConfig(_Section, frozen=True):
     """`curriculum_learning`: begin with the samples that are easy by some metrics."""
 
     enabled: bool = False
     curriculum_metrics: dict[str, ScheduleConfig] = {}
 
 
-class DataSamplingConfig(_Section):
+class DataSamplingConfig(_Section, frozen=True):
     """`data_sampling`: the order in which samples come."""
 
     enabled: bool = True
     curriculum_learning: CurriculumConfig = CurriculumConfig()
 
 
-class TokenScheduleConfig(_Section):
+class TokenScheduleConfig(_Section, frozen=True):
     """`random_ltd_schedule`: how many tokens the inner layers keep."""
 
     min_value: Count
@@ -96,7 +96,7 @@ class TokenScheduleConfig(_Section):
     schedule_config: dict[str, int] = {}
 
 
-class RandomLTDConfig(_Section):
+class RandomLTDConfig(_Section, frozen=True):
     """`random_ltd`: inner layers see a random subset of the tokens."""
 
     enabled: bool = False
@@ -105,14 +105,14 @@ class RandomLTDConfig(_Section):
     random_ltd_schedule: TokenScheduleConfig | None = None
 
 
-class DataRoutingConfig(_Section):
+class DataRoutingConfig(_Section, frozen=True):
     """`data_routing`: which data passes through which layers."""
 
     enabled: bool = True
     random_ltd: RandomLTDConfig = RandomLTDConfig()
 
 
-class DataEfficiencyConfig(_Section):
+class DataEfficiencyConfig(_Section, frozen=True):
     """`data_efficiency`: the order of the data, and what of it the layers see."""
 
     enabled: bool = True
@@ -121,7 +121,7 @@ class DataEfficiencyConfig(_Section):
     data_routing: DataRoutingConfig = DataRoutingConfig()
 
 
-class EngineConfig(_Section):
+class EngineConfig(_Section, frozen=True):
     """Everything that `initialize` can be told.
 
     `train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x the data-parallel ranks;

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -12,12 +15,14 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from terrazzo.engine.config import EngineConfig
+from terrazzo.engine.content import module_state_dict
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
 from terrazzo.engine.optim import OptimizerLike, make_optimizer
 from terrazzo.engine.placing import Ranks, compute_dtype, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
+from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.tensor import DTensor
 
@@ -155,6 +160,82 @@ class Engine:
         if factor != 1.0:
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
         return False
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state by the names of the unwrapped model; parameters are distributed, and in float32."""
+        return module_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        async_op: bool = False,
+    ) -> Future[None]:
+        """Save the whole state of the run, from all ranks together, as `<save_dir>/<tag>`.
+
+        Until it is complete and durable, the one that was there before is valid, and `<save_dir>/latest` names it.
+
+        Args:
+            tag: the checkpoint's name; None: `global_step` and the number of steps.
+            client_state: what else to store, the same on all ranks (or wrapped in `terrazzo.checkpoint.PerRank`);
+                `load_checkpoint` returns it.  Names that are the engine's own are an error.
+            save_latest: whether `latest` is to name this checkpoint.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            async_op: return as soon as the state has been copied, and write in the background.
+
+        Returns:
+            A future, done when the checkpoint is committed; with `async_op`, errors are raised by its `result()`.
+        """
+        return save_engine(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            async_op=async_op,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Resume from a checkpoint, saved on any number of ranks and in any stage.
+
+        Args:
+            tag: which checkpoint; None: the latest.
+            load_module_strict: parameters that are missing or unexpected are an error.
+            load_optimizer_states: restore the optimizer.
+            load_lr_scheduler_states: restore the lr scheduler.
+            load_module_only: restore nothing but the model.
+
+        Returns:
+            The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
+        """
+        path = find_checkpoint(load_dir, tag)
+        if path is None:
+            LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
+            return None, {}
+        client_state = load_engine(
+            self,
+            path,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            lr_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        return str(path), client_state
 
     # ------------------------------------------------------------------ asking
 

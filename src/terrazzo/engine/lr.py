@@ -164,7 +164,7 @@ def make_scheduler(
     if given is not None and described is not None:
         raise EngineConfigError("an lr scheduler was passed, and config.scheduler describes another; keep one of them")
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+        return given(optimizer) if callable(given) else given
     if described is None:
         return None
     kind = _KNOWN.get(described.type)

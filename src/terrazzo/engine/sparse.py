@@ -6,6 +6,8 @@ gradient becomes dense, so that any optimizer can use it.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class SparseEmbeddings:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
         }
         self.names = list(found)
-        self.weights = {module.weight for module in found.values()}
+        self.weights: set[nn.Parameter] = {cast(nn.Parameter, module.weight) for module in found.values()}
         if dtype is not torch.float32:
             for module in found.values():
                 # The weight stays in float32, since nothing gathers it in another precision.

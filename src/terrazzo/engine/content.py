@@ -1,0 +1,176 @@
+"""What a checkpoint of a run holds.
+
+    module                      the model's tensors, parameters in float32, by their names in the unwrapped model
+    buffer_names                which of them are buffers
+    optimizer                   its state, by parameter name
+    param_shapes                [[name, shape], ...] of the trainable parameters, for each param group
+    frozen_param_shapes         the same for frozen ones; None if they were left out
+    frozen_param_fragments      [[name, dim, lengths], ...]: how the data-parallel ranks had cut them
+    shared_params               further names of parameters -> first name
+    lr_scheduler, data_sampler, random_ltd, loss_scaler      their states, or None
+    sparse_tensor_module_names  embeddings with sparse gradients
+    global_steps, skipped_steps, global_samples              counters
+    dp_world_size, mp_world_size                             ranks that saw different data; ranks per model
+    ds_config, version          the configuration; terrazzo's version
+    rng                         random states, each rank's own
+
+and beside these, under their own names, what the user adds as client state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from torch import nn
+
+import terrazzo
+from terrazzo.checkpoint import PerRank
+from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from terrazzo.engine.rng import random_state
+from terrazzo.errors import StateNameError
+from terrazzo.fsdp import FSDPModule
+from terrazzo.layout import Shard
+from terrazzo.layout.chunking import chunk_sizes
+from terrazzo.tensor import DTensor
+
+if TYPE_CHECKING:
+    from terrazzo.engine.engine import Engine
+
+LOGGER = logging.getLogger("terrazzo.engine")
+
+OWN_NAMES: Final = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "loss_scaler",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "version",
+        "rng",
+        # DeepSpeed's checkpoints have these too, and a run may be saved in its layout.
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+    }
+)
+
+
+def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
+    """Everything that a checkpoint of the engine holds."""
+    check_client_names(client_state)
+    reshard(engine.module)
+    frozen = None if exclude_frozen else frozen_parameters(engine.module)
+    return {
+        "module": own_tensors(engine, exclude_frozen=exclude_frozen),
+        "buffer_names": buffer_names(engine.module),
+        "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer),
+        "param_shapes": param_shapes(engine),
+        "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
+        "frozen_param_fragments": None if frozen is None else _fragments(frozen),
+        "shared_params": dict(engine.shared_params),
+        "lr_scheduler": _state_of(engine.lr_scheduler),
+        "data_sampler": _state_of(engine.data_sampler),
+        "random_ltd": _state_of(engine.random_ltd),
+        "loss_scaler": engine.loss_scale.state_dict(),
+        "sparse_tensor_module_names": [] if engine.sparse is None else engine.sparse.names,
+        "skipped_steps": engine.skipped_steps,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        "ds_config": msgspec.to_builtins(engine.config),
+        "version": terrazzo.__version__,
+        "rng": PerRank(random_state()),
+        **client_state,
+    }
+
+
+def check_client_names(client_state: Mapping[str, Any]) -> None:
+    """A client state may not hide what the engine stores."""
+    taken = sorted(set(client_state) & OWN_NAMES)
+    if taken:
+        raise StateNameError(f"client_state uses names that are the engine's own: {', '.join(taken)}; rename them")
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter registered as its shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def own_tensors(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any]:
+    """The model's state, each shared parameter once."""
+    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+    return {name: value for name, value in state.items() if name not in engine.shared_params}
+
+
+def module_state_dict(model: nn.Module, *, exclude_frozen: bool) -> dict[str, Any]:
+    """The model's state under all of its names."""
+    reshard(model)
+    state = get_model_state_dict(model)
+    if exclude_frozen:
+        frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+        names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in frozen}
+        state = {name: value for name, value in state.items() if name not in names}
+    return state
+
+
+def buffer_names(model: nn.Module) -> list[str]:
+    """Of the buffers that are part of the state dict."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set and module._buffers[name] is not None
+    ]
+
+
+def param_shapes(engine: Engine) -> list[list[list[Any]]]:
+    """Names and shapes of the trainable parameters, by param group of the optimizer."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    return [
+        [[names[id(p)], list(p.shape)] for p in group["params"] if p.requires_grad]
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def _fragments(frozen: Mapping[str, nn.Parameter]) -> list[list[Any]]:
+    on_cpu = sum(p.device.type == "cpu" for p in frozen.values())
+    if frozen:
+        LOGGER.info("frozen parameters: %d on the CPU, %d on accelerators", on_cpu, len(frozen) - on_cpu)
+    return list(_cuts(frozen))
+
+
+def _cuts(frozen: Mapping[str, nn.Parameter]) -> Iterator[list[Any]]:
+    """Along which dim each is cut, and the lengths of the parts."""
+    for name, p in frozen.items():
+        if isinstance(p, DTensor):
+            placement = p.placements[-1]
+            dim, ranks = (placement.dim, p.device_mesh.size(-1)) if isinstance(placement, Shard) else (0, 1)
+            yield [name, dim, list(chunk_sizes(p.shape[dim], ranks)) if p.ndim else [1]]
+
+
+def _state_of(part: Any) -> Any:
+    return None if part is None else part.state_dict()

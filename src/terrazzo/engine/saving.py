@@ -1,0 +1,228 @@
+"""Saving a run, and resuming it: on the same ranks or others, in the same ZeRO stage or another.
+
+A checkpoint is a folder `<dir>/<tag>`; the file `<dir>/latest` holds the tag of the last one.  A folder is a checkpoint
+once its manifest is in it, and `latest` moves after that, so a run that dies at any time finds a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, LazyTensor, async_save, load, save
+from terrazzo.checkpoint.flatten import set_element
+from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.comm import ControlPlane
+from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors, reshard
+from terrazzo.engine.rng import derive_random_state, set_random_state
+from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
+
+if TYPE_CHECKING:
+    from terrazzo.engine.engine import Engine
+
+LOGGER = logging.getLogger("terrazzo.engine")
+
+LATEST: Final = "latest"
+_TENSORS: Final = ("module.", "optimizer.")  # what is loaded in place
+
+
+# ------------------------------------------------------------------ saving
+
+
+def save_engine(
+    engine: Engine,
+    save_dir: str | os.PathLike[str],
+    tag: str | None,
+    client_state: Mapping[str, Any],
+    *,
+    save_latest: bool,
+    exclude_frozen: bool,
+    async_op: bool,
+) -> Future[None]:
+    """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
+    if engine.micro_steps % engine.batch.accumulation:
+        raise EngineError(
+            f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
+            f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
+        )
+    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+    folder = Path(save_dir)
+    state = content(engine, client_state, exclude_frozen=exclude_frozen)
+    # Statistics of the data differ from rank to rank; those of the first rank are kept.
+    buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
+    planner = DefaultSavePlanner(lowest_rank_wins=buffers)
+    finished: Future[None] = Future()
+    if not async_op:
+        save(state, checkpoint_id=folder / tag, planner=planner)
+        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        finished.set_result(None)
+        return finished
+    saving = async_save(state, checkpoint_id=folder / tag, planner=planner)
+
+    def committed(done: Future[Any]) -> None:
+        try:
+            done.result()
+            _point(folder, tag, save_latest)
+        except BaseException as error:
+            finished.set_exception(error)
+        else:
+            finished.set_result(None)
+
+    saving.add_done_callback(committed)
+    return finished
+
+
+def _point(folder: Path, tag: str, save_latest: bool) -> None:
+    """Have `latest` name a checkpoint that is committed."""
+    if save_latest and dist.get_rank() == 0:
+        LocalStore(folder).publish(LATEST, tag.encode(), durable=True)
+
+
+def checked_tag(tag: Any) -> str:
+    """The tag as text, the same on every rank and fit to be the name of a folder."""
+    text = str(tag)
+    if not text or text in (".", "..", LATEST) or "/" in text or "\0" in text:
+        raise EngineError(f"the tag {text!r} cannot be the name of a checkpoint's folder")
+    tags = [data.decode() for data in ControlPlane.for_group().all_gather(text.encode())]
+    if len(set(tags)) > 1:
+        said = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(tags))
+        raise DivergentValueError(f"ranks name the checkpoint differently ({said}); pass the same tag everywhere")
+    return text
+
+
+def _escaped(name: str) -> str:
+    """A name as a pattern that matches it alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+# ------------------------------------------------------------------ loading
+
+
+def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
+    """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
+    folder = Path(load_dir)
+    if tag is None:
+        try:
+            tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+    path = folder / str(tag)
+    if not path.is_dir():
+        here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {path}; " + (f"{folder} has {', '.join(here)}" if here else f"{folder} has none")
+        )
+    return path
+
+
+def load_engine(
+    engine: Engine, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
+) -> dict[str, Any]:
+    """Load a checkpoint into the engine, as far as is asked for; returns the client state."""
+    reader = reader_for(path)
+    reader.reset(path)
+    checkpoint = Checkpoint(reader)
+    values = _values(checkpoint)
+    reshard(engine.module)
+    lossy = engine.dtype is not torch.float32  # the config asks for buffers of few digits
+    state, copies = _module_targets(engine, checkpoint, values, strict=strict)
+    wanted: dict[str, Any] = {"module": state}
+    if optimizer and not module_only:
+        wanted["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer)
+    load(wanted, storage_reader=reader, checkpoint_id=path, planner=DefaultLoadPlanner(allow_lossy_dtype=lossy))
+    _finish_module(engine, state, copies)
+    if not module_only:
+        if optimizer:
+            set_optimizer_state_dict(engine.module, engine.optimizer, wanted["optimizer"])
+            if values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
+                engine.loss_scale.load_state_dict(values["loss_scaler"])
+        _restore_parts(engine, values, lr_scheduler=lr_scheduler)
+        _restore_random(checkpoint)
+    return {name: value for name, value in values.items() if name not in OWN_NAMES}
+
+
+def _values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All but the state of the model, the optimizer and the random generators, nested as it was saved."""
+    paths = checkpoint.metadata.planner_data if isinstance(checkpoint.metadata.planner_data, dict) else {}
+    nested: dict[str, Any] = {}
+    for name in checkpoint:
+        if name.startswith((*_TENSORS, "rng@")):
+            continue
+        *outer, last = paths.get(name, (name,))
+        base, _, rank = name.rpartition("@")
+        if f"{base}@0" in checkpoint:  # saved by each rank
+            if rank != str(dist.get_rank()):
+                continue
+            last = last.rpartition("@")[0]
+        value = checkpoint[name]
+        set_element(nested, (*outer, last), value[...] if isinstance(value, LazyTensor) else value)
+    return nested
+
+
+def _module_targets(
+    engine: Engine, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of the model to load in place, and which tensors are copies of others because they once were shared."""
+    state = own_tensors(engine)
+    stored = {name.removeprefix("module.") for name in checkpoint if name.startswith("module.")}
+    shared = values.get("shared_params") or {}
+    missing = [name for name in state if name not in stored]
+    copies = {name: shared[name] for name in missing if shared.get(name) in state}
+    # A checkpoint without frozen parameters was meant to leave them as they are.
+    left_out = frozen_parameters(engine.module) if values.get("frozen_param_shapes") is None else {}
+    lacking = tuple(name for name in missing if name not in copies and name not in left_out)
+    unexpected = sorted(name for name in stored if name not in state and name not in engine.shared_params)
+    if strict and (lacking or unexpected):
+        lines = [f"{name}: not in the checkpoint" for name in lacking]
+        lines += [f"{name}: not in the model" for name in unexpected]
+        raise CheckpointMismatchError(
+            "the checkpoint does not fit the model (load_module_strict=False loads what does):\n  "
+            + "\n  ".join(lines),
+            missing=lacking,
+        )
+    return {name: value for name, value in state.items() if name in stored}, copies
+
+
+@torch.no_grad()
+def _finish_module(engine: Engine, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
+    """Tensors have been filled where they are; hand over the rest."""
+    state = own_tensors(engine)
+    for name, source in copies.items():
+        state[name].copy_(state[source])
+    extra = {name: value for name, value in loaded.items() if not isinstance(value, torch.Tensor)}
+    if extra:
+        engine.module.load_state_dict(extra, strict=False)
+
+
+def _restore_parts(engine: Engine, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
+    parts: dict[str, Any] = {"data_sampler": engine.data_sampler, "random_ltd": engine.random_ltd}
+    if lr_scheduler:
+        parts["lr_scheduler"] = engine.lr_scheduler
+    for name, part in parts.items():
+        stored = values.get(name)
+        if part is not None and stored is not None:
+            part.load_state_dict(stored)
+        elif part is not None or stored is not None:
+            LOGGER.warning("%s: only %s has one", name, "this run" if stored is None else "the checkpoint")
+    engine.global_steps = int(values["global_steps"])
+    engine.global_samples = int(values["global_samples"])
+    engine.skipped_steps = int(values["skipped_steps"])
+    engine.micro_steps = engine.global_steps * engine.batch.accumulation
+
+
+def _restore_random(checkpoint: Checkpoint) -> None:
+    rank = dist.get_rank()
+    if f"rng@{rank}" in checkpoint:
+        set_random_state(checkpoint[f"rng@{rank}"])
+    elif "rng@0" in checkpoint:
+        derive_random_state(checkpoint["rng@0"], rank)

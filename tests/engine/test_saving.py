@@ -1,0 +1,238 @@
+"""A run that is saved and resumed, anywhere, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import terrazzo
+from engine.runs import averaged, config, engine_of, make_model, train, train_plainly, weights
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, PerRank, verify
+from terrazzo.engine import initialize
+from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, EngineError, StateNameError
+
+STEPS = 6
+BEFORE = 3
+
+
+def save_halfway(folder: str, stage: int) -> None:
+    engine = engine_of(stage)
+    train(engine, BEFORE)
+    engine.save_checkpoint(
+        folder, client_state={"epoch": 3, "best": torch.arange(3.0), "own": PerRank(dist.get_rank())}
+    )
+
+
+def resume(folder: str, stage: int, **options: object) -> list[float]:
+    engine = engine_of(stage, make_model(seed=5), **options)
+    path, client = engine.load_checkpoint(folder)
+    assert path == str(Path(folder) / f"global_step{BEFORE}")
+    assert (
+        client["epoch"] == 3
+        and client.get("own", dist.get_rank()) == dist.get_rank()
+        and torch.equal(client["best"], torch.arange(3.0))
+    )
+    assert (engine.global_steps, engine.global_samples) == (BEFORE, BEFORE * 8)
+    assert engine.lr_scheduler.last_batch_iteration == BEFORE - 1
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+def test_resuming_in_other_stages_and_on_other_worlds(tmp_path):
+    expected = train_plainly(STEPS)[0][BEFORE:]
+    for world, stage in ((2, 3), (4, 1), (1, 2), (2, 0)):
+        folder = tmp_path / f"{world}-{stage}"
+        run_ranks(world, save_halfway, str(folder), stage)
+        assert (folder / "latest").read_text() == f"global_step{BEFORE}"
+        verify(folder / f"global_step{BEFORE}")
+        for other, next_stage in ((2, 2), (4, 3), (1, 0), (2, 1)):
+            for losses in run_ranks(other, resume, str(folder), next_stage):
+                torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def check_content(folder: str) -> None:
+    engine = engine_of(3)
+    train(engine, 2)
+    engine.save_checkpoint(folder, "named", {"mine": [1, 2]})
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    run_ranks(2, check_content, str(tmp_path))
+    stored = Checkpoint(tmp_path / "named").state_dict()
+    model = make_model()
+    assert stored["module"].keys() == model.state_dict().keys() - {"again.weight"}
+    assert stored["buffer_names"] == ["shift"]
+    trainable = [[n, list(p.shape)] for n, p in model.named_parameters() if p.requires_grad]
+    assert stored["param_shapes"] == [trainable]
+    assert stored["optimizer"]["state"].keys() == {name for name, _ in trainable}
+    assert stored["frozen_param_shapes"] == [["blocks.1.up.weight", [10, 7]], ["blocks.1.up.bias", [10]]]
+    assert stored["frozen_param_fragments"] == [["blocks.1.up.weight", 0, [5, 5]], ["blocks.1.up.bias", 0, [5, 5]]]
+    assert stored["shared_params"] == {"again.weight": "mix.weight"}
+    assert stored["lr_scheduler"] == {"last_batch_iteration": 1}
+    assert stored["data_sampler"] is None and stored["random_ltd"] is None
+    assert stored["sparse_tensor_module_names"] == []
+    assert [stored[k] for k in ("skipped_steps", "global_steps", "global_samples")] == [0, 2, 16]
+    assert (stored["dp_world_size"], stored["mp_world_size"]) == (2, 1)
+    assert stored["ds_config"]["zero_optimization"]["stage"] == 3
+    assert stored["version"] == terrazzo.__version__ and stored["mine"] == [1, 2]
+    assert "rng@0" in stored and "rng@1" in stored
+
+
+def check_parts(folder: str) -> None:
+    engine = engine_of(2)
+    train(engine, 2)
+    with pytest.raises(StateNameError, match="module, rng"):
+        engine.save_checkpoint(folder, client_state={"rng": 1, "module": 2, "fine": 3})
+    with pytest.raises(EngineError, match="cannot be the name"):
+        engine.save_checkpoint(folder, "a/b")
+    with pytest.raises(ValueError, match="ranks name the checkpoint differently"):
+        engine.save_checkpoint(folder, f"rank{dist.get_rank()}")
+    assert engine.load_checkpoint(folder) == (None, {})
+    engine.save_checkpoint(folder, "first")
+    engine.save_checkpoint(folder, "thin", save_latest=False, exclude_frozen_parameters=True)
+    saved = weights(engine)
+    with pytest.raises(CheckpointNotFoundError, match="has first, thin"):
+        engine.load_checkpoint(folder, "absent")
+
+    other = engine_of(1, make_model(seed=9))
+    before = weights(other)
+    path, _ = other.load_checkpoint(folder, "thin")
+    assert path == os.path.join(folder, "thin")
+    for name, value in weights(other).items():
+        frozen = name.startswith("blocks.1.up")
+        assert torch.equal(value, before[name] if frozen else saved[name]), name
+
+    only = engine_of(3, make_model(seed=9))
+    only.load_checkpoint(folder, load_module_only=True)
+    assert only.global_steps == 0 and not only.optimizer.state
+    assert all(torch.equal(value, saved[name]) for name, value in weights(only).items())
+    fresh = engine_of(3, make_model(seed=9))
+    fresh.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert fresh.global_steps == 2 and not fresh.optimizer.state
+    assert fresh.lr_scheduler.last_batch_iteration == -1
+
+    bigger = make_model()
+    bigger.extra = torch.nn.Linear(2, 2)
+    del bigger.shift
+    bigger.register_buffer("shift", torch.zeros(7), persistent=False)
+    bigger = engine_of(1, bigger)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        bigger.load_checkpoint(folder)
+    assert "extra.weight: not in the checkpoint" in str(caught.value) and "shift: not in the model" in str(caught.value)
+    bigger.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
+
+    untied = make_model(seed=9)
+    untied.again.weight = torch.nn.Parameter(torch.zeros(7, 7))
+    untied = engine_of(1, untied)
+    untied.load_checkpoint(folder, load_module_only=True)
+    assert torch.equal(weights(untied)["again.weight"], saved["mix.weight"])
+
+    accumulating = engine_of(1, gradient_accumulation_steps=2)
+    accumulating.backward(accumulating(torch.ones(2, 6)).sum())
+    accumulating.step()
+    with pytest.raises(EngineError, match="micro-batch 1 of 2"):
+        accumulating.save_checkpoint(folder)
+
+
+def test_tags_strictness_and_parts(tmp_path):
+    run_ranks(2, check_parts, str(tmp_path))
+
+
+def check_sixteen_bits(folder: str) -> None:
+    precision = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}}
+    engine = engine_of(2, **precision)
+    train(engine, 4)
+    engine.save_checkpoint(folder)
+    scale, expected = engine.loss_scale.state_dict(), train(engine, 3, start=4)
+    for stage in (1, 3):
+        again = engine_of(stage, make_model(seed=3), **precision)
+        again.load_checkpoint(folder)
+        assert again.loss_scale.state_dict() == scale
+        torch.testing.assert_close(torch.tensor(train(again, 3, start=4)), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_float16_resumes_with_its_loss_scale(tmp_path):
+    run_ranks(2, check_sixteen_bits, str(tmp_path))
+
+
+def draws() -> tuple[float, float]:
+    return torch.rand(()).item(), random.random()
+
+
+def check_random(folder: str) -> None:
+    engine = engine_of(1)
+    torch.manual_seed(100 + dist.get_rank())
+    random.seed(dist.get_rank())
+    engine.save_checkpoint(folder)
+    expected = draws()
+    engine.load_checkpoint(folder)
+    assert draws() == expected
+
+
+def drawn(folder: str) -> tuple[float, float]:
+    engine_of(1).load_checkpoint(folder)
+    return draws()
+
+
+def test_random_states_are_each_ranks_own(tmp_path):
+    run_ranks(2, check_random, str(tmp_path))
+    two, four = run_ranks(2, drawn, str(tmp_path)), run_ranks(4, drawn, str(tmp_path))
+    assert four[:2] == two and len(set(four)) == 4
+    assert run_ranks(4, drawn, str(tmp_path)) == four
+
+
+def data_engine(stage: int = 1):
+    data = TensorDataset(torch.arange(50.0)[:, None].repeat(1, 6), torch.arange(50))
+    return initialize(make_model(), training_data=data, config=config(stage))
+
+
+def seen(engine, steps: int) -> list[list[int]]:
+    """The samples of each step, on all ranks."""
+    found = []
+    batches = iter(engine.training_dataloader)
+    for _ in range(steps):
+        x, index = next(batches)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, index.tolist())
+        found.append(sorted(sum(parts, [])))
+    return found
+
+
+def save_with_data(folder: str) -> list[list[int]]:
+    engine = data_engine()
+    seen(engine, 4)
+    engine.save_checkpoint(folder, async_op=True).result()
+    return seen(engine, 9)
+
+
+def load_with_data(folder: str) -> list[list[int]]:
+    engine = data_engine()
+    engine.load_checkpoint(folder)
+    return seen(engine, 9)
+
+
+def test_data_goes_on_where_it_was_on_any_world(tmp_path):
+    expected = run_ranks(2, save_with_data, str(tmp_path))[0]
+    assert expected[0] != expected[1]
+    for world in (1, 2, 4):
+        assert run_ranks(world, load_with_data, str(tmp_path))[0] == expected
+
+
+def check_buffers(folder: str) -> None:
+    engine = engine_of(1)
+    engine.module.shift.fill_(dist.get_rank())  # statistics of each rank's own data
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    assert averaged(engine.module.shift.sum()) == 0.0
+
+
+def test_buffers_that_differ_are_the_first_ranks(tmp_path):
+    run_ranks(2, check_buffers, str(tmp_path))
