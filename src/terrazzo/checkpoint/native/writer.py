@@ -56,8 +56,6 @@ def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesO
     try:
         for name, layout in zip(names, layouts, strict=True):
             sums += _write_file(store, name, layout, planner, options)
-        if options.durable and names:
-            store.sync()
     except BaseException:
         discard(store, names)
         raise

@@ -70,12 +70,12 @@ class Store(abc.ABC):
         """A file for reading; raises `FileNotFoundError` if there is none."""
 
     @abc.abstractmethod
-    def sync(self) -> None:
-        """Make the existence of the created files survive a loss of power."""
-
-    @abc.abstractmethod
     def publish(self, name: str, data: bytes | memoryview, *, durable: bool) -> None:
-        """Make `name` refer to `data`, atomically, whether or not it existed."""
+        """Make `name` refer to `data`, atomically, whether or not it existed.
+
+        If `durable`, then before that the existence of all files created so far survives a loss of power, and
+        afterwards this does too.
+        """
 
     @abc.abstractmethod
     def delete(self, name: str) -> None:

@@ -2,10 +2,10 @@
 
 What each step is there for:
 - data files are created under names of their own save, so an older checkpoint's files are never touched;
-- `sync` of each file, then of the folder, before the manifest is written: a manifest that survives a loss of power
-  never refers to data that did not;
-- the manifest is written beside its final name, made durable, renamed over it, and the folder made durable: a reader
-  sees the old one or the new one, and the new one is there for good when `publish` returns;
+- each data file is made durable by its writer, and the folder before the manifest takes its name: a manifest that
+  survives a loss of power never refers to data that did not;
+- the manifest is written beside its final name, made durable, renamed over it, and the folder made durable again: a
+  reader sees the old one or the new one, and the new one is there for good when `publish` returns;
 - the folders above a new checkpoint folder are made durable too, or the whole folder could vanish.
 """
 
@@ -73,9 +73,6 @@ class LocalStore(Store):
         path = self._path / name
         return _LocalReadFile(self._os, self._os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path))
 
-    def sync(self) -> None:
-        self._sync_folder(self._path)
-
     def publish(self, name: str, data: bytes | memoryview, *, durable: bool) -> None:
         temporary = name + ".tmp"
         self.delete(temporary)
@@ -86,9 +83,11 @@ class LocalStore(Store):
                 file.sync()
         finally:
             file.close()
+        if durable:
+            self._sync_folder(self._path)
         self._os.replace(self._path / temporary, self._path / name)
         if durable:
-            self.sync()
+            self._sync_folder(self._path)
 
     def delete(self, name: str) -> None:
         try:

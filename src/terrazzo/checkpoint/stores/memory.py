@@ -41,9 +41,6 @@ class MemoryStore(Store):
         except KeyError:
             raise FileNotFoundError(f"there is no {name} in {self.location}") from None
 
-    def sync(self) -> None:
-        """Nothing survives this process."""
-
     def publish(self, name: str, data: bytes | memoryview, *, durable: bool) -> None:
         self.files[name] = bytearray(data)
 

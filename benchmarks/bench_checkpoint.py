@@ -1,0 +1,270 @@
+"""Checkpoints: saving and loading against `torch.distributed.checkpoint` and plain reads and writes of a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor as torch_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import terrazzo.checkpoint as ours
+import terrazzo.tensor as our_tensor
+from benchmarks import checkpoint_scale as scale
+from benchmarks.cases import Budget, Implementations, Prepared, Setting, case
+
+State = dict[str, Any]
+_PIECE = 16 << 20
+
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
+
+class _Job:
+    """States of one shape in both libraries, and where they are saved."""
+
+    def __init__(self, setting: Setting, tensors: int, shape: tuple[int, int]) -> None:
+        self.setting = setting
+        self.mesh: DeviceMesh = init_device_mesh("cpu", (setting.world,))
+        self.tensors, self.shape = tensors, shape
+
+    def state(self, library: Any, dim: int, fill: float) -> State:
+        local = list(self.shape)
+        local[dim] //= self.setting.world
+        return {
+            f"layers.{number}.weight": library.DTensor.from_local(
+                torch.full(local, fill), self.mesh, [library.Shard(dim)]
+            )
+            for number in range(self.tensors)
+        }
+
+    def folder(self, name: str) -> Path:
+        return self.setting.folder / name
+
+    def emptied(self, name: str) -> Callable[[], None]:
+        """Something that removes what the sample before has written."""
+
+        def remove() -> None:
+            if self.setting.rank == 0:
+                shutil.rmtree(self.folder(name), ignore_errors=True)
+                os.sync()
+            dist.barrier()
+
+        return remove
+
+    @property
+    def bytes_of_rank(self) -> int:
+        return self.tensors * self.shape[0] * self.shape[1] * 4 // self.setting.world
+
+
+def _large(setting: Setting) -> _Job:
+    """1 GB in 32 tensors."""
+    return _Job(setting, 32, (512, 512) if setting.quick else (4096, 2048))
+
+
+def _small(setting: Setting) -> _Job:
+    """4000 tensors of 64 x 64."""
+    return _Job(setting, 400 if setting.quick else 4000, (64, 64))
+
+
+def _raw_file(job: _Job) -> tuple[Path, memoryview]:
+    job.folder("raw").mkdir(exist_ok=True)
+    buffer = memoryview(bytearray(b"\1") * job.bytes_of_rank)
+    return job.folder("raw") / str(job.setting.rank), buffer
+
+
+def _raw_write(path: Path, data: memoryview) -> None:
+    path.parent.mkdir(exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for start in range(0, len(data), _PIECE):
+        os.pwrite(fd, data[start : start + _PIECE], start)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def _raw_read(path: Path, data: memoryview) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    for start in range(0, len(data), _PIECE):
+        os.preadv(fd, [data[start : start + _PIECE]], start)
+    os.close(fd)
+
+
+def _saves(job: _Job) -> dict[str, Any]:
+    mine, theirs = job.state(our_tensor, 0, 1.0), job.state(torch_tensor, 0, 1.0)
+    return {
+        "terrazzo": Prepared(lambda: ours.save(mine, checkpoint_id=job.folder("ours")), job.emptied("ours")),
+        "torch": Prepared(lambda: dcp.save(theirs, checkpoint_id=job.folder("torch")), job.emptied("torch")),
+    }
+
+
+def _loads(job: _Job, dim: int, *, verify: bool = True) -> dict[str, Any]:
+    ours.save(job.state(our_tensor, 0, 1.0), checkpoint_id=job.folder("ours"))
+    dcp.save(job.state(torch_tensor, 0, 1.0), checkpoint_id=job.folder("torch"))
+    mine, theirs = job.state(our_tensor, dim, 0.0), job.state(torch_tensor, dim, 0.0)
+    folder = job.folder("ours")
+    return {
+        "terrazzo": lambda: ours.load(mine, storage_reader=ours.FileSystemReader(folder, verify=verify)),
+        "torch": lambda: dcp.load(theirs, checkpoint_id=job.folder("torch")),
+    }
+
+
+@case(world=2, repetitions=7, budget=Budget("speed", 0.95, "raw"))
+def save_large(setting: Setting) -> Implementations:
+    job = _large(setting)
+    path, data = _raw_file(job)
+    return _saves(job) | {"raw": Prepared(lambda: _raw_write(path, data), job.emptied("raw"))}
+
+
+def _load_large(setting: Setting, *, verify: bool) -> Implementations:
+    job = _large(setting)
+    path, data = _raw_file(job)
+    _raw_write(path, data)
+    return _loads(job, 0, verify=verify) | {"raw": lambda: _raw_read(path, data)}
+
+
+@case(world=2, repetitions=7, budget=Budget("speed", 0.6, "raw"))
+def load_large(setting: Setting) -> Implementations:
+    return _load_large(setting, verify=True)
+
+
+@case(world=2, repetitions=7, budget=Budget("speed", 0.9, "raw"))
+def load_large_unchecked(setting: Setting) -> Implementations:
+    return _load_large(setting, verify=False)
+
+
+@case(world=2, repetitions=7, budget=Budget("speed", 1.5))
+def load_large_other_dim(setting: Setting) -> Implementations:
+    return _loads(_large(setting), 1)
+
+
+@case(world=2, repetitions=5, budget=Budget("speed", 15))
+def save_small(setting: Setting) -> Implementations:
+    return _saves(_small(setting))
+
+
+@case(world=2, repetitions=5, budget=Budget("speed", 15))
+def load_small(setting: Setting) -> Implementations:
+    return _loads(_small(setting), 0)
+
+
+@case(world=2, repetitions=5, budget=Budget("speed", 15))
+def load_small_other_dim(setting: Setting) -> Implementations:
+    return _loads(_small(setting), 1)
+
+
+@case(world=2, repetitions=9, budget=Budget("time", 1.2, "copy"))
+def async_save_blocks(setting: Setting) -> Implementations:
+    """How long `async_save` holds training up, against one copy of the state in memory."""
+    job = _large(setting)
+    state = job.state(our_tensor, 0, 1.0)
+    sources = [value.to_local() for value in state.values()]
+    copies = [torch.empty_like(source).fill_(0) for source in sources]
+    saving: list[Future[Any]] = []
+
+    def wait() -> None:
+        while saving:
+            saving.pop().result()
+        dist.barrier()
+
+    def save() -> None:
+        saving.append(ours.async_save(state, checkpoint_id=job.folder("async")))
+
+    def copy() -> None:
+        for target, source in zip(copies, sources, strict=True):
+            target.copy_(source)
+
+    save()
+    return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
+
+
+def _extra_memory(work: Callable[[], object]) -> float:
+    """The most memory, in MB, that this process had during `work` beyond what it had before."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    work()
+    return max(0.0, (_status("VmHWM") - before) / 1e6)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+@case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
+def save_memory(setting: Setting) -> Implementations:
+    job = _large(setting)
+    state = job.state(our_tensor, 0, 1.0)
+    return {"terrazzo": lambda: _extra_memory(lambda: ours.save(state, checkpoint_id=job.folder("ours")))}
+
+
+@case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
+def load_memory(setting: Setting) -> Implementations:
+    job = _large(setting)
+    ours.save(job.state(our_tensor, 0, 1.0), checkpoint_id=job.folder("ours"))
+    state = job.state(our_tensor, 1, 0.0)
+    return {"terrazzo": lambda: _extra_memory(lambda: ours.load(state, checkpoint_id=job.folder("ours")))}
+
+
+@case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
+def async_save_memory(setting: Setting) -> Implementations:
+    """Beyond one copy of the state, which is kept from the first save on."""
+    job = _large(setting)
+    state = job.state(our_tensor, 0, 1.0)
+    ours.async_save(state, checkpoint_id=job.folder("ours")).result()
+    return {
+        "terrazzo": lambda: _extra_memory(lambda: ours.async_save(state, checkpoint_id=job.folder("ours")).result())
+    }
+
+
+def _scale(setting: Setting) -> tuple[int, int]:
+    """Ranks, and tensors that each of them has a shard of."""
+    return (64, 200) if setting.quick else (1024, 2000)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@case(unit="seconds", repetitions=5, budget=Budget("value", 0.2))
+def plan_at_scale(setting: Setting) -> Implementations:
+    """What one rank of 1024 does before it writes its part of 2 million chunks."""
+    ranks, tensors = _scale(setting)
+    state = scale.state_of(ranks // 2, ranks, tensors)
+    return {"terrazzo": lambda: _seconds(lambda: scale.plan_save(ranks // 2, ranks, state))}
+
+
+@case(unit="seconds", repetitions=3)
+def merge_at_scale(setting: Setting) -> Implementations:
+    """What the coordinator does with the parts of 1024 ranks."""
+    parts = scale.parts_of(*_scale(setting))
+    return {"terrazzo": lambda: _seconds(lambda: scale.merge_parts(parts))}
+
+
+@case(unit="bytes per chunk", repetitions=1, budget=Budget("value", 64))
+def manifest_at_scale(setting: Setting) -> Implementations:
+    ranks, tensors = _scale(setting)
+    size = len(scale.merge_parts(scale.parts_of(ranks, tensors)))
+    return {"terrazzo": lambda: size / (ranks * tensors)}
+
+
+@case(unit="seconds", repetitions=5, budget=Budget("value", 1.0))
+def read_at_scale(setting: Setting) -> Implementations:
+    """What one rank of 1024 does to find its part in the manifest of 2 million chunks."""
+    ranks, tensors = _scale(setting)
+    data = scale.merge_parts(scale.parts_of(ranks, tensors))
+    state = scale.state_of(ranks // 2, ranks, tensors)
+    return {"terrazzo": lambda: _seconds(lambda: scale.read_part(data, state))}
