@@ -225,8 +225,8 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
                 raise DTensorError(
-                    f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside of "
-                    "it; give the transformed function all DTensors as arguments that are transformed, or use "
+                    f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside "
+                    "of it; give the transformed function all DTensors as arguments that are transformed, or use "
                     "torch.func.grad or torch.autograd"
                 )
             if value.dim() and not per_thread.implicit_replication:
