@@ -111,7 +111,8 @@ LAYERS: dict[str, Layer] = {
         lambda: Do(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)),
         [(8, 4, 5, 4), (8, 2, 5, 4), (8, 2, 5, 4)],
     ),
-    "multi-head attention": Layer(lambda: SelfAttention(), [(8, 5, 6)]),
+    # The mean of the attention's weights, a number, is reduced.
+    "multi-head attention": Layer(lambda: SelfAttention(), [(8, 5, 6)], forward_bytes=EACH_ALL_REDUCED),
     "encoder layer": Layer(lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), [(8, 5, 6)]),
     "lstm": Layer(lambda: First(nn.LSTM(4, 3, 2, batch_first=True)), [(8, 5, 4)]),
     "gru": Layer(lambda: First(nn.GRU(4, 3, bidirectional=True, batch_first=True)), [(8, 5, 4)]),

@@ -10,6 +10,7 @@ from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importin
     join,
     losses,
     matmul,
+    multi_head,
     norms,
     pointwise,
     recurrent,
