@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks import run_ranks
 from terrazzo.comm import observe
 from terrazzo.errors import CommPolicyError
-from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, policy
 from terrazzo.tensor.policy import CommPolicyWarning, communication_policy
 
 
@@ -23,9 +24,13 @@ def sharded(mesh, *shape, dim=0, grad=True):
     ).requires_grad_(grad)
 
 
-def policies_end():
-    """Policies live as long as their graphs; errors keep frames, which keep graphs."""
-    gc.collect()
+def policies_end(mesh):
+    """Policies live as long as graphs do: errors keep frames, which keep graphs, and gloo its last task for a while."""
+    deadline = time.monotonic() + 20
+    while policy._alive and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    sharded(mesh, 4, 6).full_tensor()
     return not observe.observers
 
 
@@ -68,7 +73,7 @@ def check_forward():
     with communication_policy("error"), pytest.raises(CommPolicyError, match="logsumexp"):
         rows.logsumexp(0)
     del error, total
-    assert policies_end()
+    assert policies_end(mesh)
 
 
 def check_backward():
@@ -109,7 +114,7 @@ def check_backward():
     allowed.backward()
     covered = loss = outside = None
     failures.clear()
-    assert policies_end()
+    assert policies_end(mesh)
 
 
 def check_recomputed_and_second_order():
@@ -125,7 +130,7 @@ def check_recomputed_and_second_order():
         (first,) = torch.autograd.grad((rows * w * w).sum(), w, create_graph=True)
     first.sum().backward()
     del first, out, loss, w
-    assert policies_end()
+    assert policies_end(mesh)
 
 
 def check_warnings():
@@ -155,7 +160,7 @@ def check_threads():
             raise ZeroDivisionError
         with pytest.raises(CommPolicyError):
             rows * columns
-    assert len(results) == 1 and policies_end()
+    assert len(results) == 1 and policies_end(mesh)
 
 
 def check_exchange_agrees():

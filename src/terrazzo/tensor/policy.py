@@ -137,8 +137,7 @@ class Policy:
         self.action = action
         self.above = above
         self.warned: dict[Any, Any] = {}
-        _listen()
-        weakref.finalize(self, _stop_listening)
+        _listen_for(self)
 
     def cause_of_node(self) -> Any:
         """For a node that is made now."""
@@ -185,24 +184,27 @@ class _Judging(threading.local):
 
 
 _judging = _Judging()
-_policies_alive = 0
-_alive_lock = threading.RLock()  # reentrant: the garbage collector may end a policy at any point
+_alive: weakref.WeakSet[Policy] = weakref.WeakSet()
+_listening = False
+_lock = threading.Lock()
 
 
-def _listen() -> None:
-    global _policies_alive
-    with _alive_lock:
-        _policies_alive += 1
-        if _policies_alive == 1:
+def _listen_for(policy: Policy) -> None:
+    global _listening
+    with _lock:
+        _alive.add(policy)
+        if not _listening:
             add_observer(_observe)
+            _listening = True
 
 
 def _stop_listening() -> None:
-    global _policies_alive
-    with _alive_lock:
-        _policies_alive -= 1
-        if _policies_alive == 0:
+    # Called by the first event after the last policy has gone: that may go anywhere, where no lock can be taken.
+    global _listening
+    with _lock:
+        if _listening and not _alive:
             remove_observer(_observe)
+            _listening = False
 
 
 def _policy_of_thread() -> Policy | None:
@@ -213,6 +215,9 @@ def _policy_of_thread() -> Policy | None:
 
 
 def _observe(event: CommEvent) -> None:
+    if not _alive:
+        _stop_listening()
+        return
     if _judging.busy or origin.describe is _describe_asked:
         return
     call = _find_call(sys._getframe(1))
@@ -272,8 +277,10 @@ def _called_from(operation: str, frame: FrameType | None) -> _Call:
         name = frame.f_globals.get("__name__", "")
         if not line and not name.startswith(("torch.", "terrazzo.")):
             file, line = frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            modules.append(type(frame.f_locals["self"]).__name__)
+        if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
+            module = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(module, nn.Module):
+                modules.append(type(module).__name__)
         frame = frame.f_back
     return _Call(operation, file, line, tuple(reversed(modules)))
 

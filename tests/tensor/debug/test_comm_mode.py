@@ -174,6 +174,23 @@ def check_composites_and_nesting():
     assert "cosine_similarity(" in text and "aten." in text
 
 
+def check_callbacks_of_backward():
+    """What runs at the end of backward, without a node of its own, is backward too."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]).requires_grad_()
+    engine = torch.autograd.Variable._execution_engine
+    mode = CommDebugMode()
+    with mode:
+        for loss in (x.sum(), x.sum().to_local()):
+            loss.register_hook(lambda grad: engine.queue_callback(lambda: x.detach().full_tensor()))
+            loss.backward()
+    assert mode.get_comm_counts("forward") == {} and mode.get_comm_counts("backward") == {"all_gather": 2}
+
+
+def test_callbacks_of_backward():
+    run_ranks(2, check_callbacks_of_backward)
+
+
 def test_counts_bytes_and_modules():
     run_ranks(4, check_tensor_parallel_only)
 

@@ -7,11 +7,13 @@ is added to the graph, and no tensor is kept alive.
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -111,7 +113,7 @@ class ModuleTree:
         self.root = ModuleRecord("Global", "")
         self._stack = _Stack()
         self._records: WeakKeyDictionary[nn.Module, ModuleRecord] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[nn.Module, tuple[str, dict[str, torch.Tensor]]] = WeakKeyDictionary()
         self._roots: Counter[str] = Counter()
         self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by thread, because numbers are
         self._home = threading.get_ident()
@@ -135,21 +137,24 @@ class ModuleTree:
             self._calls[threading.get_ident()].add(frame.first_node, _get_sequence_nr(), not frames, frame.record)
 
     def _new_record(self, module: nn.Module, parent: ModuleRecord) -> ModuleRecord:
-        fqn = self._names.get(module)
-        if fqn is None:
-            fqn = type(module).__name__
-            if parent is not self.root:
-                fqn = f"{parent.fqn}.{fqn}"
-            self._roots[fqn] += 1
-            if self._roots[fqn] > 1:
-                fqn = f"{fqn}({self._roots[fqn]})"
-            for name, inner in module.named_modules():
-                if name:
-                    self._names.setdefault(inner, f"{fqn}.{name}")
-        parameters = {name: p.data for name, p in module.named_parameters(recurse=False)}
+        if module not in self._known:
+            self._get_to_know(module, parent)
+        fqn, parameters = self._known[module]
         record = ModuleRecord(fqn, type(module).__name__, parameters)
         parent.children.append(record)
         return record
+
+    def _get_to_know(self, module: nn.Module, parent: ModuleRecord) -> None:
+        """Names and parameters of a module and of all inside it, before `fully_shard` unshards what runs first."""
+        fqn = type(module).__name__
+        if parent is not self.root:
+            fqn = f"{parent.fqn}.{fqn}"
+        self._roots[fqn] += 1
+        if self._roots[fqn] > 1:
+            fqn = f"{fqn}({self._roots[fqn]})"
+        for name, inner in module.named_modules():
+            parameters = {key: p.data for key, p in inner.named_parameters(recurse=False)}
+            self._known.setdefault(inner, (f"{fqn}.{name}" if name else fqn, parameters))
 
     # ------------------------------------------------------------------ who is running
 
@@ -159,7 +164,7 @@ class ModuleTree:
         frames = self._stack.frames
         top = frames[-1] if frames else None
         if node is None:
-            return (self.root if top is None else top.record), "forward"
+            return (self.root if top is None else top.record), "backward" if _in_callback() else "forward"
         if top is not None and top.in_backward:
             return top.record, "backward"
         # Accelerators have backward threads of their own, which work on what the thread of the mode has made.
@@ -176,6 +181,17 @@ class ModuleTree:
         collective = Collective(kind, axis, ranks, nbytes, op, phase, record.fqn)
         record.entries[phase].append(collective)
         return collective
+
+
+def _in_callback() -> bool:
+    """Whether backward is still running although no node is: what was queued for its end, as `fully_shard` does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        at = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        if at in (("torch.autograd.graph", "_engine_run_backward"), ("terrazzo.tensor.dtensor", "backward")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def describe_argument(value: Any) -> str:
