@@ -464,6 +464,24 @@ def test_what_has_no_meaning_is_refused() -> None:
     run_ranks(4, refusals)
 
 
+def indices_out_of_bounds() -> None:
+    mesh = line()
+    table = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])
+    logits = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)])
+    for wrong in (8, -1):
+        indices = distribute_tensor(torch.tensor([0, 1, wrong, 3]), mesh, [R])
+        with pytest.raises(IndexError, match="out of bounds"):
+            nn.functional.embedding(indices, table)
+        with pytest.raises(IndexError, match="out of bounds"):
+            nn.functional.cross_entropy(logits, indices)
+    ignored = distribute_tensor(torch.tensor([0, 1, -100, 3]), mesh, [R])
+    assert nn.functional.cross_entropy(logits, ignored).isfinite()
+
+
+def test_indices_that_no_rank_owns_are_refused() -> None:
+    run_ranks(4, indices_out_of_bounds)
+
+
 # ------------------------------------------------------------------ many threads, many shapes
 
 

@@ -21,6 +21,7 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.bounds import check_bounds
 from terrazzo.tensor.dispatch import special
 from terrazzo.tensor.dtensor import DTensor, wrap
 
@@ -175,7 +176,7 @@ def _of_indices(
     dim, count = where.classes, where.layout.shape[where.classes]
     counts = target != ignore_index
     safe = target.masked_fill(~counts, 0)
-    _check_bounds(safe, count)
+    check_bounds(safe, count, "target")
     mine = safe - where.first
     here = (mine >= 0) & (mine < x.shape[dim])
     if x.shape[dim]:
@@ -210,16 +211,6 @@ def _of_probabilities(
         share = share * rows.own(weights)
     losses = rows.summed(share) * rows.log_total - rows.summed(share * x)
     return losses, losses.new_tensor(float(losses.numel()))
-
-
-def _check_bounds(target: torch.Tensor, count: int) -> None:
-    # No rank would find such a class among its own, and the sum over ranks would be a plausible number.
-    inside = ((target >= 0) & (target < count)).all()
-    if target.device.type != "cpu":
-        torch._assert_async(inside, "cross_entropy: target out of bounds")
-    elif not inside:
-        wrong = target[(target < 0) | (target >= count)]
-        raise IndexError(f"Target {wrong.flatten()[0].item()} is out of bounds.")
 
 
 def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction: str, dtype: torch.dtype) -> DTensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.bounds import check_bounds
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Operand, Spec
 
@@ -33,7 +34,7 @@ def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
         if row not in chosen.sharded:
             return None
         box = chosen.ins[call.operands.index(weight)].box()
-        return _rows_of(box.offsets[0], box.lengths[0], pad, weight.path[0], indices.path[0])
+        return _rows_of(weight.shape[0], box.offsets[0], box.lengths[0], pad, weight.path[0], indices.path[0])
 
     return Spec(
         [by_operand[id(o)] for o in call.operands],
@@ -55,13 +56,14 @@ def _named(call: Call, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
     return {"counts_back": True} | dict(zip(names, args, strict=False)) | renamed
 
 
-def _rows_of(first: int, count: int, pad: int | None, weight_at: Any, indices_at: Any) -> LocalFunction:
-    """The lookup in rows `first` to `first + count`."""
+def _rows_of(total: int, first: int, count: int, pad: int | None, weight_at: Any, indices_at: Any) -> LocalFunction:
+    """The lookup in rows `first` to `first + count` of `total`."""
     own_pad = pad - first if pad is not None and first <= pad < first + count else None
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         table = loc[weight_at] if isinstance(weight_at, int) else kw[weight_at]
         wanted = loc[indices_at] if isinstance(indices_at, int) else kw[indices_at]
+        check_bounds(wanted, total, "index")
         mine = wanted - first
         here = (mine >= 0) & (mine < count)
         if count == 0:

@@ -10,6 +10,7 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
+from terrazzo.tensor.bounds import check_bounds
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 
@@ -24,7 +25,12 @@ def nll_loss(
     reduce: Any = None, reduction: Any = "mean",
 ) -> Spec | None:  # fmt: skip
     """Sharded over samples or classes: a rank that does not hold a sample's class gives zero for it."""
-    if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2 or target.ndim != input.ndim - 1:
+    if (
+        not isinstance(input, Operand)
+        or not isinstance(target, Operand)
+        or input.ndim < 2
+        or target.ndim != input.ndim - 1
+    ):
         return None
     if size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
         return None
@@ -53,27 +59,30 @@ def nll_loss(
 
 def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduction: str, at: int) -> LocalFunction:
     """The loss of this rank's samples and classes."""
-    box = chosen.ins[at].box()
-    first, count = box.offsets[1], box.lengths[1]
+    layout = chosen.ins[at]
+    first, count, classes = layout.box().offsets[1], layout.box().lengths[1], layout.shape[1]
     mesh_dims = tuple(sorted({m for f in (*samples, 1) for m in chosen.sharded.get(f, ())}))
-    axis = axis_of(chosen.outs[0].mesh, mesh_dims)
+    mesh = chosen.outs[0].mesh
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         named = dict(zip(("input", "target", "weight"), loc, strict=False)) | kw
         x, wanted, weight = named["input"], named["target"], named.get("weight")
+        check_bounds(wanted.masked_fill(wanted == ignore_index, 0), classes, "target")
         mine = (wanted >= first) & (wanted < first + count) & (wanted != ignore_index)
         local = torch.where(mine, wanted - first, _IGNORED)
         if count == 0:
             loss = x.sum(1) if reduction == "none" else x.sum()
         else:
-            loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="none" if reduction == "none" else "sum")
+            loss = F.nll_loss(
+                x, local, weight, ignore_index=_IGNORED, reduction="none" if reduction == "none" else "sum"
+            )
         if reduction != "mean":
             return loss
         if weight is None or count == 0:
             share = mine.sum().to(x.dtype)
         else:
             share = (weight.detach()[local.clamp(min=0)] * mine).sum()
-        return loss / all_reduce(share, axis)
+        return loss / all_reduce(share, axis_of(mesh, mesh_dims))
 
     return run
 
@@ -86,7 +95,12 @@ def cross_entropy(
     """log_softmax, which keeps sharded classes where they are, and what weighs its values."""
     if not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor) or input.ndim == 0:
         return NotImplemented
-    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
+    if (
+        size_average is not None
+        or reduce is not None
+        or reduction not in _REDUCTIONS
+        or not 0.0 <= label_smoothing <= 1.0
+    ):
         return NotImplemented
     if input.ndim == 1:
         loss = cross_entropy(
@@ -111,7 +125,9 @@ def cross_entropy(
         if weight is None:
             total = counts.sum()
         else:
-            own = torch.index_select(weight.detach(), 0, torch.where(counts, target, torch.zeros_like(target)).flatten())
+            own = torch.index_select(
+                weight.detach(), 0, torch.where(counts, target, torch.zeros_like(target)).flatten()
+            )
             total = (own * counts.flatten()).sum()
         spread = spread.sum() / total
     return loss * (1 - label_smoothing) + spread * (label_smoothing / classes)

@@ -1,0 +1,23 @@
+"""Bounds of index values, where each rank only looks for its own.
+
+An index that no rank owns would be a zero on every rank, and their sum a plausible number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_bounds(values: torch.Tensor, count: int, what: str) -> None:
+    """Raise for values outside [0, count); on an accelerator through an assertion that needs no synchronisation.
+
+    >>> check_bounds(torch.tensor([0, 3]), 3, "target")
+    Traceback (most recent call last):
+    IndexError: target 3 is out of bounds: there are 3
+    """
+    inside = ((values >= 0) & (values < count)).all()
+    if values.device.type != "cpu":
+        torch._assert_async(inside, f"{what} out of bounds")
+    elif not inside:
+        wrong = values[(values < 0) | (values >= count)]
+        raise IndexError(f"{what} {wrong.flatten()[0].item()} is out of bounds: there are {count}")
