@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.comm.axis import Axis
-from terrazzo.comm.collectives import all_gather_start
 from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.direct import FIRST_TAG, start_gather
 from terrazzo.fsdp.flat import FlatPlan
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
@@ -84,6 +84,7 @@ class Bucket:
         self._whole: Tensor | None = None
         self._pieces: list[Tensor] = []
         self._nbytes = 0
+        self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the whole parameters are the shards themselves
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter]) -> FlatPlan:
@@ -156,7 +157,7 @@ class Bucket:
         """Begin to collect from `axis` what is cut by `plan`, this rank's part being `buffer`."""
         if buffer.dtype is not self.compute_dtype or buffer.device != self.settings.mesh.device:
             buffer = buffer.to(self.settings.mesh.device, self.compute_dtype, non_blocking=True)
-        return all_gather_start(buffer, axis, 0, plan.sizes)
+        return start_gather(buffer, axis, plan.sizes, self.tag)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters whole from what was gathered."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import replaced_name
+
+if TYPE_CHECKING:
+    from terrazzo.fsdp.unit import Unit
+
+_WORTH_A_REMARK = 16 << 20  # bytes of whole parameters; below, one group for everything is as good
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _watching = False
@@ -41,3 +48,23 @@ def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters ({shown}) that the "
             "model no longer uses. Build the optimizer after sharding, from model.parameters()"
         )
+
+
+def remark_on_single_group(root: nn.Module, units: list[Unit]) -> None:
+    """A large model of repeated blocks in a single group is gathered whole: that saves nothing while it computes."""
+    groups = [unit.group for unit in units if unit.group is not None]
+    if len(groups) != 1 or groups[0].settings.mesh.size == 1:
+        return
+    whole = sum(bucket.whole_bytes for bucket in groups[0].buckets)
+    if whole < _WORTH_A_REMARK:
+        return
+    for name, module in root.named_modules():
+        kinds = {type(child) for child in module.children()}
+        repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(kinds) == 1
+        if repeated and any(True for _ in module.parameters()):
+            warnings.warn(
+                f"fully_shard was called only on the root: all {whole >> 20} MiB of parameters are gathered at once, and no "
+                f"communication overlaps with computation. Call it on each module of {name!r} first, then on the root",
+                stacklevel=2,
+            )
+            return

@@ -67,6 +67,13 @@ class ShardedParameter:
         """The sharded face, around `local`."""
         self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
 
+    def explain(self) -> None:
+        """Say on the sharded face what errors about it should say."""
+        self.sharded._note = (
+            f"{self.name!r} is a parameter of a module that fully_shard took, and whole only while that runs: call the "
+            "module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or unshard()"
+        )
+
     def make_whole(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """The whole face, around `local`, with a version counter of its own: gathering again is no modification."""
         if self.within is not None:
@@ -92,7 +99,7 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    return {name: value for name, value in parameter.__dict__.items() if name not in ("_is_param", _REPLACED)}
+    return {name: value for name, value in parameter.__dict__.items() if name not in ("_is_param", "_note", _REPLACED)}
 
 
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.comm.collectives import all_reduce, reduce_scatter_start
+from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.bucket import Bucket
+from terrazzo.fsdp.direct import start_reduce
 from terrazzo.fsdp.flat import FlatPlan
 from terrazzo.fsdp.parameter import ShardedParameter
 
@@ -149,7 +150,7 @@ class Reducer:
             buffers.div_(divisor)
             divisor = None
         op = "avg" if options.divisor is None and not early else "sum"
-        pending = reduce_scatter_start(buffers, mesh.shard, 0, plan.sizes, op)
+        pending = start_reduce(buffers, mesh.shard, plan.sizes, op, self.bucket.tag + 1)
         return lambda: self._finish(pending, plan, op, divisor, missing)
 
     def _finish(

@@ -65,6 +65,7 @@ class Schedule:
         self._entered = []
         if self.backward_running:
             self.recover()
+        self.watch.settle()
         for unit in self.units:
             group = unit.group
             if group is not None:
@@ -78,7 +79,7 @@ class Schedule:
             else:
                 self.stream.wait_for_current()
 
-    def end_forward(self) -> None:
+    def end_forward(self, failed: bool = False) -> None:
         """The outermost forward has ended."""
         self.forward_root = None
         for unit in self.units:
@@ -86,7 +87,11 @@ class Schedule:
                 unit.end_pass()
             if unit.group is not None and unit.group.is_gathering and not in_backward():
                 unit.group.reshard()  # this forward was expected to need it
-        self._expected = self._entered
+        if failed:
+            self.watch.forget()
+        elif not in_backward():
+            self._expected = self._entered
+            self.watch.compare()
 
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward begins, and its parameters are there."""
@@ -117,7 +122,7 @@ class Schedule:
                 for reducer in unit.reducers:
                     reducer.settle()
             self.last_forward = None
-        self.watch.end_step()
+        self.watch.compare()
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
@@ -125,6 +130,7 @@ class Schedule:
         self.last_forward = None
         self._reductions.clear()
         self._entered = []
+        self.watch.forget()
         for unit in self.units:
             unit.abandon()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -12,13 +13,18 @@ from torch import Tensor, nn
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.bucket import Settings
+from terrazzo.fsdp.direct import FIRST_TAG
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import InnerMesh
+from terrazzo.fsdp.misuse import remark_on_single_group
 from terrazzo.fsdp.reduce import ReduceOptions, Reducer
 from terrazzo.fsdp.schedule import Schedule, in_backward
 from terrazzo.fsdp.tree import has_tensor, map_tensors
 
 ATTRIBUTE = "_terrazzo_fsdp_unit"
+
+# How many roots there were on these ranks: their messages have tags of their own.
+_roots: Counter[tuple[int, ...]] = Counter()
 
 
 class Phase(Enum):
@@ -49,6 +55,7 @@ class Unit:
         self.options = ReduceOptions()
         self.reducers = [] if group is None else [Reducer(bucket, self.options) for bucket in group.buckets]
         self.name = ""
+        self.index = 0  # among the units of the root
         self.schedule: Schedule | None = None
         self.gather_event: Any = None
         self.phase = Phase.IDLE
@@ -109,15 +116,22 @@ class Unit:
             known = by_face.get(id(parameter))
             if known is not None:
                 known.name = name
-        for unit in found:
-            unit.schedule = schedule
+        number = _roots[self.settings.mesh.shard.ranks]
+        _roots[self.settings.mesh.shard.ranks] += 1
+        for index, unit in enumerate(found):
+            unit.schedule, unit.index = schedule, index
             if unit.group is not None:
                 unit.group.name = unit.name
+                for i, bucket in enumerate(unit.group.buckets):
+                    bucket.tag = FIRST_TAG + number % 4096 * (1 << 17) + index % (1 << 13) * 16 + i % 8 * 2
+                for param in unit.group.params:
+                    param.explain()
         if self.auto_reshard:
             self.reshard_after_forward = False  # backward would gather it again at once
         for unit in found:
             if unit is not self and unit.auto_reshard:
                 unit.reshard_after_forward = True
+        remark_on_single_group(root, found)
         return schedule
 
     # ------------------------------------------------------------------ forward
@@ -194,7 +208,7 @@ class Unit:
         if self.phase is Phase.FORWARD:
             self.end_pass()
         if self.schedule is not None and self.schedule.forward_root is self:
-            self.schedule.end_forward()
+            self.schedule.end_forward(failed=True)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self.settings.precision

@@ -1,9 +1,14 @@
 """Which collectives a rank asked for, so that ranks that took different paths can be told so.
 
 Ranks that disagree about the next collective wait for each other, until the process group's time limit; or, worse, their
-collectives match by size and mix up parameters.  Against the second, ranks compare the order of collectives at the end
-of the first backward, and whenever it changed.  Against the first, a rank whose collective failed writes down where it
-was, looks what the others wrote, and names who was elsewhere.
+collectives match by size and mix up parameters.
+
+Against the second, ranks compare the order of their collectives.  On CPU a checksum of it travels with every forward and
+every backward: sixteen bytes that nobody waits for, looked at when the next ones leave.  On accelerators, where looking
+would make the host wait, ranks compare when the order is new to them, as in the first step.
+
+Against the first, a rank whose collective failed writes down where it was, looks what the others wrote, and names who was
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import xxhash
-from torch.distributed import PrefixStore, ProcessGroup
+from torch import Tensor
+from torch.distributed import PrefixStore, Work
 
+from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CommError, DivergedRanksError
@@ -43,54 +49,76 @@ class Watch:
 
     def __init__(self, mesh: DataMesh | None) -> None:
         self._axis: Axis | None = mesh.shard if mesh is not None and mesh.shard.size > 1 else None
-        self._group: ProcessGroup | None = None if self._axis is None else self._axis.group
         self._log: deque[tuple[str, Unit]] = deque(maxlen=_KEPT)
         self._count = 0
-        self._in_step = 0  # collectives since the last backward ended
-        self._signature = 0  # of these
+        self._in_part = 0  # collectives since the last comparison
+        self._checksum = 0  # of these
         self._agreed: set[int] = set()
+        self._comparing: tuple[Work, Tensor, list[str]] | None = None
 
     def note(self, unit: Unit, what: str) -> None:
         """This rank is about to ask for a collective."""
         if self._axis is None:
             return
         self._count += 1
+        self._in_part += 1
         self._log.append((what, unit))
-        self._in_step += 1
-        self._signature = hash((self._signature, what, id(unit)))
+        self._checksum = (self._checksum * 1000003 + unit.index * 2 + (what == "reduce") + 1) & 0x7FFFFFFFFFFFFFFF
 
-    def end_step(self) -> None:
-        """At the end of a backward: see that all ranks did the same since the last."""
-        if self._axis is None:
+    def compare(self) -> None:
+        """At the end of a forward or backward: begin to see whether all ranks did the same since the last."""
+        axis = self._axis
+        if axis is None:
             return
-        steps, signature = self._in_step, self._signature
-        self._in_step = self._signature = 0
-        if signature in self._agreed:
-            return
-        recent = list(self._log)[-steps:] if steps else []
+        self.settle()
+        checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
+        self._checksum = self._in_part = 0
         names = [f"{what} {unit.name}" for what, unit in recent]
-        digest = xxhash.xxh64("\n".join(names).encode()).digest()
-        plane = ControlPlane.for_group(self._group, _time_limit(self._axis))
-        digests = plane.all_gather(digest)
-        if len(set(digests)) > 1:
-            everyone = [
-                msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))
-            ]
-            raise DivergedRanksError(_first_difference(everyone, self._axis.ranks))
-        self._agreed.add(signature)
+        if axis.device_type == "cpu":
+            both = torch.tensor([checksum, -checksum])
+            self._comparing = (wire.all_reduce(axis, both, "max"), both, names)
+        elif checksum not in self._agreed:
+            plane = ControlPlane.for_group(axis.group, _time_limit(axis))
+            if len(set(plane.all_gather(checksum.to_bytes(8, "little")))) > 1:
+                self._raise_difference(axis, names)
+            self._agreed.add(checksum)
+
+    def settle(self) -> None:
+        """See what the last comparison found."""
+        if self._comparing is None or self._axis is None:
+            return
+        (work, both, names), self._comparing = self._comparing, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.explain(CommError(str(error))) from error
+        largest, smallest = both.tolist()
+        if largest != -smallest:
+            self._raise_difference(self._axis, names)
+
+    def forget(self) -> None:
+        """A forward or backward failed here: there is nothing to compare."""
+        self._comparing = None
+        self._checksum = self._in_part = 0
+
+    def _raise_difference(self, axis: Axis, names: list[str]) -> None:
+        plane = ControlPlane.for_group(axis.group, _time_limit(axis))
+        everyone = [msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))]
+        raise DivergedRanksError(_first_difference(everyone, axis.ranks))
+
+    # ------------------------------------------------------------------ collectives that failed
 
     def explain(self, error: CommError) -> CommError:
         """The error of a collective that failed, with where every rank was."""
-        if self._axis is None or self._group is None or isinstance(error, DivergedRanksError):
+        axis = self._axis
+        if axis is None or isinstance(error, DivergedRanksError):
             return error
-        positions = self._call_roll(self._axis, self._group)
-        here = self._axis.ranks[self._axis.index]
+        positions = self._call_roll(axis)
+        here = axis.ranks[axis.index]
         lines = []
-        for rank, position in zip(self._axis.ranks, positions, strict=True):
+        for rank, position in zip(axis.ranks, positions, strict=True):
             if position is None:
-                lines.append(
-                    f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else"
-                )
+                lines.append(f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else")
             else:
                 lines.append(f"rank {rank} was at collective {position.count}: {', then '.join(position.last)}")
         return DivergedRanksError(
@@ -100,12 +128,13 @@ class Watch:
             f"usual cause). The first error was: {error}"
         )
 
-    def _call_roll(self, axis: Axis, group: ProcessGroup) -> list[_Position | None]:
+    def _call_roll(self, axis: Axis) -> list[_Position | None]:
+        assert axis.group is not None
         mine = _Position(self._count, [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]])
         found: list[_Position | None] = [mine if i == axis.index else None for i in range(axis.size)]
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         try:
-            store = PrefixStore("terrazzo/fsdp", group.get_group_store())
+            store = PrefixStore("terrazzo/fsdp", axis.group.get_group_store())
             store.set(str(axis.index), msgspec.json.encode(mine).decode())
             while None in found and time.monotonic() < deadline:
                 for i, known in enumerate(found):
@@ -126,13 +155,12 @@ def _time_limit(axis: Axis) -> timedelta:
 
 def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:
     """Where the lists of collectives part."""
-    longest = max(len(names) for names in everyone)
-    for i in range(longest):
+    for i in range(max(len(names) for names in everyone)):
         at = [names[i] if i < len(names) else "nothing more" for names in everyone]
         if len(set(at)) > 1:
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
-                f"ranks ran different modules in this step: collective {i + 1} of the step was {which}. Gradients of this step "
-                "may be mixed up. All ranks have to run the same modules in the same order"
+                f"ranks ran different modules: collective {i + 1} of a forward or backward was {which}. What came of it may be "
+                "mixed up. All ranks have to run the same modules in the same order"
             )
     return "ranks ran different modules in this step"

@@ -1,0 +1,191 @@
+"""The classic mistakes are named, with what to do, and none of them hangs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from fsdp.compare import Block, Model, adamw, batches, loss_of, mine, shard_blocks
+from torch import Tensor, nn
+
+from ranks import run_fresh, run_ranks
+from terrazzo.errors import DivergedRanksError, FSDPError, FSDPValueError
+from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import Shard, init_device_mesh
+
+
+def check_arguments() -> None:
+    with pytest.raises(FSDPValueError, match="empty list"):
+        fully_shard([])
+    with pytest.raises(FSDPValueError, match="takes modules, got int"):
+        fully_shard([3])
+    with pytest.raises(FSDPValueError, match="ModuleList has no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
+    with pytest.raises(FSDPValueError, match="reshard_after_forward is True, False, None or a number"):
+        fully_shard(nn.Linear(1, 1), reshard_after_forward="yes")
+    with pytest.raises(FSDPError, match="called twice on the same FSDPLinear"):
+        fully_shard(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(FSDPError, match="this one has 3 dims"):
+        fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1, 1, 2)))
+    with pytest.raises(FSDPError, match="reshard_after_forward=3 has to divide the 2 ranks"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    with pytest.raises(FSDPValueError, match="shard_placement_fn returned 1 for 'weight'"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
+    with pytest.raises(FSDPValueError, match=r"returned Shard\(dim=1\) for 'bias' of shape \(2,\)"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(FSDPError, match=r"'scale' is a scalar.*shape \(1,\)"):
+        fully_shard(scalar)
+    foreign = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    foreign.weight = nn.Parameter(torch_tensor.distribute_tensor(torch.ones(2, 2), mesh, [torch_tensor.Replicate()]))
+    with pytest.raises(FSDPError, match="'weight' is a DTensor of torch.distributed; make it a DTensor of terrazzo"):
+        fully_shard(foreign)
+
+
+def test_arguments_that_make_no_sense():
+    run_ranks(2, check_arguments)
+
+
+def check_mistakes() -> None:
+    model = Model()
+    early = torch.optim.AdamW(model.parameters())
+    shard_blocks(model)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    for _ in range(2):
+        with pytest.raises(FSDPError, match=r"AdamW was built before fully_shard: it holds 22 parameters \('weight'|'norm"):
+            early.step()
+    adamw(model).step()
+
+    tied = Model()
+    tied.blocks[1].up.weight = tied.blocks[0].up.weight
+    fully_shard(tied.blocks[0])
+    with pytest.raises(FSDPError, match=r"'up.weight' is shared with 'up.weight'.*fully_shard\(\[module_a, module_b\]\)"):
+        fully_shard(tied.blocks[1])
+
+    parts = [Block(), Block()]
+    fully_shard(parts)
+    with pytest.raises(FSDPError, match="sharded together, but no module around them was"):
+        parts[0](torch.randn(1, 7))
+
+    with pytest.raises(RuntimeError, match=r"embed\.weight.*fully_shard.*call the module"):
+        model.forward(x)
+
+
+def test_classic_mistakes():
+    run_ranks(2, check_mistakes)
+
+
+def check_only_the_root() -> None:
+    for shard, warned in ((fully_shard, True), (shard_blocks, False)):
+        model = Model(3, 600, 1800)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            shard(model)
+            model(torch.randn(1, 6))
+            model(torch.randn(1, 6))
+        told = [w for w in seen if "only on the root" in str(w.message)]
+        assert len(told) == warned
+
+
+def test_sharding_only_the_root_is_remarked_on_once():
+    run_ranks(2, check_only_the_root)
+
+
+# ------------------------------------------------------------------ ranks that take another path
+
+
+class Forking(Model):
+    """Rank 1 leaves out a block."""
+
+    skipped = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            if i != self.skipped or dist.get_rank() != 1:
+                x = block(x)
+        return self.head(x)
+
+
+def short_group() -> None:
+    """The default group again, with a short time limit."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+
+
+def check_skipped() -> str:
+    short_group()
+    model = shard_blocks(Forking())
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    model.skipped = 1
+    began = time.monotonic()
+    with pytest.raises(DivergedRanksError) as caught:
+        loss_of(model, mine(x), mine(y)).backward()
+    assert time.monotonic() - began < 30
+    return str(caught.value)
+
+
+def test_a_rank_that_skips_a_module_is_named():
+    outcomes = run_fresh(2, check_skipped)
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+        assert "rank 0 was at collective" in outcome.value and "rank 1 was at collective" in outcome.value
+
+
+class Swapping(Model):
+    """Rank 1 runs two blocks in the other order; their sizes are the same."""
+
+    swaps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        order = [1, 0, 2] if self.swaps and dist.get_rank() == 1 else [0, 1, 2]
+        for i in order:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+def check_swapped() -> str:
+    short_group()
+    model = shard_blocks(Swapping())
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    model.swaps = True
+    with pytest.raises(DivergedRanksError) as caught:
+        loss_of(model, mine(x), mine(y)).backward()
+    return str(caught.value)
+
+
+def test_ranks_that_run_modules_in_another_order_are_told():
+    for outcome in run_fresh(2, check_swapped):
+        assert outcome.ok, outcome
+        assert "rank 0 was at collective" in outcome.value and "rank 1 was at collective" in outcome.value
+
+
+def check_absent() -> str:
+    short_group()
+    model = shard_blocks(Model())
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    if dist.get_rank() == 1:
+        time.sleep(14)  # busy with something else
+        return ""
+    with pytest.raises(DivergedRanksError) as caught:
+        loss_of(model, mine(x), mine(y)).backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    first, second = run_fresh(2, check_absent)
+    assert first.ok and second.ok, (first, second)
+    assert "rank 1 does not wait for a collective of this model" in first.value
+    assert "rank 0 was at collective" in first.value and "unshard Model" in first.value
