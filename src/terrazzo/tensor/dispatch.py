@@ -209,6 +209,12 @@ def check_one_mesh(call: Call) -> None:
         )
 
 
+def _notes_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What those who made the DTensors among the arguments have to say about them."""
+    notes = [value.__dict__.get("_note") for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
+    return "".join(f". {note}" for note in dict.fromkeys(notes) if note)
+
+
 def admit_plain_tensors(
     name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
@@ -235,7 +241,7 @@ def admit_plain_tensors(
                     "DTensors. "
                     "Either make it one (distribute_tensor(t, mesh, placements), or DTensor.from_local for each rank's "
                     "part), or run the call inside terrazzo.tensor.experimental.implicit_replication() if every rank "
-                    "holds the same value"
+                    "holds the same value" + _notes_on(args, kwargs)
                 )
             found = True
             layout = Layout.of(mesh, (Replicate(),) * len(mesh_layout.mesh_shape), tuple(value.shape))
@@ -264,7 +270,10 @@ def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     out = kwargs["out"]
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and its like
     for target, value in zip(outs, results, strict=True):
+        if makes_anew and isinstance(target, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            value = wrap(value, Layout.of(target.device_mesh, (Replicate(),) * target.device_mesh.ndim, tuple(value.shape)))
         if not isinstance(target, DTensor) or not isinstance(value, DTensor):
             raise MixedTensorError(
                 f"{canonical_name(func)[0]}: out= and the inputs must all be DTensors, out is {type(target).__name__}"
