@@ -55,6 +55,8 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
     """Register an in-place filling operation `make(layout, dtype, generator, *parameters) -> local`."""
 
     def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not args:
+            return NotImplemented  # `torch.nn.init`'s function of this name: its body comes back with the tensor's own
         target, *parameters = args
         named = dict(kwargs)
         generator = named.pop("generator", None)
@@ -156,6 +158,7 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     if kwargs.get("out") is not None or not any(isinstance(v, DTensor) for v in (mean, std)):
         return NotImplemented
+    mean, std = (_settled(v) if isinstance(v, DTensor) else v for v in (mean, std))
     shaped = mean + 0 * std if isinstance(mean, DTensor) else mean + std * 0
     settled = _settled(shaped)
     noise = wrap(random.normal(settled._layout, settled.dtype, kwargs.get("generator")), settled._layout)
