@@ -115,7 +115,7 @@ def _write_torch_save(source: Source, path: Path, *, overwrite: bool, progress: 
     except BaseException:
         store.delete(temporary)
         raise
-    store.sync()
+    store.sync_folder(path.parent)
 
 
 def _tree(source: Source, progress: Progress | None) -> dict[str, Any]:

@@ -97,8 +97,6 @@ class DCPWriter(StorageWriter):
                     file.sync()
             finally:
                 file.close()
-            if self.sync_files:
-                store.sync()
         except BaseException:
             store.delete(self._name)
             raise

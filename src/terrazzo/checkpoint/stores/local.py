@@ -56,7 +56,7 @@ class LocalStore(Store):
             except FileExistsError:  # another rank was faster
                 if not folder.is_dir():
                     raise
-            self._sync_folder(folder.parent)
+            self.sync_folder(folder.parent)
 
     def names(self) -> list[str]:
         try:
@@ -84,10 +84,10 @@ class LocalStore(Store):
         finally:
             file.close()
         if durable:
-            self._sync_folder(self._path)
+            self.sync_folder(self._path)
         self._os.replace(self._path / temporary, self._path / name)
         if durable:
-            self._sync_folder(self._path)
+            self.sync_folder(self._path)
 
     def delete(self, name: str) -> None:
         try:
@@ -95,7 +95,8 @@ class LocalStore(Store):
         except FileNotFoundError:
             pass
 
-    def _sync_folder(self, folder: Path) -> None:
+    def sync_folder(self, folder: Path) -> None:
+        """Make the names in `folder` survive a loss of power."""
         fd = self._os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._os.fsync(fd)
