@@ -51,13 +51,18 @@ class Checkpoint(Mapping[str, Any]):
         self._reader.set_up_storage_reader(self.metadata, True)
 
     def __getitem__(self, name: str) -> Any:
-        entry = self.metadata.state_dict_metadata[name]
-        if isinstance(entry, TensorStorageMetadata):
-            return LazyTensor(self, name, entry)
+        tensor = self.tensor(name)
+        if tensor is not None:
+            return tensor
         catcher = _Catcher({}, self._allow_pickle)
         index, none = MetadataIndex(name), torch.Size()
         self._read([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], catcher)
         return catcher.values[name]
+
+    def tensor(self, name: str) -> LazyTensor | None:
+        """The tensor of this name, without reading anything; None if the value is not a tensor."""
+        entry = self.metadata.state_dict_metadata[name]
+        return LazyTensor(self, name, entry) if isinstance(entry, TensorStorageMetadata) else None
 
     def __contains__(self, name: object) -> bool:
         return name in self.metadata.state_dict_metadata

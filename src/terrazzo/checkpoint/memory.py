@@ -12,8 +12,9 @@ _EMPTY = memoryview(bytearray())
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable.  The caller keeps the tensor alive.
 
-    >>> bytes(bytes_of(torch.tensor([1, 2], dtype=torch.uint8)))
-    b'\\x01\\x02'
+    >>> tensor = torch.tensor([65, 66], dtype=torch.uint8)
+    >>> bytes(bytes_of(tensor))
+    b'AB'
     """
     return address_range(tensor.data_ptr(), tensor.nbytes)
 

@@ -8,9 +8,9 @@ without asking; if not, ranks compare notes (`ownership`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,14 +42,17 @@ class ShardView:
     holders: Holders | None
 
 
+_sharded_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a distributed tensor, of whatever library."""
-    return _is_sharded_type(type(value))
-
-
-@lru_cache(maxsize=256)
-def _is_sharded_type(kind: type) -> bool:
-    return hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
+    kind = type(value)
+    known = _sharded_types.get(kind)
+    if known is None:
+        known = hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
+        _sharded_types[kind] = known
+    return known
 
 
 class Viewer:

@@ -1,0 +1,183 @@
+"""Who writes what: every claim once, by a holder, the same on all ranks, bytes balanced; and chunks that cover."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import checkpoint_scale as scale
+from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.manifest import Manifest, TensorEntry
+from terrazzo.checkpoint.ownership import Claim, Negotiation, assign
+from terrazzo.errors import CheckpointError, DivergentValueError
+from terrazzo.layout.box import Box
+
+
+def settle(all_claims: list[list[Claim]]) -> tuple[list[list[tuple[int, ...]]], int]:
+    """The holders that each rank finds, and how many messages it took; ranks run in turn, on recorded messages."""
+    world = len(all_claims)
+    sides = [Negotiation(claims, rank, world) for rank, claims in enumerate(all_claims)]
+    notes = [side.notes() for side in sides]
+    messages: list[bytes] = []
+
+    class Sent(Exception):
+        pass
+
+    def record(data: bytes) -> list[bytes]:
+        messages.append(data)
+        raise Sent
+
+    for side in sides:
+        try:
+            side.settle(notes, record)
+        except Sent:
+            pass
+    assert len(messages) in (0, world)
+    return [side.settle(notes, lambda data: messages) for side in sides], 1 + bool(messages)
+
+
+def claim(name: str, nbytes: int = 10, holders: tuple[int, ...] | None = None, content: int | None = 0) -> Claim:
+    return Claim(name, zlib.crc32(name.encode()), nbytes, holders, content)
+
+
+def test_the_usual_case_takes_one_message() -> None:
+    claims = [[claim("a"), claim("b"), claim(f"own{rank}", holders=(rank,))] for rank in range(4)]
+    holders, messages = settle(claims)
+    assert messages == 1
+    assert holders == [[(0, 1, 2, 3), (0, 1, 2, 3), (rank,)] for rank in range(4)]
+
+
+def test_keys_that_differ_take_two() -> None:
+    claims = [
+        [claim("all"), claim("first")],
+        [claim("all"), claim("pair", holders=(1, 2))],
+        [claim("pair", holders=(1, 2)), claim("all")],
+        [],
+    ]
+    holders, messages = settle(claims)
+    assert messages == 2
+    assert holders == [[(0, 1, 2), (0,)], [(0, 1, 2), (1, 2)], [(1, 2), (0, 1, 2)], []]
+
+
+def test_a_layout_that_a_rank_does_not_share_is_not_believed() -> None:
+    """Rank 1 should hold `pair` by its layout, but does not have it in its state dict."""
+    holders, _ = settle([[claim("pair", holders=(0, 1))], []])
+    assert holders == [[(0,)], []]
+
+
+def test_values_that_differ_are_named() -> None:
+    with pytest.raises(DivergentValueError, match="'b'"):
+        settle([[claim("a", content=1), claim("b", content=1)], [claim("a", content=1), claim("b", content=2)]])
+
+
+@pytest.mark.parametrize("lowest", [False, True])
+def test_every_claim_is_written_once_and_bytes_balance(lowest: bool) -> None:
+    rng = random.Random(3)
+    world = 8
+    groups = [tuple(range(8)), (0, 4), (1, 5), (2, 6), (3, 7), (0, 1, 2, 3), *((rank,) for rank in range(8))]
+    everything = [(claim(f"n{i}", rng.choice([4, 100, 5000, 90_000])), rng.choice(groups)) for i in range(600)]
+    written: Counter[int] = Counter()
+    loads = {holders: dict.fromkeys(holders, 0.0) for holders in groups}
+    for rank in range(world):
+        mine = [index for index, (_, holders) in enumerate(everything) if rank in holders]
+        rng.shuffle(mine)  # the order of a rank's state dict does not matter
+        shares = assign(
+            [everything[i][0] for i in mine],
+            [everything[i][1] for i in mine],
+            rank,
+            split_from=90_000,
+            lowest_rank=lowest,
+        )
+        for share in shares:
+            index = mine[share.claim]
+            written[index] += 1
+            loads[everything[index][1]][rank] += everything[index][0].nbytes / share.parts
+            assert share.parts == (1 if lowest or everything[index][0].nbytes < 90_000 else len(everything[index][1]))
+            if lowest:
+                assert everything[index][1][0] == rank
+    for index, (item, holders) in enumerate(everything):
+        assert written[index] == (len(holders) if not lowest and item.nbytes >= 90_000 else 1)
+    if not lowest:  # within each group of holders
+        for of_group in loads.values():
+            assert max(of_group.values()) - min(of_group.values()) <= 5000
+
+
+# ------------------------------------------------------------------ coverage
+
+
+def check(shape: tuple[int, ...], boxes: list[Box]) -> str:
+    rows = np.array([(box.offsets, box.lengths) for box in boxes], dtype=np.int64).reshape(-1, 2, len(shape))
+    empty = np.empty((0, 2, 0), dtype=np.int64)
+    try:
+        check_coverage([TensorEntry("t", "float32", shape)], np.array([len(boxes)]), [empty] * len(shape) + [rows])
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def shattered(box: Box, rng: random.Random) -> list[Box]:
+    """The box cut in ragged pieces that are no grid."""
+    if box.numel < 4 or rng.random() < 0.2:
+        return [box]
+    dim = max(range(box.ndim), key=lambda d: box.lengths[d])
+    cut = rng.randrange(1, box.lengths[dim])
+    parts = box.split(dim, [cut, box.lengths[dim] - cut])
+    return [piece for part in parts for piece in shattered(part, rng)]
+
+
+def test_coverage_against_counting_elements() -> None:
+    rng = random.Random(4)
+    for _ in range(300):
+        shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(1, 4)))
+        boxes = shattered(Box.whole(shape), rng)
+        rng.shuffle(boxes)
+        if rng.random() < 0.7:  # damage it: drop, repeat, or move a piece
+            victim = rng.randrange(len(boxes))
+            kind = rng.choice(["drop", "repeat", "replace"])
+            if kind == "drop":
+                boxes.pop(victim)
+            elif kind == "repeat":
+                boxes.append(boxes[victim])
+            else:
+                boxes[victim] = rng.choice(boxes)
+        count = torch.zeros(shape, dtype=torch.int64)
+        for box in boxes:
+            count[box.slices()] += 1
+        assert (check(shape, boxes) == "") == bool((count == 1).all()), (shape, boxes)
+
+
+def test_coverage_of_odd_cases() -> None:
+    assert check((4,), [Box((2,), (4,)), Box((0,), (0,))]).startswith("the ranks")  # beyond the end
+    assert check((0, 3), [Box((0, 0), (0, 3))]) == ""
+    assert "2 of 4 elements" in check((4,), [Box((0,), (2,))])
+    assert "more than once" in check((4,), [Box((0,), (4,)), Box((1,), (1,))])
+
+
+# ------------------------------------------------------------------ scale
+
+
+def test_a_manifest_of_many_ranks(tmp_path) -> None:
+    ranks, tensors = 64, 50
+    data = scale.merge_parts(scale.parts_of(ranks, tensors))
+    manifest = Manifest(data, "test")
+    assert len(manifest.starts) == ranks * tensors and manifest.head.ranks == ranks
+    assert len(data) < 64 * ranks * tensors
+    for rank in (0, 17, 63):
+        state = scale.state_of(rank, ranks, tensors)
+        assert len(scale.plan_save(rank, ranks, state).items) == tensors
+        assert scale.read_part(data, state) == tensors
+    record = manifest.record("layers.7.weight")
+    order = record.boxes[:, 0, 0]
+    assert order.tolist() == list(range(0, 4 * ranks, 4))
+    assert manifest.files[record.first : record.first + ranks].tolist() == list(range(ranks))
+    assert set(manifest.sums[manifest.first_sums[record.first : record.first + ranks]].tolist()) == {7}
+
+
+def test_a_rank_that_is_missing_is_noticed() -> None:
+    with pytest.raises(CheckpointError, match=r"4096 of .* elements were not written"):
+        scale.merge_parts(scale.parts_of(8, 3)[:-1])

@@ -1,0 +1,94 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from terrazzo.checkpoint import load, save
+from terrazzo.cli import app
+
+STATE = {"model": {"layers.2.w": torch.arange(12.0).reshape(3, 4), "layers.10.w": torch.ones(5).bfloat16()}, "step": 7}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    save(STATE, checkpoint_id=tmp_path / "one")
+    return str(tmp_path / "one")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_ls(path: str) -> None:
+    lines = run("ls", path).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["model.layers.2.w", "model.layers.10.w", "step"]
+    assert "float32" in lines[1] and "3 x 4" in lines[1] and "48 bytes" in lines[1]
+    assert lines[-1] == "3 values, 58 bytes"
+    document = json.loads(run("ls", path, "*.w", "--json").stdout)
+    assert document["ranks"] == 1 and document["bytes"] == 58
+    assert document["values"][0] == {
+        "name": "model.layers.2.w", "dtype": "float32", "shape": [3, 4], "bytes": 48, "parts": 1,
+    }  # fmt: skip
+
+
+def test_show(path: str) -> None:
+    printed = run("show", path, "model.layers.2.w").stdout
+    assert "[3, 4]" in printed and "[0.0, 1.0, 2.0, 3.0]" in printed and "[0:3, 0:4]" in printed
+    assert "data-" in printed
+    assert run("show", path, "step").stdout.strip() == "7"
+    document = json.loads(run("show", path, "model.layers.2.w", "--json").stdout)
+    assert document["chunks"][0]["lengths"] == [3, 4] and document["first"] == [0, 1, 2, 3]
+    wrong = run("show", path, "layers.2")
+    assert wrong.exit_code == 2 and "model.layers.2.w" in wrong.output
+
+
+def test_verify(path: str) -> None:
+    assert run("verify", path).exit_code == 0
+    (file,) = Path(path).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    damaged = run("verify", path)
+    assert damaged.exit_code == 1 and "model.layers.10.w" in damaged.output and file.name in damaged.output
+    (damage,) = json.loads(run("verify", path, "--json").stdout)["damage"]
+    assert damage["name"] == "model.layers.10.w"
+
+
+def test_diff(path: str, tmp_path: Path) -> None:
+    assert run("diff", path, path).exit_code == 0
+    changed = {"w": torch.ones(2), "i": torch.tensor([2**60]), "n": torch.tensor([float("nan"), 1.0]), "step": 8}
+    other = {"w": torch.ones(3), "i": torch.tensor([2**60 + 1]), "n": torch.tensor([float("nan"), 1.5]), "new": None}
+    save(changed, checkpoint_id=tmp_path / "a")
+    save(other, checkpoint_id=tmp_path / "b")
+    result = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json")
+    assert result.exit_code == 1
+    found = {entry["name"]: entry["what"] for entry in json.loads(result.stdout)["differences"]}
+    assert found.keys() == {"w", "i", "n", "step", "new"}
+    assert "1 of 2 elements differ, by up to 0.5" in found["n"] and found["step"] == "only in the first"
+    close = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "0.5", "--json")
+    assert "n" not in {entry["name"] for entry in json.loads(close.stdout)["differences"]}
+
+
+def test_convert(path: str, tmp_path: Path) -> None:
+    file, back = str(tmp_path / "x.pt"), str(tmp_path / "back")
+    assert run("convert", path, file, "--to", "torch_save").exit_code == 0
+    assert torch.equal(torch.load(file)["model"]["layers.2.w"], STATE["model"]["layers.2.w"])
+    assert run("convert", file, back).exit_code == 0
+    target = {"model": {"layers.2.w": torch.zeros(3, 4)}}
+    load(target, checkpoint_id=back)
+    assert torch.equal(target["model"]["layers.2.w"], STATE["model"]["layers.2.w"])
+    again = run("convert", file, back)
+    assert again.exit_code == 2 and "overwrite" in again.output
+    assert run("diff", path, back).exit_code == 0
+
+
+def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
+    for command in (["ls"], ["verify"], ["show", "x"]):
+        result = run(command[0], str(tmp_path / "absent"), *command[1:])
+        assert result.exit_code == 2 and result.output.startswith("error: ")
