@@ -16,6 +16,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +25,7 @@ import torch
 
 from terrazzo.checkpoint.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.memory import bytes_of
-from terrazzo.errors import CheckpointCorruptError, UnsupportedValueError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 
 _Ext = msgspec.msgpack.Ext
 
@@ -77,9 +78,10 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
 
     try:
         return msgspec.msgpack.decode(data, ext_hook=extension)
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        if isinstance(error, UnsupportedValueError):
-            raise
+    except CheckpointError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, SyntaxError) as error:
+        # SyntaxError: some texts that are no dtype, to NumPy; RuntimeError: shapes and devices that are none, to torch.
         raise CheckpointCorruptError(f"a stored value cannot be decoded: {error}") from error
 
 
@@ -190,11 +192,11 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
 
 def _tensor_from_parts(parts: list[Any]) -> torch.Tensor:
     name, shape, data, is_parameter = parts
-    tensor = torch.empty(shape, dtype=dtype_from_name(name))
-    target = bytes_of(tensor)
-    if len(target) != len(data):
+    dtype = dtype_from_name(name)
+    if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"a stored tensor of shape {shape} has {len(data)} bytes")
-    target[:] = data
+    tensor = torch.empty(shape, dtype=dtype)
+    bytes_of(tensor)[:] = data
     return torch.nn.Parameter(tensor, tensor.is_floating_point()) if is_parameter else tensor
 
 

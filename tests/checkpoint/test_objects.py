@@ -1,0 +1,162 @@
+"""Typed objects: what goes in comes out, and nothing else can come out of any bytes."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrazzo.checkpoint.digest import digest_of_tensor
+from terrazzo.checkpoint.dtypes import dtype_from_name, dtype_name, is_lossless
+from terrazzo.checkpoint.objects import ObjectBytes, decode, encode
+from terrazzo.errors import CheckpointError, UnsupportedValueError
+
+hashable = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.binary(max_size=8),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+values = st.recursive(
+    hashable | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.builds(bytearray, st.binary()),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(hashable, inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3).map(OrderedDict)
+        | st.sets(hashable, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, with equal types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(same, a.values(), b.values()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@settings(max_examples=300, deadline=None)
+@given(values)
+def test_round_trip(value: Any) -> None:
+    assert same(decode(encode(value)), value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_no_bytes_do_anything_but_decode_or_raise_ours(data: bytes) -> None:
+    try:
+        decode(data)
+    except CheckpointError:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(-5, 127), values)
+def test_no_record_does_either(code: int, payload: Any) -> None:
+    data = msgspec.msgpack.encode(msgspec.msgpack.Ext(code, encode(payload)))
+    try:
+        decode(data)
+    except CheckpointError:
+        pass
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/terrazzo-was-attacked",)
+
+
+def test_pickles_are_never_run_unasked() -> None:
+    data = msgspec.msgpack.encode(msgspec.msgpack.Ext(127, pickle.dumps(Attack())))
+    with pytest.raises(UnsupportedValueError, match="allow_pickle"):
+        decode(data)
+    assert not os.path.exists("/tmp/terrazzo-was-attacked")
+
+
+def test_torch_and_numpy_values() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float8_e5m2):
+        tensor = torch.arange(6).reshape(2, 3).to(dtype).T
+        loaded = decode(encode([tensor]))[0]
+        assert loaded.dtype == dtype and torch.equal(loaded.float(), tensor.float())
+    parameter = decode(encode(torch.nn.Parameter(torch.ones(2))))
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+    array = np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2]
+    assert np.array_equal(decode(encode(array)), array) and decode(encode(array)).dtype == array.dtype
+    assert math.isnan(decode(encode(float("nan"))))
+    assert type(decode(encode(np.float64(3)))) is np.float64
+    assert decode(encode(torch.__version__)) == str(torch.__version__)
+
+
+def test_what_has_no_typed_form_is_refused_with_its_place() -> None:
+    for value in (object(), lambda: 0, np.array([object()]), {"a": [1, {2: object}]}):
+        with pytest.raises(UnsupportedValueError):
+            encode(value)
+    with pytest.raises(UnsupportedValueError, match=r"\['a'\]\[1\]\[2\]"):
+        encode({"a": [1, {2: object()}]})
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedValueError, match="contains itself"):
+        encode(loop)
+
+
+def test_object_bytes_read_like_a_file_of_torch_save() -> None:
+    value = {"a": torch.ones(2), "b": (1, 2)}
+    assert torch.load(ObjectBytes(value))["b"] == (1, 2)
+    assert ObjectBytes(value).getvalue() == ObjectBytes(value).getbuffer().tobytes()
+    stream = ObjectBytes(value)
+    assert stream.tell() == 0 and stream.read(2) == b"PK" and stream.seek(0) == 0
+
+
+# ------------------------------------------------------------------ dtypes and digests
+
+TORCH_DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", TORCH_DTYPES, ids=str)
+def test_lossless_is_what_a_round_trip_of_extreme_values_says(source: torch.dtype) -> None:
+    if source == torch.bool:
+        probes = torch.tensor([False, True])
+    elif source.is_floating_point:
+        info = torch.finfo(source)
+        numbers = [0.0, 1.0, 1 + info.eps, info.max, info.min, info.smallest_normal, info.smallest_normal * info.eps]
+        probes = torch.tensor(numbers, dtype=torch.float64).to(source)
+    else:
+        low, high = torch.iinfo(source).min, torch.iinfo(source).max
+        probes = torch.tensor([0, 1, low, low + 1, high, high - 1], dtype=source)
+    for target in TORCH_DTYPES:
+        there = probes.to(target)
+        back = there.to(source)
+        kept = bool((back.double() == probes.double()).all()) and bool((there.double() == probes.double()).all())
+        if source == torch.int64 and target.is_floating_point:
+            kept = False  # the comparison in float64 cannot tell
+        if is_lossless(source, target):
+            assert kept, target
+        elif source.itemsize > 1 and not kept:
+            assert not is_lossless(source, target)
+    assert is_lossless(source, source) and dtype_from_name(dtype_name(source)) == source
+
+
+def test_digests_depend_on_every_element_and_not_on_strides() -> None:
+    tensor = torch.randn(700, 1000)
+    assert digest_of_tensor(tensor) == digest_of_tensor(tensor.T.contiguous().T)
+    changed = tensor.clone()
+    changed[699, 999] += 1
+    assert digest_of_tensor(tensor) != digest_of_tensor(changed)
+    conjugate = torch.randn(5, dtype=torch.complex64).conj()
+    assert digest_of_tensor(conjugate) == digest_of_tensor(conjugate.resolve_conj())
