@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-from fsdp.compare import Block, Model, adamw, batches, loss_of, mine, shard_blocks
 from torch import Tensor, nn
 
+from fsdp.compare import Block, Model, adamw, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
 from terrazzo.errors import DivergedRanksError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
@@ -60,14 +60,18 @@ def check_mistakes() -> None:
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     for _ in range(2):
-        with pytest.raises(FSDPError, match=r"AdamW was built before fully_shard: it holds 22 parameters \('weight'|'norm"):
+        with pytest.raises(
+            FSDPError, match=r"AdamW was built before fully_shard: it holds 22 parameters \('weight'|'norm"
+        ):
             early.step()
     adamw(model).step()
 
     tied = Model()
     tied.blocks[1].up.weight = tied.blocks[0].up.weight
     fully_shard(tied.blocks[0])
-    with pytest.raises(FSDPError, match=r"'up.weight' is shared with 'up.weight'.*fully_shard\(\[module_a, module_b\]\)"):
+    with pytest.raises(
+        FSDPError, match=r"'up.weight' is shared with 'up.weight'.*fully_shard\(\[module_a, module_b\]\)"
+    ):
         fully_shard(tied.blocks[1])
 
     parts = [Block(), Block()]

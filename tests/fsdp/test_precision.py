@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from torch import Tensor, nn
 
+from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

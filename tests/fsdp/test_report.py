@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
 from torch import nn
 
+from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.errors import FSDPError

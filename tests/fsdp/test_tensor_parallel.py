@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from fsdp.compare import adamw, mine
 from torch import Tensor, nn
 
+from fsdp.compare import adamw, mine
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import fully_shard
@@ -115,7 +115,9 @@ def test_tensor_parallelism_cuts_first():
 def check_strangers() -> None:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     linear = nn.Linear(4, 4)
-    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), init_device_mesh("cpu", (4,)), [Replicate()]))
+    linear.weight = nn.Parameter(
+        distribute_tensor(linear.weight.detach(), init_device_mesh("cpu", (4,)), [Replicate()])
+    )
     with pytest.raises(FSDPError, match="different dims of one mesh"):
         fully_shard(linear, mesh=other["a"])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
 from torch import nn
 
+from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import report, trace

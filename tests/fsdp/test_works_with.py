@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp.compare import Block, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from fsdp.compare import Block, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn

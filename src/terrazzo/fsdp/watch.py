@@ -103,7 +103,9 @@ class Watch:
 
     def _raise_difference(self, axis: Axis, names: list[str]) -> None:
         plane = ControlPlane.for_group(axis.group, _time_limit(axis))
-        everyone = [msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))]
+        everyone = [
+            msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))
+        ]
         raise DivergedRanksError(_first_difference(everyone, axis.ranks))
 
     # ------------------------------------------------------------------ collectives that failed
@@ -118,7 +120,9 @@ class Watch:
         lines = []
         for rank, position in zip(axis.ranks, positions, strict=True):
             if position is None:
-                lines.append(f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else")
+                lines.append(
+                    f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else"
+                )
             else:
                 lines.append(f"rank {rank} was at collective {position.count}: {', then '.join(position.last)}")
         return DivergedRanksError(
