@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from ranks import run_ranks
 from terrazzo.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -485,3 +485,26 @@ def test_sub_groups_save_apart(tmp_path: Path) -> None:
         target = {"w": torch.zeros(6), "kind": None}
         load(target, checkpoint_id=tmp_path / str(kind))
         assert torch.equal(target["w"], filled(6, seed=kind)) and target["kind"] == kind
+
+
+def save_and_load_across_libraries(path: str) -> None:
+    import terrazzo.tensor as ours
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("x", "y"))
+    whole = filled(7, 9)
+    mine = ours.distribute_tensor(whole, mesh, [ours.Replicate(), ours.Shard(1)])
+    theirs = distribute_tensor(whole, mesh, [Shard(1), Shard(0)])
+    save({"mine": torch.nn.Parameter(mine), "theirs": theirs}, checkpoint_id=path)
+    target = {
+        "mine": distribute_tensor(torch.zeros(7, 9), mesh, [Shard(0), Replicate()]),
+        "theirs": torch.nn.Parameter(ours.distribute_tensor(torch.zeros(7, 9), mesh, [ours.Shard(0), ours.Shard(0)])),
+    }
+    load(target, checkpoint_id=path)
+    assert torch.equal(target["mine"].full_tensor(), whole)
+    assert torch.equal(target["theirs"].full_tensor(), whole)
+
+
+def test_our_distributed_tensors_and_torchs_load_each_other(tmp_path: Path) -> None:
+    run_ranks(4, save_and_load_across_libraries, str(tmp_path))
+    data = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert data < 2 * 7 * 9 * 4 + 4 * 4096 + 4  # each element once

@@ -49,6 +49,17 @@ PICKLE: Final = 127
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
+# What building a value from bytes that do not describe one may raise.  SyntaxError: NumPy, of texts that are no dtype;
+# RuntimeError: torch, of shapes and devices that are none.
+_NOT_A_VALUE = (
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    SyntaxError,
+)
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
@@ -80,8 +91,7 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
         return msgspec.msgpack.decode(data, ext_hook=extension)
     except CheckpointError:
         raise
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, SyntaxError) as error:
-        # SyntaxError: some texts that are no dtype, to NumPy; RuntimeError: shapes and devices that are none, to torch.
+    except _NOT_A_VALUE as error:
         raise CheckpointCorruptError(f"a stored value cannot be decoded: {error}") from error
 
 

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.stores.base import ReadFile, Store, WriteFile
 
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
-_WRITE_BEHIND: Final = 32 << 20
+_WRITE_BEHIND: Final = 8 << 20
 
 
 class LocalStore(Store):
