@@ -41,7 +41,8 @@ class Model(nn.Module):
         self.blocks[1].up.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.mix(self.embed(x)) + self.shift
+        x = self.mix(self.embed(x))
+        x = x + self.shift.to(x.dtype)
         for block in self.blocks:
             x = block(x)
         return self.head(self.again(x))
@@ -135,3 +136,10 @@ def engine_of(stage: int, model: nn.Module | None = None, **options: Any) -> Eng
 def weights(engine: Engine) -> dict[str, Tensor]:
     """Whole, on every rank."""
     return {name: p.detach().full_tensor() for name, p in engine.module.named_parameters()}
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two of them: only matrices decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -83,7 +83,7 @@ def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: s
     """Give every rank rank 0's values, and hand the model to `fully_shard` as the stage says."""
     dtype = compute_dtype(config)
     if dtype is not torch.float32:
-        _prepare_precision(model, dtype)
+        _prepare_precision(model)
     _same_everywhere(model, ranks.data)
     stage = config.zero_optimization.stage
     reduce_dtype = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
@@ -143,15 +143,11 @@ def _keeps_to_itself(module: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
     return bool(inside) and all(uses[parameter] == count for parameter, count in inside.items())
 
 
-def _prepare_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in float32, from which those that compute are made; buffers in the precision of the computation."""
+def _prepare_precision(model: nn.Module) -> None:
+    """Parameters in float32, from which those that compute are made; buffers stay as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 @torch.no_grad()

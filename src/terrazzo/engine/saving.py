@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, LazyTensor, async_save, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, async_save, load, save
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.locate import reader_for
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -134,12 +134,11 @@ def load_engine(
     checkpoint = Checkpoint(reader)
     values = _values(checkpoint)
     reshard(engine.module)
-    lossy = engine.dtype is not torch.float32  # the config asks for buffers of few digits
     state, copies = _module_targets(engine, checkpoint, values, strict=strict)
     wanted: dict[str, Any] = {"module": state}
     if optimizer and not module_only:
         wanted["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer)
-    load(wanted, storage_reader=reader, checkpoint_id=path, planner=DefaultLoadPlanner(allow_lossy_dtype=lossy))
+    load(wanted, storage_reader=reader, checkpoint_id=path)
     _finish_module(engine, state, copies)
     if not module_only:
         if optimizer:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.dcp_reader import DCPReader
+from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointNotFoundError
 
 
 class Format(Enum):
@@ -57,7 +58,7 @@ def reader_for(path: str | os.PathLike[str]) -> StorageReader | None:
     if found is Format.DCP:
         return DCPReader(path)
     if found is Format.DEEPSPEED:
-        raise CheckpointFormatError(f"{path} is a DeepSpeed checkpoint, of which `load` has no reader")
+        return DeepSpeedReader(path)
     return TorchSaveReader(path) if found is Format.TORCH_SAVE else None
 
 

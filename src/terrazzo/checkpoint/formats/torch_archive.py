@@ -128,15 +128,16 @@ def is_archive(window: Window) -> bool:
     return window.read(0, min(4, window.length)).startswith((_ZIP, _PICKLE))
 
 
-def open_archive(window: Window) -> Archive:
-    """Open what `torch.save` wrote into a part of a file."""
-    return _open_zip(window) if window.read(0, min(4, window.length)) == _ZIP else _open_legacy(window)
+def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
+    """Open what `torch.save` wrote into a part of a file; its pickle may refer to `names`, default `TORCH_NAMES`."""
+    opened = _open_zip if window.read(0, min(4, window.length)) == _ZIP else _open_legacy
+    return opened(window, TORCH_NAMES if names is None else names)
 
 
 # ------------------------------------------------------------------ the zip form
 
 
-def _open_zip(window: Window) -> Archive:
+def _open_zip(window: Window, names: unpickle.Names) -> Archive:
     directory = ZipDirectory(window)
     if "byteorder" in directory.records and directory.read("byteorder") != b"little":
         raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
@@ -148,7 +149,7 @@ def _open_zip(window: Window) -> Archive:
         return directory.start_of(name), directory.records[name].size
 
     value = unpickle.load(
-        io.BytesIO(directory.read("data.pkl")), window.where, names=TORCH_NAMES, persistent=_storage_from_id
+        io.BytesIO(directory.read("data.pkl")), window.where, names=names, persistent=_storage_from_id
     )
     return Archive(window, value, extent, lambda key, crc: directory.check(f"data/{key}", crc))
 
@@ -170,7 +171,7 @@ def _storage_from_id(pid: Any) -> Storage:
 # ------------------------------------------------------------------ the legacy form
 
 
-def _open_legacy(window: Window) -> Archive:
+def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
     """Four pickles, a pickle with the storages' keys, then each storage: its number of elements and its bytes."""
     stream = io.BufferedReader(_WindowStream(window))
     for expected in (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
@@ -190,7 +191,7 @@ def _open_legacy(window: Window) -> Archive:
         itemsizes[found.key] = found.dtype.itemsize
         return found
 
-    value = unpickle.load(stream, window.where, names=TORCH_NAMES, persistent=storage)
+    value = unpickle.load(stream, window.where, names=names, persistent=storage)
     keys = unpickle.load(stream, window.where)
     extents: dict[str, tuple[int, int]] = {}
     position = stream.tell()

@@ -1,0 +1,134 @@
+"""Reading DeepSpeed's checkpoints, whatever the number of ranks that saved them and that read them.
+
+Tensors are found in the ranks' flat partitions and read from there: nothing is put together first.  What is held
+besides the tensors that are read into is the table of contents and at most 8 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from terrazzo.checkpoint.formats.deepspeed.contents import Contents, WholeTensor, read_contents
+from terrazzo.checkpoint.formats.deepspeed.files import JoinedTensor
+from terrazzo.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+
+class DeepSpeedReader(StorageReader):
+    """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, under the names of terrazzo's engine.
+
+    Weights are `module.<name>`, in float32 where the optimizer has them so; its state is
+    `optimizer.state.<name>.<key>`.
+
+    Args:
+        path: The folder of a tag, or one with a file `latest` that names a tag.
+    """
+
+    plans_alone = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._contents: Contents | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder that is read."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._contents = None
+        self.bytes_read = 0
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        contents = self._opened()
+        return Metadata(
+            {name: _entry(value) for name, value in contents.values.items()},
+            planner_data=contents.paths,
+            storage_meta=StorageMeta(str(self.path)),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        self._opened()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self._read(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> Contents:
+        if self._contents is None:
+            self._contents = read_contents(tag_folder(self.path))
+        return self._contents
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        name = item.storage_index.fqn
+        value = self._opened().values.get(name)
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, ObjectBytes(value))
+            return
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        target = planner.resolve_tensor(item).detach()
+        if isinstance(value, JoinedTensor):
+            value.read_box(box, target)
+        elif isinstance(value, WholeTensor):
+            value.file.archive.read_box(value.stored, box, target)
+        elif isinstance(value, torch.Tensor):
+            target.copy_(value[box.slices()])
+        else:
+            raise CheckpointCorruptError(f"{name}: the checkpoint holds no tensor of this name")
+        planner.commit_tensor(item, target)
+        self.bytes_read += target.nbytes
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isdir(checkpoint_id)
+
+
+def tag_folder(path: Path) -> Path:
+    """The folder with the files: `path` itself, or the one that its `latest` names."""
+    latest = path / "latest"
+    if not latest.is_file():
+        return path
+    folder = path / latest.read_text(encoding="utf-8").strip()
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"{latest} names {folder.name!r}, and there is no such folder")
+    return folder
+
+
+def _entry(value: Any) -> STORAGE_TYPES:
+    if isinstance(value, JoinedTensor | torch.Tensor):
+        dtype, shape = value.dtype, torch.Size(value.shape)
+    elif isinstance(value, WholeTensor):
+        dtype, shape = value.stored.dtype, torch.Size(value.stored.shape)
+    else:
+        return BytesStorageMetadata()
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return TensorStorageMetadata(TensorProperties(dtype), shape, [chunk])

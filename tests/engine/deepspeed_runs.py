@@ -1,0 +1,81 @@
+"""Runs of the real DeepSpeed, for the tests to compare with: `torchrun deepspeed_runs.py OUT CASE...`.
+
+For each case, such as `2-bf16`, trains the tests' model in that ZeRO stage and precision, saves halfway, goes on, and
+writes the losses; and gives the checkpoint to DeepSpeed's own conversion to float32.  A case with `@TAG` resumes from a
+checkpoint that is there instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import deepspeed.comm.torch
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engine.deepspeed_cases import BEFORE, STEPS
+from engine.runs import TOTAL, averaged, batches, loss_of, make_model, param_groups
+
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # an optional speed-up, which takes a minute to compile
+# Said to be unsupported on CPUs that have no instructions for it; PyTorch computes it all the same.
+get_accelerator().is_fp16_supported = lambda: True
+get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
+def settings(stage: int, precision: str) -> dict[str, object]:
+    chosen: dict[str, object] = {
+        "train_batch_size": TOTAL,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}},
+    }
+    if precision != "fp32":
+        chosen[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    return chosen
+
+
+def run(out: Path, case: str) -> list[float]:
+    name, _, tag = case.partition("@")
+    stage, precision = name.split("-")
+    model = make_model(seed=7 if tag else 0)
+    groups = param_groups(model)
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=settings(int(stage), precision))[0]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    rank, size = dist.get_rank(), TOTAL // dist.get_world_size()
+    start = 0
+    if tag:
+        path, client = engine.load_checkpoint(str(out), tag)
+        assert path is not None and client["mine"] == [1, 2]
+        start = engine.global_steps
+    losses = []
+    for step, (x, y) in enumerate(batches(STEPS - start, start), start):
+        x, y = (part[rank * size : (rank + 1) * size] for part in (x, y))
+        loss = loss_of(engine, x.to(dtype), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(averaged(loss))
+        if step == BEFORE - 1 and not tag:
+            engine.save_checkpoint(str(out), name, client_state={"mine": [1, 2]})
+    if dist.get_rank() == 0 and not tag:
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(out), name), out / f"{name}.pt")
+    return losses
+
+
+def main() -> None:
+    out, *cases = sys.argv[1:]
+    deepspeed.init_distributed("gloo")
+    losses = {case: run(Path(out), case) for case in cases}
+    if dist.get_rank() == 0:
+        (Path(out) / f"losses{'-resumed' if '@' in cases[0] else ''}.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()

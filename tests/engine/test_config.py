@@ -1,0 +1,77 @@
+"""A config is understood or refused; what is refused is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from terrazzo.engine import EngineConfig
+from terrazzo.engine.config import Batch, read_config
+from terrazzo.errors import EngineConfigError
+
+CURRICULUM = {"curriculum_metrics": {}, "enabled": True}
+LTD = {"enabled": True, "random_ltd_layer_id": [1]}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch": 4}, "train_batch"),
+        ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage"),
+        ({"zero_optimization": {"stages": 1}}, "stages"),
+        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"train_batch_size": "8"}, "train_batch_size"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "min_loss_scale"),
+        ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
+        ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "curriculum_metrics"),
+        ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),
+        ('{"train_batch_size": ', "not valid JSON"),
+        ("[1]", "can be read"),
+        ("/no/such/file.json", "can be read"),
+    ],
+)
+def test_what_is_refused(given, message):
+    with pytest.raises(EngineConfigError, match=message):
+        read_config(given)
+
+
+def test_objects_and_files_and_keys_without_meaning(tmp_path):
+    given = {
+        "train_batch_size": 8,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for source in (given, json.dumps(given), tmp_path / "config.json"):
+        config, ignored = read_config(source)
+        assert config.zero_optimization.stage == 2
+        assert ignored == ["wall_clock_breakdown", "zero_optimization.overlap_comm"]
+    assert read_config(config) == (config, [])
+    with pytest.raises(EngineConfigError, match="train_batch_size"):
+        read_config(EngineConfig(train_batch_size="many"))
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "accumulation", "expected"),
+    [
+        (16, None, None, Batch(16, 4, 1)),
+        (16, 2, None, Batch(16, 2, 2)),
+        (16, None, 2, Batch(16, 2, 2)),
+        (None, 3, 2, Batch(24, 3, 2)),
+        (None, 3, None, Batch(12, 3, 1)),
+        (16, 4, 2, None),
+        (15, None, None, None),
+        (None, None, 2, None),
+    ],
+)
+def test_batch_sizes(total, micro, accumulation, expected):
+    config = EngineConfig(
+        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
+    )
+    if expected is None:
+        with pytest.raises(EngineConfigError, match="train_batch_size"):
+            config.batch(4)
+    else:
+        assert config.batch(4) == expected

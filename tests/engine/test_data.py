@@ -1,0 +1,149 @@
+"""The order of the data, and random layer-token dropping: exact, resumable, independent of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.runs import config
+from ranks import run_ranks
+from terrazzo.engine import Curriculum, ResumableSampler, initialize
+from terrazzo.engine.config import Batch
+from terrazzo.engine.curriculum import Schedule, Staircase
+from terrazzo.errors import EngineConfigError, EngineError
+
+
+def steps_of(samplers, count):
+    """The samples of each step, in the order of the micro-batches and ranks."""
+    iterators = [iter(sampler) for sampler in samplers]
+    accumulation = samplers[0]._batch.accumulation
+    steps = []
+    for _ in range(count):
+        steps.append([i for _ in range(accumulation) for iterator in iterators for i in next(iterator)])
+        for sampler in samplers:
+            sampler.end_step()
+    return steps
+
+
+def samplers_of(ranks, accumulation=1, curriculum=None, samples=50, seed=3):
+    batch = Batch(8, 8 // ranks // accumulation, accumulation)
+    return [
+        ResumableSampler(samples, batch, rank=r, ranks=ranks, seed=seed, curriculum=curriculum) for r in range(ranks)
+    ]
+
+
+def curriculum():
+    difficulties = torch.arange(50) % 10
+    return Curriculum({"length": difficulties}, {"length": Schedule(2, 9, steps=10, multiple=1)})
+
+
+@pytest.mark.parametrize("make", [lambda: None, curriculum])
+def test_one_order_on_any_ranks_and_from_any_step(make):
+    whole = steps_of(samplers_of(1, curriculum=make()), 20)
+    for ranks, accumulation in ((2, 1), (2, 2), (4, 1)):
+        assert steps_of(samplers_of(ranks, accumulation, make()), 20) == whole
+    for stop in (1, 6, 7, 13):
+        first = samplers_of(2, curriculum=make())
+        assert steps_of(first, stop) == whole[:stop]
+        again = samplers_of(4, 2, curriculum=make(), seed=9)
+        for sampler in again:
+            sampler.load_state_dict(first[0].state_dict())
+        assert steps_of(again, 20 - stop) == whole[stop:]
+
+
+def test_every_pass_is_a_permutation_of_its_own():
+    drawn = [i for step in steps_of(samplers_of(1), 25) for i in step]
+    passes = [drawn[n * 50 : n * 50 + 50] for n in range(4)]
+    assert all(sorted(one) == list(range(50)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 4
+    plain = ResumableSampler(5, Batch(3, 3, 1), rank=0, ranks=1, seed=0, shuffle=False)
+    assert steps_of([plain], 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_a_curriculum_begins_with_what_is_easy():
+    rule = curriculum()
+    for step, samples in enumerate(steps_of(samplers_of(1, curriculum=rule), 14)):
+        assert max(i % 10 for i in samples) <= rule.limits(step)["length"]
+    first_pass = [i for step in steps_of(samplers_of(1, curriculum=curriculum()), 6) for i in step][:48]
+    assert len(set(first_pass)) < 48  # the easy ones ran out, and came again
+    with pytest.raises(EngineConfigError, match="leave no sample"):
+        rule = Curriculum({"d": torch.full((50,), 5)}, {"d": Staircase((1, 9), (100,))})
+        steps_of(samplers_of(1, curriculum=rule), 1)
+    with pytest.raises(EngineConfigError, match="50 samples"):
+        samplers_of(1, curriculum=Curriculum({"d": torch.ones(3)}, {"d": Staircase((1,), ())}))
+    with pytest.raises(EngineConfigError, match="goes by d"):
+        Curriculum({}, {"d": Staircase((1,), ())})
+    with pytest.raises(EngineError, match="samples is 50"):
+        samplers_of(1, samples=49)[0].load_state_dict(samplers_of(1)[0].state_dict())
+
+
+class Tokens(nn.Module):
+    """Layers that count the tokens that they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3)])
+        self.seen: list[int] = []
+        for layer in self.layers:
+            layer.linear1.register_forward_pre_hook(lambda _, args: self.seen.append(args[0].shape[1]))
+
+    def forward(self, x):
+        self.seen.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def ltd_engine(low: int = 4):
+    schedule = {
+        "min_value": low,
+        "max_value": 12,
+        "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+    }
+    ltd = {"enabled": True, "random_ltd_layer_id": [1], "random_ltd_schedule": schedule}
+    torch.manual_seed(0)
+    return initialize(Tokens(), config=config(3, data_efficiency={"data_routing": {"random_ltd": ltd}}))
+
+
+def dropped(engine, steps, start=0):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses = []
+    for step in range(start, start + steps):
+        x = torch.randn(8, 12, 4, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        loss = engine(x).square().mul(torch.arange(12.0)[:, None]).mean()
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+def check_ltd(folder):
+    engine = ltd_engine()
+    counts = []
+    for step in range(6):
+        dropped(engine, 1, step)
+        counts.append(list(engine.module.seen))
+        if step == 2:
+            engine.save_checkpoint(folder)
+            consumed = engine.random_ltd.consumed_layer_tokens
+    assert counts == [[12, 4, 12], [12, 6, 12], [12, 8, 12], [12, 10, 12], [12, 12, 12], [12, 12, 12]]
+    assert consumed == 8 * (4 + 6 + 8)
+    engine.eval()
+    engine(torch.zeros(2, 12, 4))
+    assert engine.module.seen == [12, 12, 12] or not engine.module.seen  # PyTorch's fast path skips linear1
+
+
+def resumed_ltd(folder):
+    engine = ltd_engine()
+    engine.load_checkpoint(folder)
+    assert engine.random_ltd.current_tokens == 10 and engine.random_ltd.consumed_layer_tokens == 8 * 18
+    return dropped(engine, 3, 3)
+
+
+def test_random_ltd(tmp_path):
+    run_ranks(2, check_ltd, str(tmp_path))
+    two, four = run_ranks(2, resumed_ltd, str(tmp_path))[0], run_ranks(4, resumed_ltd, str(tmp_path))[0]
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(four), rtol=1e-5, atol=1e-5)

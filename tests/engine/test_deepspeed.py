@@ -1,0 +1,115 @@
+"""The real DeepSpeed trains and saves; the engine resumes with its losses, and reads its weights as it does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.deepspeed_cases import BEFORE, CASES, STEPS
+from engine.runs import config, make_model, param_groups, train
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, load
+from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.engine import initialize
+from terrazzo.errors import CheckpointError
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: pip install --no-build-isolation 'terrazzo[deepspeed]'",
+)
+
+
+def deepspeed_runs(out: Path, cases: list[str], ranks: int = 2) -> None:
+    """Let DeepSpeed run the cases."""
+    script = Path(__file__).with_name("deepspeed_runs.py")
+    tools = str(Path(sys.executable).parent)  # DeepSpeed looks for ninja
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = tools + os.pathsep + environment.get("PATH", "")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launch, str(script), str(out), *cases], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of DeepSpeed, and the losses that it went on to."""
+    out = tmp_path_factory.mktemp("deepspeed")
+    deepspeed_runs(out, list(CASES))
+    return out
+
+
+def engine_like(case: str, **model: int):
+    stage, precision = case.split("-")
+    made = make_model(**model)
+    optimizer = torch.optim.AdamW(param_groups(made), lr=0.01, weight_decay=0.1)
+    options = config(int(stage))
+    del options["optimizer"]
+    if precision != "fp32":
+        options[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    return initialize(made, optimizer, config=options)
+
+
+def resume(folder: str, saved_as: str, resumed_as: str) -> list[float]:
+    engine = engine_like(resumed_as, seed=4)
+    path, client = engine.load_checkpoint(folder, saved_as)
+    assert path is not None and client["mine"] == [1, 2]
+    assert (engine.global_steps, engine.global_samples) == (BEFORE, BEFORE * 8)
+    assert engine.lr_scheduler.last_batch_iteration == BEFORE - 1
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
+    if engine.fp16_enabled():
+        assert engine.loss_scale.value == 256 and engine.loss_scale.steps == BEFORE
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_goes_on_with_deepspeeds_losses(saved, case):
+    expected = torch.tensor(json.loads((saved / "losses.json").read_text())[case])[BEFORE:]
+    precision = case.split("-")[1]
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    for world, stage in ((2, case[0]), (4, "3"), (1, "0")):
+        for losses in run_ranks(world, resume, str(saved), case, f"{stage}-{precision}"):
+            torch.testing.assert_close(torch.tensor(losses), expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_zero_to_fp32(saved, case, tmp_path):
+    theirs = torch.load(saved / f"{case}.pt", weights_only=False)
+    ours = Checkpoint(saved / case)
+    names = {name.removeprefix("module.") for name in ours if name.startswith("module.")}
+    # In stage 1 its conversion loses what was not trained.
+    frozen = {"blocks.1.up.weight", "blocks.1.up.bias"} if case[0] == "1" else set()
+    assert names == theirs.keys() - {"again.weight"} | frozen
+    model = torch.load(next((saved / case).glob("*mp_rank_00_model_states.pt")), weights_only=False)["module"]
+    for name in frozen:
+        assert torch.equal(ours[f"module.{name}"][...], model[name])
+    for name in names - frozen:
+        assert torch.equal(ours[f"module.{name}"][...].float(), theirs[name].float()), name
+    for folder in ("native", "dcp"):
+        convert(saved / case, tmp_path / folder, folder)
+        state = {"module": {"mix.weight": torch.zeros(7, 7)}, "optimizer": {"state": {"mix.weight": {}}}}
+        state["optimizer"]["state"]["mix.weight"]["exp_avg"] = torch.zeros(7, 7)
+        load(state, checkpoint_id=tmp_path / folder)
+        assert torch.equal(state["module"]["mix.weight"], theirs["mix.weight"])
+    part = ours["module.blocks.2.down.weight"][2:5, 3:]
+    assert torch.equal(part, theirs["blocks.2.down.weight"][2:5, 3:])
+
+
+@needs_deepspeed
+def test_a_checkpoint_that_lacks_a_file(saved, tmp_path):
+    source = saved / next(iter(CASES))
+    for file in source.iterdir():
+        if "rank_0_mp" not in file.name or "optim" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(CheckpointError, match="data-parallel rank"):
+        list(Checkpoint(tmp_path))
