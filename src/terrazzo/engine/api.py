@@ -48,7 +48,6 @@ def initialize(
     >>> engine.step()
     >>> engine.global_steps, engine.global_samples
     (1, 2)
-    >>> torch.distributed.destroy_process_group()
 
     Args:
         model: Its parameters may be tensor-parallel already, on other dims of `mesh`.
