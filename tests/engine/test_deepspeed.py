@@ -113,3 +113,26 @@ def test_a_checkpoint_that_lacks_a_file(saved, tmp_path):
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="data-parallel rank"):
         list(Checkpoint(tmp_path))
+
+
+def save_for_deepspeed(folder: str, case: str) -> list[float]:
+    engine = engine_like(case)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, f"ours-{case}", {"mine": [1, 2]}, layout="deepspeed")
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+WRITTEN = ("1-fp32", "2-fp32", "2-bf16")
+
+
+@needs_deepspeed
+def test_deepspeed_goes_on_with_the_engines_losses(tmp_path):
+    expected = {case: run_ranks(2, save_for_deepspeed, str(tmp_path), case)[0] for case in WRITTEN}
+    assert (tmp_path / "latest").read_text() == f"ours-{WRITTEN[-1]}"
+    deepspeed_runs(tmp_path, [f"{case}@ours-{case}" for case in WRITTEN])
+    losses = json.loads((tmp_path / "losses-resumed.json").read_text())
+    for case in WRITTEN:
+        found, tolerance = torch.tensor(losses[f"{case}@ours-{case}"]), 1e-5 if "fp32" in case else 2e-2
+        torch.testing.assert_close(found, torch.tensor(expected[case]), rtol=tolerance, atol=tolerance)
+        again = run_ranks(4, resume, str(tmp_path), f"ours-{case}", case)[0]
+        torch.testing.assert_close(torch.tensor(again), torch.tensor(expected[case]), rtol=tolerance, atol=tolerance)

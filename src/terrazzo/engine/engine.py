@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +176,7 @@ class Engine:
         exclude_frozen_parameters: bool = False,
         *,
         async_op: bool = False,
+        layout: Literal["native", "deepspeed"] = "native",
     ) -> Future[None]:
         """Save the whole state of the run, from all ranks together, as `<save_dir>/<tag>`.
 
@@ -187,6 +188,7 @@ class Engine:
                 `load_checkpoint` returns it.  Names that are the engine's own are an error.
             save_latest: whether `latest` is to name this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
+            layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage (1 or 2).
             async_op: return as soon as the state has been copied, and write in the background.
 
         Returns:
@@ -200,6 +202,7 @@ class Engine:
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             async_op=async_op,
+            layout=layout,
         )
 
     def load_checkpoint(

@@ -24,6 +24,7 @@ from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimiz
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors, reshard
+from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
 
@@ -48,6 +49,7 @@ def save_engine(
     save_latest: bool,
     exclude_frozen: bool,
     async_op: bool,
+    layout: str,
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
     if engine.micro_steps % engine.batch.accumulation:
@@ -57,11 +59,18 @@ def save_engine(
         )
     tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag)
     folder = Path(save_dir)
+    finished: Future[None] = Future()
+    if layout == "deepspeed":
+        if async_op:
+            raise EngineError("layout='deepspeed' is not written in the background: leave out async_op")
+        save_in_deepspeed_layout(engine, folder, tag, client_state, exclude_frozen=exclude_frozen)
+        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        finished.set_result(None)
+        return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
     # Statistics of the data differ from rank to rank; those of the first rank are kept.
     buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
     planner = DefaultSavePlanner(lowest_rank_wins=buffers)
-    finished: Future[None] = Future()
     if not async_op:
         save(state, checkpoint_id=folder / tag, planner=planner)
         ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
