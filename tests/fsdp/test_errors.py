@@ -122,12 +122,12 @@ class Forking(Model):
 def short_group() -> None:
     """The default group again, with a short time limit."""
     dist.destroy_process_group()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 
 
 def check_skipped() -> str:
     short_group()
-    model = shard_blocks(Forking())
+    model = shard_blocks(Forking(3, 600, 1800))
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     model.skipped = 1
@@ -160,7 +160,7 @@ class Swapping(Model):
 
 def check_swapped() -> str:
     short_group()
-    model = shard_blocks(Swapping())
+    model = shard_blocks(Swapping(3, 600, 1800))
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     model.swaps = True
@@ -181,7 +181,7 @@ def check_absent() -> str:
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     if dist.get_rank() == 1:
-        time.sleep(14)  # busy with something else
+        time.sleep(10)  # busy with something else
         return ""
     with pytest.raises(DivergedRanksError) as caught:
         loss_of(model, mine(x), mine(y)).backward()

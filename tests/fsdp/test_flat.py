@@ -1,4 +1,4 @@
-"""Flat buffers against torch.chunk: what is packed on every rank can be unpacked again, and lies where collectives want it."""
+"""Flat buffers against torch.chunk: what is packed on every rank can be unpacked, and lies where it has to."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_half_precision_computes_and_single_steps(world, reduce_dtype):
 
 
 def check_accumulation() -> None:
-    """Accumulated without communication, gradients add up in the reduce dtype: what half precision would swallow stays."""
+    """Accumulated gradients add up in the reduce dtype: what half precision would swallow stays."""
     model = nn.Linear(4, 4, bias=False)
     nn.init.ones_(model.weight)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))

@@ -139,7 +139,7 @@ def check_memory() -> None:
     gradients = sum(p.grad.to_local().nbytes for p in model.parameters())
     slack = group_bytes // 4
     assert peak - gradients <= 3 * group_bytes + slack, "two whole groups and one reduce buffer"
-    assert peak - gradients >= 2 * group_bytes, "this measures something"
+    assert peak - gradients >= 1.5 * group_bytes, "this measures something"
     assert peak - gradients <= promised.peak - promised.held + slack
     assert promised.held == 2 * gradients
 

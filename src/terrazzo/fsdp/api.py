@@ -89,8 +89,8 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
             raise FSDPError(f"fully_shard was called twice on the same {type(module).__name__}")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
             raise FSDPValueError(
-                f"{type(module).__name__} has no forward, so nothing would gather its parameters: call fully_shard on the "
-                "modules in it, or on a list of them to make them one group"
+                f"{type(module).__name__} has no forward, so nothing would gather its parameters: call fully_shard on "
+                "the modules in it, or on a list of them to make them one group"
             )
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool | int)):
         raise FSDPValueError(

@@ -1,8 +1,10 @@
-"""The two collectives of fully_shard: on accelerators those of `terrazzo.comm`, on CPU messages between pairs of ranks.
+"""The two collectives of fully_shard: those of `terrazzo.comm`, but large ones on CPU are messages between pairs of
+ranks.
 
-A collective of gloo runs on a thread of its own: two changes of threads on the way there and back, which is most of what
-a small one costs.  Messages are sent from the thread that has them, and received where they belong.  And a message has a
-tag, here that of the parameters it is about, so ranks that took different paths do not mistake one for another.
+For large ones that is quicker: parts are received where they belong, what a rank keeps does not travel, and no step
+waits for another.  And a message has a tag, here that of the parameters it is about, so ranks that took different
+paths wait for each other, and are told so, where gloo would end the process because sizes differ.  For small ones what
+counts is that gloo's threads do the work while the caller goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from terrazzo.comm.collectives import all_gather_start, reduce_scatter_start
 from terrazzo.comm.pending import Pending
 
 FIRST_TAG = 1 << 30  # below are those of users' own messages
+
+_SMALL = 4 << 20  # bytes of all parts together
 
 
 class _Messages:
@@ -37,10 +41,11 @@ class _Messages:
 def start_gather(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int) -> Pending[Tensor]:
     """Begin to collect the flat parts of all ranks, of the given sizes, one after the other."""
     n, own = axis.size, axis.index
-    if axis.device_type != "cpu" or n == 1:
+    nbytes = sum(sizes) * part.element_size()
+    if n == 1 or nbytes <= _SMALL or axis.device_type != "cpu":
         return all_gather_start(part, axis, 0, sizes)
     if observe.observers:
-        observe.report("all_gather", axis, (n - 1) * sum(sizes) * part.element_size() // n, None, True)
+        observe.report("all_gather", axis, (n - 1) * nbytes // n, None, True)
     out = part.new_empty(sum(sizes))
     chunks = out.split_with_sizes(list(sizes))
     works = _exchange(axis, [part] * n, chunks, tag)
@@ -51,7 +56,7 @@ def start_gather(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int) -> Pe
 def start_reduce(buffers: Tensor, axis: Axis, sizes: Sequence[int], op: str, tag: int) -> Pending[Tensor]:
     """Begin to reduce flat `buffers`, whose part i of size `sizes[i]` belongs to rank i; `op` is sum or avg."""
     n, own = axis.size, axis.index
-    if axis.device_type != "cpu" or n == 1:
+    if n == 1 or buffers.nbytes <= _SMALL or axis.device_type != "cpu":
         return reduce_scatter_start(buffers, axis, 0, sizes, op)
     if observe.observers:
         observe.report("reduce_scatter", axis, (n - 1) * buffers.nbytes // n, op, True)

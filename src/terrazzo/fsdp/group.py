@@ -99,9 +99,9 @@ class Group:
         if not isinstance(found, DTensor) or found._layout is not param.layout:
             placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
             raise FSDPError(
-                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape {tuple(found.shape)}; "
-                f"what takes its place has to be a DTensor of shape {tuple(param.layout.shape)} placed "
-                f"{list(param.layout.placements)} on the same mesh"
+                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape "
+                f"{tuple(found.shape)}; what takes its place has to be a DTensor of shape {tuple(param.layout.shape)} "
+                f"placed {list(param.layout.placements)} on the same mesh"
             )
         param.sharded = found
 
@@ -114,15 +114,15 @@ class Group:
                 (n, x) for n, x in locals_ if (x.device.type, x.dtype) != (first[1].device.type, first[1].dtype)
             )
             raise FSDPError(
-                f"parameters that were sharded together now differ: {first[0]!r} is {first[1].dtype} on {first[1].device}, "
-                f"{name!r} is {other.dtype} on {other.device}; move or materialise all of them"
+                f"parameters that were sharded together now differ: {first[0]!r} is {first[1].dtype} on "
+                f"{first[1].device}, {name!r} is {other.dtype} on {other.device}; move or materialise all of them"
             )
         rest = bucket.settings.rest_device
         device = locals_[0][1].device
         if device.type not in (rest.type, "meta"):
             raise FSDPError(
-                f"the sharded parameters {locals_[0][0]!r}, ... are on {device}, but rest on {rest} by their mesh and offload "
-                f"policy: move the module back to {rest}"
+                f"the sharded parameters {locals_[0][0]!r}, ... are on {device}, but rest on {rest} by their mesh and "
+                f"offload policy: move the module back to {rest}"
             )
 
     def _prepare(self) -> None:
@@ -144,8 +144,8 @@ class Group:
         if not self._prepared:
             names = [p.name for b in self.buckets if b.is_meta for p in b.params]
             raise FSDPError(
-                f"parameters are still on the meta device: {names}; call module.to_empty(device=...) and give them values "
-                "(reset_parameters() of each module, or load a state dict) before the first forward"
+                f"parameters are still on the meta device: {names}; call module.to_empty(device=...) and give them "
+                "values (reset_parameters() of each module, or load a state dict) before the first forward"
             )
 
     # ------------------------------------------------------------------ unshard and reshard
@@ -259,7 +259,7 @@ class Group:
 
     def has_gradients(self) -> bool:
         """Whether backward left gradients at the whole parameters."""
-        return self._prepared and any([p.whole_local.grad is not None for p in self.params])
+        return self._prepared and any(p.whole_local.grad is not None for p in self.params)
 
     def modules(self) -> list[nn.Module]:
         """Those that hold parameters of the group."""

@@ -32,9 +32,9 @@ class DataMesh:
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
             raise FSDPError(
-                f"fully_shard takes a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and shards "
-                f"on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the submesh of the "
-                "data-parallel dims, as in mesh['dp']"
+                f"fully_shard takes a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and "
+                f"shards on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the "
+                "submesh of the data-parallel dims, as in mesh['dp']"
             )
         if mesh.get_coordinate() is None:
             raise FSDPError(f"rank {dist.get_rank()} is not part of the mesh {mesh} that fully_shard was given")
@@ -93,9 +93,10 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
     if inner._get_root_mesh() != root or names is None or inner_names is None or set(names) & set(inner_names):
         raise FSDPError(
-            f"a parameter is a DTensor on {inner}, and fully_shard was given {data}: to shard it further, both have to be "
-            "different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
-            "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, mesh=mesh['dp'])"
+            f"a parameter is a DTensor on {inner}, and fully_shard was given {data}: to shard it further, both have "
+            "to be different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
+            "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, "
+            "mesh=mesh['dp'])"
         )
     return root[(*names, *inner_names)]
 

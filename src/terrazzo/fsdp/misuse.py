@@ -45,8 +45,8 @@ def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         del _checked[optimizer]
         shown = ", ".join(repr(name) for name in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
         raise FSDPError(
-            f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters ({shown}) that the "
-            "model no longer uses. Build the optimizer after sharding, from model.parameters()"
+            f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters ({shown}) "
+            "that the model no longer uses. Build the optimizer after sharding, from model.parameters()"
         )
 
 
@@ -63,8 +63,9 @@ def remark_on_single_group(root: nn.Module, units: list[Unit]) -> None:
         repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(kinds) == 1
         if repeated and any(True for _ in module.parameters()):
             warnings.warn(
-                f"fully_shard was called only on the root: all {whole >> 20} MiB of parameters are gathered at once, and no "
-                f"communication overlaps with computation. Call it on each module of {name!r} first, then on the root",
+                f"fully_shard was called only on the root: all {whole >> 20} MiB of parameters are gathered at once, "
+                f"and no communication overlaps with computation. Call it on each module of {name!r} first, then on "
+                "the root",
                 stacklevel=2,
             )
             return

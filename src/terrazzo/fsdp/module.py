@@ -37,8 +37,8 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FSDPError(
-            f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the module before "
-            "fully_shard, or make a second one, shard it too, and load this one's state dict"
+            f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the "
+            "module before fully_shard, or make a second one, shard it too, and load this one's state dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -110,7 +110,7 @@ class FSDPModule:
             unit.gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas of HSDP; without it only the shards are reduced, and add up."""
+        """Whether backward reduces gradients over the replicas of HSDP, or lets reduced shards add up."""
         for unit in _units(self, recurse):
             unit.options.all_reduce = requires_all_reduce
 

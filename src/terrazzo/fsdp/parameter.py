@@ -1,8 +1,8 @@
 """One parameter of a group: where it is registered, and its two faces.
 
-Outside forward and backward modules hold the *sharded* face, a DTensor that optimizers and state dicts see.  Inside they
-hold the *whole* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the module;
-only which of them is registered changes.
+Outside forward and backward modules hold the *sharded* face, a DTensor that optimizers and state dicts see.  Inside
+they hold the *whole* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the
+module; only which of them is registered changes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class ShardedParameter:
         """Say on the sharded face what errors about it should say."""
         self.sharded._note = (
             f"{self.name!r} is a parameter of a module that fully_shard took, and whole only while that runs: call the "
-            "module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or unshard()"
+            "module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "
+            "unshard()"
         )
 
     def make_whole(self, local: Tensor, attributes: dict[str, Any]) -> None:
@@ -145,8 +146,8 @@ def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn
     before = replaced_name(parameter)
     if before is not None:
         raise FSDPError(
-            f"parameter {name!r} is shared with {before!r}, which another fully_shard call has sharded already; parameters "
-            "that are shared between modules belong to one group: fully_shard([module_a, module_b])"
+            f"parameter {name!r} is shared with {before!r}, which another fully_shard call has sharded already; "
+            "parameters that are shared between modules belong to one group: fully_shard([module_a, module_b])"
         )
     if type(parameter.data).__module__.startswith("torch.distributed"):
         raise FSDPError(

@@ -8,6 +8,7 @@ gradients are accumulated and reduced in the reduce dtype, and handed over in th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -34,6 +35,22 @@ class ReduceOptions:
         self.divisor: float | None = None  # None: the number of ranks
         self.hook: AllReduceHook | None = None
         self.hook_stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction under way."""
+
+    pending: Pending[Tensor]
+    hand_over: Callable[[Tensor], None]
+
+    def finish(self) -> None:
+        """Wait for it, and give the sharded parameters their gradients."""
+        self.hand_over(self.pending.wait())
+
+    def discard(self) -> None:
+        """Wait for it: other ranks wait for this one's messages, and the next ones must not be mistaken for them."""
+        self.pending.wait()
 
 
 class Reducer:
@@ -123,8 +140,8 @@ class Reducer:
 
     # ------------------------------------------------------------------ with communication
 
-    def start(self) -> Callable[[], None] | None:
-        """Begin the reduction; what is returned ends it and hands the gradients over. None: there are no gradients."""
+    def start(self) -> Reduction | None:
+        """Begin the reduction of what gradients there are. None: there is nothing to wait for."""
         plan = self._current_plan()
         if plan is None:
             return None
@@ -151,13 +168,10 @@ class Reducer:
             divisor = None
         op = "avg" if options.divisor is None and not early else "sum"
         pending = start_reduce(buffers, mesh.shard, plan.sizes, op, self.bucket.tag + 1)
-        return lambda: self._finish(pending, plan, op, divisor, missing)
+        return Reduction(pending, lambda reduced: self._finish(reduced, plan, op, divisor, missing))
 
-    def _finish(
-        self, pending: Pending[Tensor], plan: FlatPlan, op: str, divisor: float | None, missing: list[int]
-    ) -> None:
+    def _finish(self, reduced: Tensor, plan: FlatPlan, op: str, divisor: float | None, missing: list[int]) -> None:
         mesh, options = self.bucket.settings.mesh, self.options
-        reduced = pending.wait()
         if mesh.replicate is not None:
             if self._partial is not None:
                 reduced = reduced + self._partial
@@ -231,6 +245,12 @@ class Reducer:
                 new.append(grad)
         if known:
             torch._foreach_add_(known, new)
+
+    def abandon(self) -> None:
+        """Forget the gradients of a backward that failed."""
+        self._accumulated.clear()
+        for param in self.bucket.params:
+            param.whole_local.grad = None
 
     def settle(self) -> None:
         """Wait until gradients that are copied to the CPU are there."""

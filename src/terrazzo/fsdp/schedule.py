@@ -7,13 +7,12 @@
 
 On an accelerator gathers run on a stream of their own and a reduction overlaps with the next group's backward.  On CPU
 the host waits for what it needs, so it asks early: each forward follows the order of the last one and begins to gather
-what comes next.  A large reduction ends there before the next group is made whole, so that no more than two whole groups
-and one reduce buffer exist; a small one, which is all latency, goes on meanwhile.
+what comes next.  A large reduction ends there before the next group is made whole, so that no more than two whole
+groups and one reduce buffer exist; a small one, which is all latency, goes on meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from terrazzo.fsdp.streams import GatherStream
 from terrazzo.fsdp.watch import Watch
 
 if TYPE_CHECKING:
+    from terrazzo.fsdp.reduce import Reduction
     from terrazzo.fsdp.trace import Trace
     from terrazzo.fsdp.unit import Unit
 
@@ -51,7 +51,7 @@ class Schedule:
         self.post_optim_event: Any = None
         self.trace: Trace | None = None
         self.watch = Watch(next((u.group.settings.mesh for u in units if u.group is not None), None))
-        self._reductions: list[tuple[Unit, list[Callable[[], None]]]] = []
+        self._reductions: list[tuple[Unit, list[Reduction]]] = []
         self._entered: list[Unit] = []  # in this forward, in order
         self._expected: list[Unit] = []  # by the last forward
 
@@ -128,6 +128,9 @@ class Schedule:
         """The last backward raised: nothing of it is of use."""
         self.backward_running = False
         self.last_forward = None
+        for _, started in self._reductions:
+            for reduction in started:
+                reduction.discard()
         self._reductions.clear()
         self._entered = []
         self.watch.forget()
@@ -185,21 +188,21 @@ class Schedule:
         """Begin to reduce a unit's gradients; one other reduction at most is still under way then."""
         began = perf_counter() if self.trace is not None else 0.0
         self.end_reductions()
-        ends = [end for reducer in unit.reducers if (end := reducer.start()) is not None]
-        if ends:
+        started = [one for reducer in unit.reducers if (one := reducer.start()) is not None]
+        if started:
             self.watch.note(unit, "reduce")
-            self._reductions.append((unit, ends))
+            self._reductions.append((unit, started))
         if self.trace is not None:
             self.trace.add("reduce", unit.name, sum(r.reduce_bytes for r in unit.reducers), began)
 
     def end_reductions(self) -> None:
         """Wait for the reductions under way, and hand their gradients over."""
         while self._reductions:
-            unit, ends = self._reductions.pop(0)
+            unit, started = self._reductions.pop(0)
             began = perf_counter() if self.trace is not None else 0.0
             try:
-                for end in ends:
-                    end()
+                for reduction in started:
+                    reduction.finish()
             except CommError as error:
                 raise self.watch.explain(error) from error
             if self.trace is not None:

@@ -26,8 +26,8 @@ from terrazzo.fsdp.unit import unit_of
 class TraceEvent(msgspec.Struct, frozen=True):
     """Something that was done for a group.
 
-    `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied to
-    its place), reshard, reduce (a reduction begins), gradients (it ended, and gradients were handed over).
+    `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied
+    to its place), reshard, reduce (a reduction begins), gradients (it ended, and gradients were handed over).
     """
 
     kind: str
@@ -60,9 +60,8 @@ class Trace:
         for e in self.events:
             phase = "backward" if e.in_backward else "forward"
             size = f"{e.bytes:,}" if e.bytes else ""
-            lines.append(
-                f"{e.begin * 1e3:9.3f}  {(e.end - e.begin) * 1e3:8.3f}  {phase:8}  {e.kind:9}  {e.group:{width}}  {size:>13}"
-            )
+            took = (e.end - e.begin) * 1e3
+            lines.append(f"{e.begin * 1e3:9.3f}  {took:8.3f}  {phase:8}  {e.kind:9}  {e.group:{width}}  {size:>13}")
         return "\n".join(lines)
 
     def chrome(self) -> bytes:

@@ -93,8 +93,8 @@ class Unit:
     def _become_root(self) -> Schedule:
         if len(self.modules) > 1:
             raise FSDPError(
-                f"the modules {[type(m).__name__ for m in self.modules]} were sharded together, but no module around them was: "
-                "call fully_shard on the module that contains them too"
+                f"the modules {[type(m).__name__ for m in self.modules]} were sharded together, but no module around "
+                "them was: call fully_shard on the module that contains them too"
             )
         root = self.modules[0]
         units: dict[int, Unit] = {}
@@ -172,7 +172,7 @@ class Unit:
 
     @torch._disable_dynamo
     def after_forward(self, module: nn.Module, outputs: Any) -> Any:
-        """Watch for backward, and free the parameters if that is wanted; returns the outputs as others shall see them."""
+        """Watch for backward, free the parameters if that is wanted; returns the outputs as others shall see them."""
         schedule = self.ensure_schedule()
         output_dtype = self.settings.precision.output_dtype
         if output_dtype is not None:
@@ -289,3 +289,5 @@ class Unit:
         self.modules_to_run = set()
         if self.group is not None:
             self.group.reshard()
+        for reducer in self.reducers:
+            reducer.abandon()

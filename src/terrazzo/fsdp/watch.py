@@ -1,27 +1,28 @@
 """Which collectives a rank asked for, so that ranks that took different paths can be told so.
 
-Ranks that disagree about the next collective wait for each other, until the process group's time limit; or, worse, their
-collectives match by size and mix up parameters.
+Ranks that disagree about the next collective wait for each other, until the process group's time limit; or, worse,
+their collectives match by size and mix up parameters.
 
-Against the second, ranks compare the order of their collectives.  On CPU a checksum of it travels with every forward and
-every backward: sixteen bytes that nobody waits for, looked at when the next ones leave.  On accelerators, where looking
-would make the host wait, ranks compare when the order is new to them, as in the first step.
+Against the second, ranks compare the order of their collectives.  On CPU a checksum of it travels with every forward
+and every backward: sixteen bytes that nobody waits for, looked at when the next ones leave.  On accelerators, where
+looking would make the host wait, ranks compare when the order is new to them, as in the first step.
 
-Against the first, a rank whose collective failed writes down where it was, looks what the others wrote, and names who was
-elsewhere.
+Against the first, a rank whose collective failed writes down where it was, looks what the others wrote, and names who
+was elsewhere.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Work
+from torch.distributed import PrefixStore
 
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis
@@ -44,6 +45,15 @@ class _Position(msgspec.Struct, frozen=True):
     last: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparing:
+    """A comparison under way."""
+
+    work: Any
+    both: Tensor  # the largest checksum of all ranks, and the smallest, negated
+    names: list[str]  # what this rank's checksum is of
+
+
 class Watch:
     """The collectives of one root on this rank."""
 
@@ -54,7 +64,7 @@ class Watch:
         self._in_part = 0  # collectives since the last comparison
         self._checksum = 0  # of these
         self._agreed: set[int] = set()
-        self._comparing: tuple[Work, Tensor, list[str]] | None = None
+        self._comparing: _Comparing | None = None
 
     def note(self, unit: Unit, what: str) -> None:
         """This rank is about to ask for a collective."""
@@ -76,7 +86,7 @@ class Watch:
         names = [f"{what} {unit.name}" for what, unit in recent]
         if axis.device_type == "cpu":
             both = torch.tensor([checksum, -checksum])
-            self._comparing = (wire.all_reduce(axis, both, "max"), both, names)
+            self._comparing = _Comparing(wire.all_reduce(axis, both, "max"), both, names)
         elif checksum not in self._agreed:
             plane = ControlPlane.for_group(axis.group, _time_limit(axis))
             if len(set(plane.all_gather(checksum.to_bytes(8, "little")))) > 1:
@@ -87,14 +97,14 @@ class Watch:
         """See what the last comparison found."""
         if self._comparing is None or self._axis is None:
             return
-        (work, both, names), self._comparing = self._comparing, None
+        comparing, self._comparing = self._comparing, None
         try:
-            work.wait()
+            comparing.work.wait()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
-        largest, smallest = both.tolist()
+        largest, smallest = comparing.both.tolist()
         if largest != -smallest:
-            self._raise_difference(self._axis, names)
+            self._raise_difference(self._axis, comparing.names)
 
     def forget(self) -> None:
         """A forward or backward failed here: there is nothing to compare."""
@@ -128,8 +138,8 @@ class Watch:
         return DivergedRanksError(
             f"rank {here}: a collective of fully_shard failed.\n  "
             + "\n  ".join(lines)
-            + "\nAll ranks have to run the same modules in the same order (control flow that depends on data or rank is the "
-            f"usual cause). The first error was: {error}"
+            + "\nAll ranks have to run the same modules in the same order (control flow that depends on data or rank "
+            f"is the usual cause). The first error was: {error}"
         )
 
     def _call_roll(self, axis: Axis) -> list[_Position | None]:
@@ -164,7 +174,7 @@ def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:
         if len(set(at)) > 1:
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
-                f"ranks ran different modules: collective {i + 1} of a forward or backward was {which}. What came of it may be "
-                "mixed up. All ranks have to run the same modules in the same order"
+                f"ranks ran different modules: collective {i + 1} of a forward or backward was {which}. What came of "
+                "it may be mixed up. All ranks have to run the same modules in the same order"
             )
     return "ranks ran different modules in this step"
