@@ -32,6 +32,7 @@ from terrazzo.tensor.keys import (
 )
 
 _make = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"].__set__
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -57,7 +58,7 @@ per_thread = PerThread()
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     """A DTensor around `local`, sharing it and its graph."""
-    result: DTensor = _make(DTensor, layout.shape, dtype=local.dtype, device=local.device)
+    result: DTensor = _make(DTensor, layout.shape, None, None, None, local.dtype, _STRIDED, local.device)
     result._local = local
     result._layout = layout
     result._memo = None

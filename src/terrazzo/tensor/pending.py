@@ -11,6 +11,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor
 
 _make: Any = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 
 
 class PendingDTensor(DTensor):
@@ -31,7 +32,7 @@ _local_slot: Any = DTensor.__dict__["_local"]
 
 def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
     """A DTensor whose local tensor `resolve` gives when it is first needed."""
-    result: PendingDTensor = _make(PendingDTensor, layout.shape, dtype=like.dtype, device=like.device)
+    result: PendingDTensor = _make(PendingDTensor, layout.shape, None, None, None, like.dtype, _STRIDED, like.device)
     result._layout = layout
     result._memo = None
     result._pending = resolve

@@ -36,14 +36,22 @@ LocalFunction: TypeAlias = Callable[[Any, list[Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class OneArgument:
-    """A local function of the commonest form, which runners call without a Python frame: `function(local,
-    argument)`."""
+    """A local function of the commonest form: `function(local, argument)`, called without a Python frame in between.
+
+    `otherwise` takes its place where it raises RuntimeError.
+    """
 
     function: Callable[[Any, Any], Any]
     argument: Any
+    otherwise: Callable[[Any, Any], Any] | None = None
 
     def __call__(self, func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-        return self.function(loc[0], self.argument)
+        if self.otherwise is None:
+            return self.function(loc[0], self.argument)
+        try:
+            return self.function(loc[0], self.argument)
+        except RuntimeError:
+            return self.otherwise(loc[0], self.argument)
 
 
 class Operand:

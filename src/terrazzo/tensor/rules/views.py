@@ -102,8 +102,8 @@ def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
                 even[a[0]] = (input.shape[a[0]], shape[b[0]])
 
     def localize(chosen: Chosen) -> LocalFunction:
-        # Not view: the local's strides may not allow what a global tensor's would.
-        return OneArgument(torch.Tensor.reshape, tuple(chosen.outs[0].local_shape))
+        # The local's strides may not allow what a global tensor's would.
+        return OneArgument(torch.Tensor.view, tuple(chosen.outs[0].local_shape), torch.Tensor.reshape)
 
     return moved(input, out, shape, localize=localize, even=even)
 
