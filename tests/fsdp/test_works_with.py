@@ -313,3 +313,48 @@ def check_mixed_checkpointing() -> None:
 
 def test_checkpointing_in_mixed_precision():
     run_ranks(2, check_mixed_checkpointing)
+
+
+class ChangesItsInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).relu_())
+
+
+def check_in_place() -> None:
+    def make() -> Model:
+        model = Model()
+        model.blocks = nn.ModuleList([ChangesItsInput() for _ in range(3)])
+        return model
+
+    train_alike(shard_blocks, make=make, steps=4)
+
+
+def test_modules_that_change_their_inputs_in_place():
+    run_ranks(2, check_in_place)
+
+
+class Branching(Model):
+    """Several modules work on one tensor, which also goes around them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        parts = [block(x) for block in self.blocks]
+        return self.head(sum(parts) * x)
+
+
+def check_branches() -> None:
+    model = train_alike(lambda m: shard_blocks(m, reshard_after_forward=True), make=Branching, steps=4)
+    whole_at_once: list[int] = []
+
+    def count(grad: Tensor) -> None:
+        whole_at_once.append(sum(type(block.up.weight) is nn.Parameter for block in model.blocks))
+
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda m, args, out: out.register_hook(count) and None)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    assert whole_at_once == [1, 1, 1], "each is freed when its own backward ends"
+
+
+def test_branches_are_freed_one_by_one():
+    run_ranks(2, check_branches)
