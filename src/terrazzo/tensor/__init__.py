@@ -15,6 +15,7 @@ from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     compiling,
     foreach,
     indexing,
+    optimizers,
     pickling,
     random_ops,
     recurrent,
@@ -25,6 +26,7 @@ from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 
 foreach.install()
 clip.install()
+optimizers.install()
 compiling.install()
 autograd.install_function_bridge()
 transforms.install()

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
@@ -22,10 +20,7 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 
 
 def install() -> None:
-    """Let PyTorch's clipping and optimizers treat lists of DTensors as lists of tensors."""
-    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        if DTensor not in known:
-            known.append(DTensor)
+    """Let PyTorch's clipping compute the norm of DTensors at once."""
     clip_grad._get_total_norm = _over_dtensors(clip_grad._get_total_norm)
 
 

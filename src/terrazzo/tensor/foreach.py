@@ -46,7 +46,7 @@ def _is_list(value: Any) -> bool:
     return type(value) in (list, tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _locals(value: Any) -> Any:
+def locals_of(value: Any) -> Any:
     if _is_list(value):
         try:
             return [x._local for x in value]
@@ -63,7 +63,7 @@ def _layouts(tensors: Sequence[Any]) -> list[Layout | None]:
         return [x._layout if isinstance(x, DTensor) else None for x in tensors]
 
 
-def _placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
+def placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether the locals can be updated as they are."""
     layouts = _layouts(first)
     if any(layout is not None and layout.dual is not layout for layout in set(layouts)):
@@ -105,10 +105,10 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if (
         not elementwise
         or (torch.is_grad_enabled() and any(x.requires_grad for v in (first, *others) if _is_list(v) for x in v))
-        or not _placed_alike(first, others)
+        or not placed_alike(first, others)
     ):
         return _one_by_one(func, args, kwargs)
-    result = func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
+    result = func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
     if inplace:
         return first if result is not None else None
     placed = zip(result, _layouts(first), strict=True)
@@ -175,13 +175,13 @@ def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     others = [*args[1:], *kwargs.values()]
     state_steps = [v for v in others if _is_list(v) and isinstance(v[0], torch.Tensor) and v[0].dim() == 0]
     rest = [v for v in others if not any(v is s for s in state_steps)]
-    if not _placed_alike(first, rest):
+    if not placed_alike(first, rest):
         first_layouts = [x._layout for x in first]
         if any(isinstance(p, Partial) for layout in first_layouts for p in layout.placements):
             return NotImplemented
         args = [first, *[_placed_like(a, first) for a in args[1:]]]
         kwargs = {k: _placed_like(v, first) for k, v in kwargs.items()}
-    return func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
+    return func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
 
 
 def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:
@@ -237,8 +237,8 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """GradScaler's unscaling: an overflow on one rank is an overflow on all."""
     grads, found_inf, inv_scale = args
-    func([_locals(g) for g in grads], _locals(found_inf), _locals(inv_scale))
-    found = _locals(found_inf)
+    func([locals_of(g) for g in grads], locals_of(found_inf), locals_of(inv_scale))
+    found = locals_of(found_inf)
     done: set[tuple[int, tuple[int, ...]]] = set()
     for g in grads:
         layout = g._layout
@@ -248,4 +248,4 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _update_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
+    return func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
