@@ -18,8 +18,8 @@ from torch.utils import _foreach_utils
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.foreach import locals_of, placed_alike
 
-# Functions that write their tensors in place and leave the lists alone. SGD's and ASGD's put new tensors into the
-lists._ELEMENTWISE: dict[ModuleType, str] = {
+# These write their tensors in place and leave the lists alone. SGD's and ASGD's put new tensors into the lists.
+_ELEMENTWISE: dict[ModuleType, str] = {
     adadelta: "_multi_tensor_adadelta",
     adagrad: "_multi_tensor_adagrad",
     adam: "_multi_tensor_adam",
