@@ -101,6 +101,13 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return root[(*names, *inner_names)]
 
 
+def _is_accelerated(group: Any, device: torch.device) -> bool:
+    """Whether the group has a backend of the device's own; gloo claims devices that it serves through the CPU."""
+    if device.type == "cpu" or not torch.get_device_module(device.type).is_available():
+        return False
+    return group._get_backend(device).name() != "gloo"
+
+
 _default: tuple[Any, DeviceMesh] | None = None
 
 
@@ -113,8 +120,6 @@ def _default_mesh() -> DeviceMesh:
         )
     group = distributed_c10d._get_default_group()
     if _default is None or _default[0]() is not group:
-        kind = next((device.type for device in group._device_types if device.type != "cpu"), "cpu")
-        if kind != "cpu" and not torch.get_device_module(kind).is_available():
-            kind = "cpu"
+        kind = next((device.type for device in group._device_types if _is_accelerated(group, device)), "cpu")
         _default = (weakref.ref(group), init_device_mesh(kind, (dist.get_world_size(),)))
     return _default[1]
