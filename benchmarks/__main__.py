@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import cases
+from benchmarks.markdown import update_page
 from benchmarks.report import report, tables, write_json
 from benchmarks.runner import run
 
@@ -19,6 +21,7 @@ app = typer.Typer(add_completion=False)
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Topics or cases, with wildcards; default all.")] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the results, with all samples, to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write the tables into this page of Markdown.")] = None,
     quick: Annotated[bool, typer.Option(help="Small problems and few repetitions: does it run at all?")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Name the cases and their budgets, and run none.")] = False,
 ) -> None:
@@ -41,6 +44,8 @@ def main(
         progress.print(f"{result.name}: {result.error}", markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         write_json(json, report(results, quick=quick))
+    if page is not None:
+        update_page(page, report(results, quick=quick), datetime.date.today())
     if failed:
         raise typer.Exit(1)
 

@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.cases import OURS, Budget, Case
 
@@ -99,7 +100,8 @@ def tables(results: Iterable[Result]) -> list[Table]:
     return [_table(topic, list(group)) for topic, group in groupby(results, key=lambda r: r.name.partition(".")[0])]
 
 
-def _table(topic: str, results: Sequence[Result]) -> Table:
+def columns_of(results: Sequence[Result]) -> dict[str, list[str]]:
+    """The table of one topic as text: title -> cells; columns without content are left out."""
     names = list(dict.fromkeys(name for result in results for name in result.medians))
     columns = {
         "case": [result.name.partition(".")[2] for result in results],
@@ -108,25 +110,33 @@ def _table(topic: str, results: Sequence[Result]) -> Table:
         **{f"/ {name}": [_ratio(result.ratios.get(name)) for result in results] for name in names if name != OURS},
         "overhead": [_ratio(result.overhead) for result in results],
         "budget": [str(result.budget or "") for result in results],
-        "": [_verdict(result) for result in results],
+        "kept": [_verdict(result) for result in results],
     }
+    return {title: cells for title, cells in columns.items() if any(cells)}
+
+
+def _table(topic: str, results: Sequence[Result]) -> Table:
+    columns = columns_of(results)
     table = Table(title=topic)
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    for title in shown:
-        table.add_column(title, justify="left" if title in ("case", "budget", "") else "right", no_wrap=title == "case")
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
+    for title in columns:
+        left = title in ("case", "budget", "kept")
+        table.add_column(title, justify="left" if left else "right", no_wrap=title == "case")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(cell, _COLORS.get(cell.partition(":")[0], "")) for cell in row))
     return table
+
+
+_COLORS = {"failed": "red", "over": "red", "ok": "green", "not measured": "yellow"}
 
 
 def _verdict(result: Result) -> str:
     if result.error is not None:
-        return "[red]failed"
+        return "failed"
     if result.budget is None:
         return ""
     if result.kept is None:
-        return "[yellow]not measured"
-    return "[green]ok" if result.kept else f"[red]over: {result.measured:.3g}"
+        return "not measured"
+    return "ok" if result.kept else f"over: {result.measured:.3g}"
 
 
 def _ratio(value: float | None) -> str:

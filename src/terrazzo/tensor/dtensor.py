@@ -122,10 +122,6 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
     return value
 
 
-def _all_ours(values: list[Any]) -> bool:
-    return set(map(type, values)) == {DTensor}
-
-
 def _general_key(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
@@ -196,9 +192,19 @@ class DTensor(torch.Tensor):
                         elif kind in PLAIN_KEYS:
                             hashable = (func, first._layout, second)
                             loc = [first._local, second]
-                        elif kind is tuple and append_basic_index(second, key := [func, first._layout]):
-                            hashable = tuple(key)
-                            loc = [first._local, second]
+                        elif kind is tuple:
+                            key = [func, first._layout]
+                            for i in second:  # append_basic_index, without the call
+                                if type(i) is slice:
+                                    key.append((i.start, i.stop, i.step))
+                                elif type(i) in PLAIN_KEYS:
+                                    key.append(i)
+                                else:
+                                    hashable, loc, kw = _general_key(func, args, kw)
+                                    break
+                            else:
+                                hashable = tuple(key)
+                                loc = [first._local, second]
                         else:
                             hashable, loc, kw = _general_key(func, args, kw)
                     else:
@@ -210,10 +216,13 @@ class DTensor(torch.Tensor):
                             hashable, loc, kw = _general_key(func, args, kw)
                 elif type(first) is list and func in list_handlers:
                     return list_handlers[func](func, args, kw)
-                elif type(first) is list and count == 2 and type(args[1]) in PLAIN_KEYS and _all_ours(first):
+                elif type(first) is list and count == 2 and type(args[1]) in PLAIN_KEYS:
                     second = args[1]
-                    hashable = (func, second, *[x._layout for x in first])
-                    loc = [[x._local for x in first], second]
+                    try:
+                        hashable = (func, second, *[x._layout for x in first])
+                        loc = [[x._local for x in first], second]
+                    except AttributeError:  # not all of them are DTensors
+                        hashable, loc, kw = _general_key(func, args, kw)
                 else:
                     hashable, loc, kw = _general_key(func, args, kw)
             plan = plans.get(hashable)
