@@ -175,10 +175,6 @@ def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn
     return dim
 
 
-def is_on_meta(tensors: Iterable[Tensor]) -> bool:
-    return any(t.device.type == "meta" for t in tensors)
-
-
 __all__ = [
     "ShardPlacementFn",
     "ShardedParameter",
@@ -186,7 +182,6 @@ __all__ = [
     "as_parameter",
     "attributes_of",
     "collect",
-    "is_on_meta",
     "mark_replaced",
     "replaced_name",
     "shard_dim",

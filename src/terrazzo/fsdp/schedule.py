@@ -8,11 +8,13 @@
 On an accelerator gathers run on a stream of their own and a reduction overlaps with the next group's backward.  On CPU
 the host waits for what it needs, so it asks early: each forward follows the order of the last one and begins to gather
 what comes next.  A large reduction ends there before the next group is made whole, so that no more than two whole
-groups and one reduce buffer exist; a small one, which is all latency, goes on meanwhile.
+groups and one reduce buffer exist; small ones, which are all latency, go on meanwhile, and small groups are gathered
+further ahead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from terrazzo.fsdp.unit import Unit
 
 
-_OVERLAPPED_BYTES = 1 << 20  # reduce buffers up to this size may exist beside the gradients of the next group, on CPU
+# On CPU, where the host waits: so much may be gathered further ahead than the next group, and be reduced meanwhile.
+_OVERLAPPED_BYTES = 1 << 20
+_FURTHEST = 4  # groups ahead
 
 
 def in_backward() -> bool:
@@ -45,7 +49,7 @@ class Schedule:
         self.device = device
         self.stream = None if device.type == "cpu" else GatherStream(device)
         self.forward_root: Unit | None = None
-        self.last_forward: Unit | None = None  # whose forward ended last, and so whose backward comes first
+        self.ended: tuple[Unit, ...] = ()  # whose forwards ended last, the latest first: so their backwards will come
         self.backward_running = False
         self.is_last_backward = True
         self.post_optim_event: Any = None
@@ -102,8 +106,25 @@ class Schedule:
             return
         self._entered.append(unit)
         at = len(self._entered)
-        if unit.forward_prefetch is None and at < len(self._expected) and self._expected[at - 1] is unit:
-            self.start_unshard(self._expected[at], "prefetch")
+        if unit.forward_prefetch is None and at <= len(self._expected) and self._expected[at - 1] is unit:
+            self.look_ahead(self._expected[at : at + _FURTHEST])
+
+    def note_forward(self, unit: Unit) -> None:
+        """A unit's forward ended."""
+        if not self.ended or self.ended[0] is not unit:
+            self.ended = (unit, *self.ended[: _FURTHEST - 1])
+
+    def look_ahead(self, units: Sequence[Unit]) -> None:
+        """Begin to gather what comes next and, on CPU, small groups after it: one's latency is longer than its work."""
+        room = _OVERLAPPED_BYTES if self.stream is None else 0
+        for i, unit in enumerate(units):
+            group = unit.group
+            if group is None or not unit.is_idle:
+                continue
+            room -= sum(bucket.gathered_bytes for bucket in group.buckets)
+            if i and room < 0:
+                return
+            self.start_unshard(unit, "prefetch")
 
     def begin_backward(self) -> None:
         """Once per backward."""
@@ -121,13 +142,13 @@ class Schedule:
             for unit in self.units:
                 for reducer in unit.reducers:
                     reducer.settle()
-            self.last_forward = None
+            self.ended = ()
         self.watch.compare()
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
         self.backward_running = False
-        self.last_forward = None
+        self.ended = ()
         for _, started in self._reductions:
             for reduction in started:
                 reduction.discard()
@@ -185,9 +206,9 @@ class Schedule:
     # ------------------------------------------------------------------ reductions
 
     def start_reduction(self, unit: Unit) -> None:
-        """Begin to reduce a unit's gradients; one other reduction at most is still under way then."""
+        """Begin to reduce a unit's gradients."""
+        self._end_oldest(unit)
         began = perf_counter() if self.trace is not None else 0.0
-        self.end_reductions()
         started = [one for reducer in unit.reducers if (one := reducer.start()) is not None]
         if started:
             self.watch.note(unit, "reduce")
@@ -198,19 +219,31 @@ class Schedule:
     def end_reductions(self) -> None:
         """Wait for the reductions under way, and hand their gradients over."""
         while self._reductions:
-            unit, started = self._reductions.pop(0)
-            began = perf_counter() if self.trace is not None else 0.0
-            try:
-                for reduction in started:
-                    reduction.finish()
-            except CommError as error:
-                raise self.watch.explain(error) from error
-            if self.trace is not None:
-                self.trace.add("gradients", unit.name, 0, began)
+            self._end_first()
 
     def make_room(self) -> None:
-        """Before a group becomes whole in backward: on CPU let a large reduction end first."""
-        if self.stream is None and self._reductions:
-            unit, _ = self._reductions[0]
-            if sum(reducer.buffer_bytes() for reducer in unit.reducers) > _OVERLAPPED_BYTES:
-                self.end_reductions()
+        """Before a group becomes whole in backward: on CPU let large reductions end first."""
+        if self.stream is None:
+            self._end_oldest(None)
+
+    def _end_oldest(self, following: Unit | None) -> None:
+        """Have no more under way than may be, with that of `following`: one on an accelerator, small ones on CPU."""
+        if self.stream is not None:
+            self.end_reductions()
+            return
+        units = [unit for unit, _ in self._reductions] + ([following] if following is not None else [])
+        under_way = sum(reducer.buffer_bytes() for unit in units for reducer in unit.reducers)
+        while self._reductions and under_way > _OVERLAPPED_BYTES:
+            under_way -= sum(reducer.buffer_bytes() for reducer in self._reductions[0][0].reducers)
+            self._end_first()
+
+    def _end_first(self) -> None:
+        unit, started = self._reductions.pop(0)
+        began = perf_counter() if self.trace is not None else 0.0
+        try:
+            for reduction in started:
+                reduction.finish()
+        except CommError as error:
+            raise self.watch.explain(error) from error
+        if self.trace is not None:
+            self.trace.add("gradients", unit.name, 0, began)

@@ -79,6 +79,11 @@ class Unit:
                 module.register_state_dict_pre_hook(self._before_state_dict)
                 module.register_load_state_dict_pre_hook(self._before_state_dict)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither its forward nor its backward is running."""
+        return self.phase is Phase.IDLE
+
     def _before_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """State dicts hold sharded parameters, whatever state the group is in."""
         if self.group is not None:
@@ -182,10 +187,10 @@ class Unit:
         keep = False
         if torch.is_grad_enabled():
             recomputing = in_backward()
-            previous = schedule.last_forward
-            outputs = map_tensors(outputs, partial(self._announced, partial(self._before_backward, previous)))
-            if not recomputing and previous is not self:
-                schedule.last_forward = self
+            hook = partial(self._before_backward, schedule.ended)
+            outputs = map_tensors(outputs, partial(self._announced, hook))
+            if not recomputing:
+                schedule.note_forward(self)
             # Where no output can be watched, backward may come unannounced, and would find no parameters.
             keep = recomputing or not has_tensor(outputs)
         if self.modules_to_run:
@@ -237,8 +242,8 @@ class Unit:
 
     # ------------------------------------------------------------------ backward
 
-    def _before_backward(self, previous: Unit | None, grad: Tensor) -> None:
-        """Backward reaches an output of the modules; `previous` is the unit that ran before."""
+    def _before_backward(self, before: Sequence[Unit], grad: Tensor) -> None:
+        """Backward reaches an output of the modules; `before` are units that ran before, the latest first."""
         if self.phase is Phase.BACKWARD:
             return
         schedule = self.ensure_schedule()
@@ -252,8 +257,8 @@ class Unit:
             if self.backward_prefetch is not None:
                 for unit in self.backward_prefetch:
                     schedule.start_unshard(unit, "prefetch")
-            elif previous is not None and previous.unshard_in_backward and previous.phase is Phase.IDLE:
-                schedule.start_unshard(previous, "prefetch")
+            else:
+                schedule.look_ahead([unit for unit in before if unit.unshard_in_backward])
 
     def _after_backward(self, grad: Tensor) -> None:
         """Backward leaves the modules through an input."""
