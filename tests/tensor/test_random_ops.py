@@ -55,7 +55,8 @@ def values_do_not_depend_on_placements(names: list[str]) -> None:
             drawn = draw(x).full_tensor()
             if first is None:
                 first = drawn
-            assert torch.equal(drawn, first), f"{name} {placements}: {(drawn != first).sum()} of {drawn.numel()} differ"
+            # Attention sums what it draws, in an order that depends on the placement.
+            torch.testing.assert_close(drawn, first, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}, {placements}: {m}")  # noqa: B023
         torch.manual_seed(4)
         assert first is not None
         assert not torch.equal(draw(x).full_tensor(), first), f"{name} does not heed the seed"

@@ -1,7 +1,7 @@
 """The rules as text: for given placements, what the operands are brought to and what the result has.
 
-Plans are made from shapes and placements alone, so no ranks are needed. `S1 8,6` is a tensor of shape (8, 6) sharded along
-dim 1; on two mesh dims it is `S0.P 8,6`.
+Plans are made from shapes and placements alone, so no ranks are needed. `S1 8,6` is a tensor of shape (8, 6) sharded
+along dim 1; on two mesh dims it is `S0.P 8,6`.
 """
 
 from __future__ import annotations

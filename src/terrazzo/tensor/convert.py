@@ -45,6 +45,8 @@ def from_local(
         raise DTensorError(
             "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
         )
+    if local.layout is not torch.strided:
+        raise DTensorError(f"a DTensor holds strided tensors, not {local.layout}: use local_tensor.to_dense()")
     mesh = current_mesh(mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if local.device.type != mesh.device_type and local.device.type != "meta":

@@ -8,7 +8,8 @@ written in Python, the decomposition of the composites listed in `decompositions
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,10 +109,10 @@ def call_without_plan(
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
-            spec = override(call, args, kwargs)
-            plan = make_plan(call, spec)
-            assert plan is not None
-            return _run_planned(call, spec, plan, args, loc, kw, kwargs, key)
+            overriding = override(call, args, kwargs)
+            chosen = make_plan(call, overriding)
+            assert chosen is not None
+            return _run_planned(call, overriding, chosen, args, loc, kw, kwargs, key)
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
@@ -135,7 +136,8 @@ def call_without_plan(
     if python_body:
         return _run_body(func, types_, args, kwargs)
     if name in COMPOSITES:
-        return run_composite(func, args, kwargs)
+        with _own_tensors_replicated():
+            return run_composite(func, args, kwargs)
     return replicate_and_run(name, func, args, kwargs)
 
 
@@ -157,18 +159,25 @@ def _run_planned(
     return result
 
 
-def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the body of a function of PyTorch's written in Python.
+@contextmanager
+def _own_tensors_replicated() -> Iterator[None]:
+    """For the bodies of PyTorch's own functions, in Python and C++.
 
-    The caller's own plain tensors were refused before; those that the body makes (masks, offsets, random vectors) are the
+    The caller's plain tensors were refused before; those that a body makes (masks, offsets, random vectors) are the
     same on every rank.
     """
     before = per_thread.implicit_replication
     per_thread.implicit_replication = True
     try:
-        return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
+        yield
     finally:
         per_thread.implicit_replication = before
+
+
+def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the body of a function of PyTorch's written in Python."""
+    with _own_tensors_replicated():
+        return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
 
 
 def _key_by_value(func: Any) -> None:
@@ -272,8 +281,15 @@ def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
     makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and its like
     for target, value in zip(outs, results, strict=True):
-        if makes_anew and isinstance(target, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            value = wrap(value, Layout.of(target.device_mesh, (Replicate(),) * target.device_mesh.ndim, tuple(value.shape)))
+        if (
+            makes_anew
+            and isinstance(target, DTensor)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+        ):
+            value = wrap(
+                value, Layout.of(target.device_mesh, (Replicate(),) * target.device_mesh.ndim, tuple(value.shape))
+            )
         if not isinstance(target, DTensor) or not isinstance(value, DTensor):
             raise MixedTensorError(
                 f"{canonical_name(func)[0]}: out= and the inputs must all be DTensors, out is {type(target).__name__}"

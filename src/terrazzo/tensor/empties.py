@@ -1,8 +1,8 @@
 """Whether a plan's local function takes the empty shards that some rank will give it.
 
-Many functions refuse tensors without elements. The rank that holds an empty shard would raise while the others went on to wait
-for it. So each rank asks, when the plan is made, the same question: does the function, and its gradient, work on what the
-rank with the empty shard will have?
+Many functions refuse tensors without elements. The rank that holds an empty shard would raise while the others went on
+to wait for it. So each rank asks, when the plan is made, the same question: does the function, and its gradient, work
+on what the rank with the empty shard will have?
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def _works(
     inplace: bool,
 ) -> bool:
     args, kwargs = list(loc), dict(kw)
+    probes: list[torch.Tensor] = []
     for o, shape in zip(plan.operands, shapes, strict=True):
         local = get_at(loc, kw, o.path)
         written = inplace and o.path == (0,)
         # One element stands for all of those that are not empty; what is written to has memory of its own.
         probe = local.new_zeros(shape) if written else local.new_zeros(()).expand(shape)
         differentiable = not written and (local.is_floating_point() or local.is_complex())
-        put_at(args, kwargs, o.path, probe.requires_grad_(differentiable))
+        probes.append(probe.requires_grad_(differentiable))
+        put_at(args, kwargs, o.path, probe)
     try:
         with torch.enable_grad():
             result = func(*args, **kwargs)
@@ -79,6 +81,9 @@ def _works(
             wanted = [t for t in outs if t.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.zeros_like(t) for t in wanted])
+                # Who gets no gradient here would get one on the other ranks, whose backward communicates with
+                # this one's.
+                return all(t.grad is not None for t in probes if t.requires_grad)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return True

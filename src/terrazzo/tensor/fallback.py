@@ -1,7 +1,8 @@
 """Replicate-and-run: what every operation can fall back on.
 
-The operands are gathered on every rank, the caller's function runs there on the whole tensors, and the results are replicated
-DTensors. It is right for any deterministic function, it costs what the gathers cost, and it says so once per operation.
+The operands are gathered on every rank, the caller's function runs there on the whole tensors, and the results are
+replicated DTensors. It is right for any deterministic function, it costs what the gathers cost, and it says so once per
+operation.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class _Gathered:
             return value._local
         target = layout.with_placements((Replicate(),) * len(layout.placements))
         self.bytes += moved_bytes(layout, target, value._local.element_size())
-        # In the order of memory that the same tensor would have on one device: some functions ask for it, and those that
-        # draw random numbers follow it.
+        # In the order of memory that the same tensor would have on one device: some functions ask for it, and those
+        # that draw random numbers follow it.
         full = redistribute_local(value._local, layout, target).contiguous()
         self.copies.add(_storage(full))
         return full
@@ -90,8 +91,8 @@ class _Gathered:
         if self.bytes and self.name not in _warned:
             _warned.add(self.name)
             warnings.warn(
-                f"{self.name} has no sharding rule: its operands were replicated, {self.bytes} bytes received by each rank in "
-                "this call. Said once per operation; terrazzo.tensor.debug.CommDebugMode shows every byte",
+                f"{self.name} has no sharding rule: its operands were replicated, {self.bytes} bytes received by each "
+                "rank in this call. Said once per operation; terrazzo.tensor.debug.CommDebugMode shows every byte",
                 ReplicationWarning,
                 stacklevel=5,
             )

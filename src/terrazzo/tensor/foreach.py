@@ -1,7 +1,7 @@
 """Lists of tensors at once: `_foreach_*` and `_fused_*`, on which optimizers and clipping rest.
 
-The lists are unwrapped once. Elementwise updates run on the locals when the tensors of one position are placed alike and none
-holds terms, which is what optimizers do; anything else goes tensor by tensor through the ordinary operations.
+The lists are unwrapped once. Elementwise updates run on the locals when the tensors of one position are placed alike
+and none holds terms, which is what optimizers do; anything else goes tensor by tensor through the ordinary operations.
 """
 
 from __future__ import annotations

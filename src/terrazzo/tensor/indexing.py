@@ -1,8 +1,8 @@
 """`x[...]` and `x[...] = value`.
 
-Basic indices (ints, slices, None, Ellipsis) become one view rule: a dim taken whole keeps its shards, a dim that is cut or
-selected is gathered. Assignment through basic indices never gathers: each rank writes what falls into its own box.
-Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too.
+Basic indices (ints, slices, None, Ellipsis) become one view rule: a dim taken whole keeps its shards, a dim that is
+cut or selected is gathered. Assignment through basic indices never gathers: each rank writes what falls into its own
+box. Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def _as_tuple(index: Any) -> tuple[Any, ...]:
 
 
 def _is_basic(index: Sequence[Any]) -> bool:
-    return all(i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool)) for i in index)
+    return all(
+        i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool))
+        for i in index
+    )
 
 
 def _consumes(i: Any) -> int:
@@ -159,7 +162,8 @@ def _advanced(target: DTensor, index: Any) -> DTensor:
     items = [_full(i, layout) for i in _as_tuple(index)] if not isinstance(index, list) else [index]
     items = [torch.as_tensor(i) if isinstance(i, list) else i for i in items]
     items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
-    touched, d = set(), 0
+    touched: set[int] = set()
+    d = 0
     for i in expanded(tuple(items), layout.ndim):
         n = _consumes(i)
         if not (isinstance(i, slice) and i == slice(None)):
@@ -244,7 +248,9 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
 def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
     if not isinstance(target, DTensor):
-        raise DTensorError("a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor")
+        raise DTensorError(
+            "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
+        )
     refuse_copied_view(target)
     items = tuple(_with_plain_ints(i) for i in _as_tuple(index))
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():

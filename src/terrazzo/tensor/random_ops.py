@@ -16,7 +16,7 @@ from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.runners import refuse_copied_view
 
 
-def _settled(x: DTensor) -> DTensor:
+def _settled(x: Any) -> DTensor:
     """`x` without terms: what is random must be the same on every rank that holds an element."""
     layout = x._layout
     if layout.dual is layout:
@@ -71,7 +71,9 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
     special(name)(run)
 
 
-def _uniform(layout: Layout, dtype: Any, generator: Any, a: float = 0.0, b: float = 1.0, **named: float) -> torch.Tensor:
+def _uniform(
+    layout: Layout, dtype: Any, generator: Any, a: float = 0.0, b: float = 1.0, **named: float
+) -> torch.Tensor:
     low, high = named.get("from", a), named.get("to", b)
     return random.uniform(layout, dtype, generator).mul_(high - low).add_(low)
 
@@ -171,14 +173,12 @@ def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, 
     layout = settled._layout
     if tuple(mask_shape) == tuple(layout.shape):
         return settled, random.uniform(layout, torch.float64) >= p
-    placements = [
-        Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements
-    ]
+    placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
     masked = Layout.of(layout.mesh, placements, mask_shape)
     return settled, random.uniform(masked, torch.float64) >= p
 
 
-def _dropout(x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int]) -> DTensor:
+def _dropout(x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int]) -> torch.Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not train or p == 0:
@@ -212,7 +212,7 @@ def feature_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return _dropout(x, named["p"], named["train"], func.__name__.endswith("_"), shape)
 
 
-def _alpha_dropped(x: DTensor, p: float, train: bool, mask_shape: Sequence[int]) -> DTensor:
+def _alpha_dropped(x: DTensor, p: float, train: bool, mask_shape: Sequence[int]) -> torch.Tensor:
     if not train or p == 0:
         return x * 1
     if p == 1:

@@ -17,7 +17,9 @@ from terrazzo.tensor.rules.recurrent import RECURRENT
 def recurrent(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Plain states that are all zero are the same on every rank; others are refused as any plain tensor is."""
     like = next((a for a in args if isinstance(a, DTensor)), None)
-    at = next((i for i, a in enumerate(args) if i and (_is_plain(a) or (type(a) is tuple and any(map(_is_plain, a))))), None)
+    at = next(
+        (i for i, a in enumerate(args) if i and (_is_plain(a) or (type(a) is tuple and any(map(_is_plain, a))))), None
+    )
     if like is None or at is None:
         return NotImplemented
     states = args[at] if type(args[at]) is tuple else (args[at],)

@@ -37,8 +37,8 @@ def conv(
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def conv_transpose(
-    call: Call, input: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-    groups: int = 1, dilation: Any = 1,
+    call: Call, input: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding:
+    Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Spec | None:  # fmt: skip
     n = _SPATIAL[call.name]
     if not isinstance(input, Operand) or not isinstance(weight, Operand) or weight.ndim != n + 2:
@@ -65,6 +65,7 @@ def _sliding(
     closed: Dims = (None,) * len(spatial)
     batch: Dims = (_BATCH,) if input.ndim == len(spatial) + 2 else ()
     channels = weight.shape[out_at]
+    weight_dims: Dims
     if groups == 1:
         ins_at, weight_dims, even = _IN, ((_OUT, _IN) if out_at == 0 else (_IN, _OUT)), {}
     else:

@@ -49,7 +49,7 @@ def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
 
 def _named(call: Call, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
     if isinstance(call.func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) or call.func is torch.embedding:
-        names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
+        names: tuple[str, ...] = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
         return {"counts_back": False} | dict(zip(names, args, strict=False)) | dict(kwargs)
     names = ("indices", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     renamed = {("indices" if k == "input" else k): v for k, v in kwargs.items()}
@@ -82,7 +82,14 @@ def embedding_bag(
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Any:  # fmt: skip
     """Bags of one size (a matrix of indices) are a lookup and a sum; others are gathered."""
-    if mode not in ("sum", "mean") or offsets is not None or max_norm is not None or input.ndim != 2:
+    # The C++ function names its mode by a number, in another place.
+    if (
+        not isinstance(mode, str)
+        or mode not in ("sum", "mean")
+        or offsets is not None
+        or max_norm is not None
+        or input.ndim != 2
+    ):
         return NotImplemented
     if input.shape[1] == 0 or (mode == "mean" and per_sample_weights is not None):
         return NotImplemented

@@ -34,7 +34,9 @@ def index_select(call: Call, input: Operand, dim: int, index: Operand) -> Spec |
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
-def scatter(call: Call, input: Operand, dim: int, index: Operand, src: Any = None, *rest: Any, **kwargs: Any) -> Spec | None:
+def scatter(
+    call: Call, input: Operand, dim: int, index: Operand, src: Any = None, *rest: Any, **kwargs: Any
+) -> Spec | None:
     """Dims other than `dim` pass where all have the same size."""
     if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
         return None

@@ -11,7 +11,9 @@ from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
     """The spec of an einsum: loops that the output lacks are summed."""
-    sizes = {f: n for dims, o in zip(ins, operands, strict=True) for f, n in zip(dims, o.shape, strict=True) if f is not None}
+    sizes = {
+        f: n for dims, o in zip(ins, operands, strict=True) for f, n in zip(dims, o.shape, strict=True) if f is not None
+    }
     summed = {f: "sum" for f in sizes if f not in out}
     shape = tuple(1 if f is None else sizes[f] for f in out)
     return Spec(ins, [out], [shape], reduce=summed, linear=[(i,) for i in range(len(ins))])

@@ -1,7 +1,7 @@
 """Multi-head attention as PyTorch's modules call it.
 
-PyTorch's own body joins positions and samples in one dim for the last projection, which would gather a batch that is sharded.
-Here samples keep a dim of their own throughout.
+PyTorch's own body joins positions and samples in one dim for the last projection, which would gather a batch that is
+sharded. Here samples keep a dim of their own throughout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def multi_head_attention(
     query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any,
     bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
     training: bool = True, key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
-    use_separate_proj_weight: bool = False, q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any = None,
-    static_k: Any = None, static_v: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
+    use_separate_proj_weight: bool = False, q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any =
+    None, static_k: Any = None, static_v: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> Any:  # fmt: skip
     rare = [bias_k, bias_v, static_k, static_v]
     if query.ndim != 3 or add_zero_attn or any(v is not None for v in rare) or (is_causal and attn_mask is None):

@@ -51,7 +51,12 @@ def _moments(x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
 
 @decomposition("layer_norm")
 def layer_norm_of_shards(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Any:
     inner = _inner_dims(input, normalized_shape)
     if inner is None:
@@ -74,7 +79,12 @@ def rms_norm_of_shards(input: Any, normalized_shape: Any, weight: Any = None, ep
 
 
 def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
-    if not isinstance(x, torch.Tensor) or isinstance(normalized_shape, int) or not x.is_floating_point() or not x.numel():
+    if (
+        not isinstance(x, torch.Tensor)
+        or isinstance(normalized_shape, int)
+        or not x.is_floating_point()
+        or not x.numel()
+    ):
         return None
     k = x.ndim - len(normalized_shape)
     return tuple(range(k, x.ndim)) if k >= 0 and tuple(x.shape[k:]) == tuple(normalized_shape) else None
@@ -97,7 +107,8 @@ def group_norm(
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             if not loc[0].numel():
-                # PyTorch refuses it. Every operand stays part of the graph: other ranks' backward communicates with this one's.
+                # PyTorch refuses it. Every operand stays part of the graph: other ranks' backward communicates with
+                # this one's.
                 return sum((v.sum() for v in (*loc[2:], *kw.values()) if isinstance(v, torch.Tensor)), loc[0] * 1)
             if "num_groups" in kw:
                 return func(*loc, **(kw | {"num_groups": num_groups // share}))
@@ -117,7 +128,7 @@ def group_norm(
 
 @rule("batch_norm")
 def batch_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
-    """With statistics given it is elementwise. `F.batch_norm` is left to its body, which comes back as `torch.batch_norm`."""
+    """With statistics given it is elementwise. `F.batch_norm` is left to its body, which calls `torch.batch_norm`."""
     if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 2:
         return None
     x: Operand = args[0]

@@ -1,7 +1,7 @@
 """Elementwise operations: every dim of the output is a loop of its own; operands broadcast.
 
-Which operations are elementwise is PyTorch's own knowledge (`torch.Tag.pointwise`). Linearity is ours: it decides whether
-terms (Partial) may pass, and a wrong entry here would be a silently wrong number.
+Which operations are elementwise is PyTorch's own knowledge (`torch.Tag.pointwise`). Linearity is ours: it decides
+whether terms (Partial) may pass, and a wrong entry here would be a silently wrong number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,41 @@ from terrazzo.tensor.rules.registry import rule
 from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 # Linear in the first operand, for any static arguments.
-_LINEAR_UNARY = frozenset(["neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"])
+_LINEAR_UNARY = frozenset(
+    ["neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"]
+)
 # Elementwise, though PyTorch does not tag them so.
 _ALSO_POINTWISE = frozenset(
     [
         *("masked_fill", "dropout_mask", "isreal", "nan_to_num", "float_power", "square", "relu6", "selu", "celu"),
         *("hardshrink", "prelu_kernel", "logical_and", "logical_or", "logical_xor", "logical_not", "isclose", "ldexp"),
-        *("type", "half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"),
+        *(
+            "type",
+            "half",
+            "float",
+            "double",
+            "bfloat16",
+            "long",
+            "int",
+            "short",
+            "char",
+            "byte",
+            "bool",
+            "cfloat",
+            "cdouble",
+        ),
         *("isposinf", "isneginf", "isnan", "isinf", "isfinite", "get_real", "get_imag", "real", "imag", "angle"),
         *("hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "softsign"),
         *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "rrelu_eval", "_to_copy"),
-        *("special_entr", "special_i0", "special_erf", "special_erfc", "special_expm1", "special_exp2", "special_log1p"),
+        *(
+            "special_entr",
+            "special_i0",
+            "special_erf",
+            "special_erfc",
+            "special_expm1",
+            "special_exp2",
+            "special_log1p",
+        ),
         *("conj", "resolve_conj", "resolve_neg", "complex", "polar", "floor_divide"),
         *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
     ]
@@ -66,6 +90,8 @@ def pointwise_spec(call: Call) -> Spec | None:
     """The rule for every elementwise operation."""
     if any(len(o.path) > 1 for o in call.operands):
         return None
+    if call.name in ("eq", "ne") and any(a is None or isinstance(a, str) for a in call.args):
+        return None  # not a computation: Python decides
     try:
         out, ins = broadcast([o.shape for o in call.operands])
     except RuntimeError:
@@ -99,7 +125,9 @@ def _has_scalar_operand(call: Call) -> bool:
     return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
-@rule("clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
+@rule(
+    "clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory"
+)
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
     dims = tuple(range(input.ndim))
     return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)

@@ -1,7 +1,7 @@
 """Reductions: the reduced dims are loops that the output lacks; along them shards give terms.
 
-A mean is a sum of terms already divided by the global count, so that uneven shards count by their size. Reductions that no
-single term-wise operation joins (variance, norms, logsumexp) are decomposed where a reduced dim is sharded.
+A mean is a sum of terms already divided by the global count, so that uneven shards count by their size. Reductions
+that no single term-wise operation joins (variance, norms, logsumexp) are decomposed where a reduced dim is sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def reduction(
-    input: Operand, dims: Sequence[int], keepdim: bool, op: str | None, *, linear: bool = False, outs: int = 1, localize: Any = None
+    input: Operand,
+    dims: Sequence[int],
+    keepdim: bool,
+    op: str | None,
+    *,
+    linear: bool = False,
+    outs: int = 1,
+    localize: Any = None,
 ) -> Spec:
     """The spec of reducing `dims`; with `op=None` they must be whole on every rank."""
     gone = set(dims) if input.ndim else set()

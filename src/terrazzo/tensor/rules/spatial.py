@@ -25,18 +25,24 @@ def touching(
         return None
     factors: Dims = tuple(None if d in touched else d for d in range(input.ndim))
     if any(
-        len(shape) != input.ndim or any(n != m for n, m, f in zip(shape, input.shape, factors, strict=True) if f is not None)
+        len(shape) != input.ndim
+        or any(n != m for n, m, f in zip(shape, input.shape, factors, strict=True) if f is not None)
         for shape in shapes
     ):
         return None
 
     def localize(chosen: Chosen) -> LocalFunction | None:
-        if all(math.prod(out.local_shape) or not math.prod(out.shape) for out in chosen.outs):
+        if all(math.prod(out.local_shape) or out.local_shape == out.shape for out in chosen.outs):
             return None
         return _empty([tuple(out.local_shape) for out in chosen.outs])
 
     return Spec(
-        [factors], [factors] * len(shapes), shapes, linear=[(0,)] if linear else [], moves_only=moves_only, localize=localize
+        [factors],
+        [factors] * len(shapes),
+        shapes,
+        linear=[(0,)] if linear else [],
+        moves_only=moves_only,
+        localize=localize,
     )
 
 
@@ -64,7 +70,9 @@ def _empty(shapes: Sequence[tuple[int, ...]]) -> LocalFunction:
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
         x: torch.Tensor = loc[0] if loc else kw["input"]
-        first = x.new_zeros(shapes[0]) + x.sum()  # part of the graph: other ranks' backward may communicate with this one's
+        first = (
+            x.new_zeros(shapes[0]) + x.sum()
+        )  # part of the graph: other ranks' backward may communicate with this one's
         rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the places of maxima
         return (first, *rest) if rest else first
 
@@ -126,14 +134,23 @@ def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | Non
     out: Dims = (0, *(None,) * (len(shapes[0]) - 1))
 
     def localize(chosen: Chosen) -> LocalFunction | None:
-        return None if chosen.outs[0].local_shape[0] or not chosen.outs[0].shape[0] else _empty([tuple(chosen.outs[0].local_shape)])
+        return (
+            None
+            if chosen.outs[0].local_shape[0] or not chosen.outs[0].shape[0]
+            else _empty([tuple(chosen.outs[0].local_shape)])
+        )
 
     return Spec([(0, *(None,) * (input.ndim - 1))], [out], shapes, linear=[(0,)], localize=localize)
 
 
 @rule("grid_sampler", "grid_sample")
 def grid_sample(call: Call, input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if len(call.operands) != 2 or not isinstance(grid, Operand) or input.ndim != grid.ndim or input.shape[0] != grid.shape[0]:
+    if (
+        len(call.operands) != 2
+        or not isinstance(grid, Operand)
+        or input.ndim != grid.ndim
+        or input.shape[0] != grid.shape[0]
+    ):
         return None
     closed: Dims = (None,) * (input.ndim - 2)
     shape = (input.shape[0], input.shape[1], *grid.shape[1:-1])
@@ -154,7 +171,8 @@ def _sampled(chosen: Chosen) -> LocalFunction | None:
 
 @rule("unfold")
 def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> Spec | None:
-    """`Tensor.unfold`, windows of a dim as a new last dim; `F.unfold` is left to its body, which comes back as im2col."""
+    """`Tensor.unfold`, windows of a dim as a new last dim; `F.unfold` is left to its body, which comes back as
+    im2col."""
     if not all(isinstance(v, int) for v in (dimension, size, step)) or not -input.ndim <= dimension < input.ndim:
         return None
     if step <= 0 or not 0 <= size <= input.shape[dimension]:

@@ -1,7 +1,8 @@
 """Views and rearrangements: where each dim of the result comes from.
 
 `view`, `reshape`, `flatten` and the like are read as splits and joins of dims. A joined dim stays sharded through its
-outermost part, a split one through its outermost piece, when the sizes divide evenly; everything else passes dim by dim.
+outermost part, a split one through its outermost piece, when the sizes divide evenly; everything else passes dim by
+dim.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ def moved(
     """A view whose output dims are these input dims (None: new, or not shardable)."""
     ins = tuple(d if d in out else None for d in range(input.ndim))
     return Spec(
-        [ins], [tuple(out)], [tuple(shape)], linear=[(0,)], moves_only=True, localize=localize, even=even or {}, is_view=True
+        [ins],
+        [tuple(out)],
+        [tuple(shape)],
+        linear=[(0,)],
+        moves_only=True,
+        localize=localize,
+        even=even or {},
+        is_view=True,
     )
 
 
@@ -331,6 +339,4 @@ def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
     ins: Dims = tuple(None if d == dim else d for d in range(input.ndim))
     shape = tuple(input.shape[d] for d in kept)
     count = input.shape[dim]
-    return Spec(
-        [ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True
-    )
+    return Spec([ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True)
