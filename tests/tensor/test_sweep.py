@@ -8,21 +8,31 @@ from __future__ import annotations
 import pytest
 
 from tests.tensor.sweep.plan import short_plan
-from tests.tensor.sweep.run import run_plan
+from tests.tensor.sweep.run import run_batch
 from tests.tensor.sweep.samples import entries
 
 PARTS = 8
 
-# Entries that raise instead of giving a result, with what they say; every other entry must be right.
-RAISES: dict[str, str] = {}
+# Entries that raise instead of giving a result, and why; every other one must be right.
+RAISES = {
+    "sparse.sampled_addmm": "a DTensor holds strided tensors",
+    "sparse.mm.reduce": "a DTensor holds strided tensors",
+    "resize_": "resize",  # has no meaning for a DTensor
+    # torch.masked is Python that asks no tensor for its own ways, and mixes in plain tensors that it makes.
+    "masked.var": "is a plain Tensor",
+    "masked.std": "is a plain Tensor",
+}
+NEEDS_A_GPU = "jiterator_"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_entry_is_right(part):
-    names = list(entries())[part::PARTS]
-    reports = run_plan([(name, short_plan(name)) for name in names], batch=len(names), seconds_per_entry=4)
-    problems = [
-        f"{r.name}: {r.wrong[:2] or r.raises[:2]}" for r in reports if r.wrong or (r.raises and r.name not in RAISES)
-    ]
+    names = [name for name in entries() if not name.startswith(NEEDS_A_GPU)][part::PARTS]
+    reports = run_batch([(name, short_plan(name)) for name in names], timeout=240)
+    problems = []
+    for report in reports:
+        expected = RAISES.get(report.name)
+        unexpected = [r for r in report.raises if expected is None or expected not in r[1]]
+        if report.wrong or unexpected or report.verdict == "skipped":
+            problems.append(f"{report.name}: {report.verdict} {(report.wrong + unexpected)[:2]} {report.skipped}")
     assert not problems, "\n".join(problems)
-    assert all(r.verdict != "skipped" for r in reports)

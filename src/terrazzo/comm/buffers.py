@@ -31,7 +31,9 @@ def flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     if prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
     if sizes.count(sizes[0]) == len(sizes):
-        return x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0).reshape(-1)
+        # An expanded gradient can be flattened without a copy, and still has to be one.
+        parts = x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0)
+        return parts.reshape(-1).contiguous()
     flat = x.new_empty(x.numel())
     start = 0
     for part in x.split_with_sizes(list(sizes), dim):

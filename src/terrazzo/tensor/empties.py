@@ -83,7 +83,7 @@ def _works(
                 torch.autograd.backward(wanted, [torch.zeros_like(t) for t in wanted])
                 # Who gets no gradient here would get one on the other ranks, whose backward communicates with
                 # this one's.
-                return all(t.grad is not None for t in probes if t.requires_grad)
+                return all(t.grad is not None for t in probes if t.requires_grad and t.is_leaf)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -21,20 +22,18 @@ from tests.tensor.sweep.samples import entries
 
 
 def main(
-    entry: list[str] = typer.Option([], help="Only these entries (a name, or a prefix ending in *)."),
-    samples: int = typer.Option(4, help="Samples of each entry at each size."),
-    write: Path | None = typer.Option(None, help="Where to write the summary."),
-    part: str = typer.Option("1/1", help="Which part of the entries, as 2/3."),
-    seconds: float = typer.Option(30, help="How long one entry may take."),
-    verbose: bool = typer.Option(False, help="Print every finding, not the first of each entry."),
+    entry: Annotated[
+        list[str] | None, typer.Option(help="Only these entries (a name, or a prefix ending in *).")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Samples of each entry at each size.")] = 4,
+    write: Annotated[Path | None, typer.Option(help="Where to write the summary.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long one entry may take.")] = 30,
+    verbose: Annotated[bool, typer.Option(help="Print every finding, not the first of each entry.")] = False,
 ) -> None:
     """Run PyTorch's op database with distributed inputs and compare with one device."""
     ranks._context.set_forkserver_preload([*ranks._PRELOAD, "torch.testing._internal.common_methods_invocations"])
-    k, n = (int(v) for v in part.split("/"))
     names = [e for e in entries() if not entry or any(e == w or (w[-1] == "*" and e.startswith(w[:-1])) for w in entry)]
-    reports = run_plan(
-        [(name, full_plan(name, samples)) for name in names[k - 1 :: n]], seconds_per_entry=seconds, progress=True
-    )
+    reports = run_plan([(name, full_plan(name, samples)) for name in names], seconds_per_entry=seconds, progress=True)
     ranks.close_all()
     show(reports, verbose)
     if write is not None:

@@ -1,8 +1,8 @@
 """Runs on every rank: entries of the op database with distributed inputs, compared with one device.
 
-A case is one sample, one way of distributing its tensors, and one form of the operation (plain or in place).  Its result is
-`right`, `raises` (an error where one device gives a result), or `wrong`: another value, shape, dtype or gradient, a lost
-gradient, or ranks that do not agree on the outcome.
+A case is one sample, one way of distributing its tensors, and one form of the operation (plain or in place).  Its
+result is `right`, `raises` (an error where one device gives a result), or `wrong`: another value, shape, dtype or
+gradient, a lost gradient, or ranks that do not agree on the outcome.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def _outcome(reference: _Reference, case: Case, report: Report) -> tuple[str, st
     except _Skip as reason:
         return "skipped", str(reason)
     except _Mismatch as mismatch:
+        print(f"{reference.name}, {case}: {mismatch}", flush=True)
         return "wrong", str(mismatch)
     except Exception as error:
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -330,7 +331,8 @@ def _compare_kind(mine: Any, theirs: Any) -> None:
             raise _Mismatch(f"{type(mine).__name__} instead of a tensor")
         if tuple(mine.shape) != tuple(theirs.shape) or mine.dtype != theirs.dtype or mine.layout != theirs.layout:
             raise _Mismatch(
-                f"{tuple(mine.shape)} {mine.dtype} {mine.layout} instead of {tuple(theirs.shape)} {theirs.dtype} {theirs.layout}"
+                f"{tuple(mine.shape)} {mine.dtype} {mine.layout} instead of {tuple(theirs.shape)} {theirs.dtype} "
+                f"{theirs.layout}"
             )
     elif isinstance(theirs, (list, tuple)):
         if not isinstance(mine, (list, tuple)) or len(mine) != len(theirs):
@@ -361,13 +363,14 @@ def _compare_values(what: str, mine: torch.Tensor, theirs: torch.Tensor) -> None
         finite = theirs.abs()[theirs.isfinite()]
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         # Sums in another order differ by rounding, in proportion to the largest value.
-        if torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5 * scale, equal_nan=True):
+        if torch.allclose(mine, theirs, rtol=1e-4, atol=3e-5 * scale, equal_nan=True):
             return
     elif torch.equal(mine, theirs):
         return
     bad = mine != theirs
     raise _Mismatch(
-        f"{what}: {int(bad.sum())} of {mine.numel()} values differ, {mine[bad][:3].tolist()} instead of {theirs[bad][:3].tolist()}"
+        f"{what}: {int(bad.sum())} of {mine.numel()} values differ, {mine[bad][:3].tolist()} instead of "
+        f"{theirs[bad][:3].tolist()}"
     )
 
 
@@ -375,7 +378,7 @@ def _compare_gradient(what: str, mine: Any, theirs: Any, terms: int) -> None:
     # A leaf's gradient is that of what each rank holds: of a mean's term, a share of that of the mean.
     theirs = None if theirs is None else theirs / terms
     if mine is None:
-        if theirs is not None and bool((theirs != 0).any()):
+        if theirs is not None:  # on other ranks it may be there: optimizers would part ways
             raise _Mismatch(f"{what} is missing")
         return
     whole = _unwrapped(mine)

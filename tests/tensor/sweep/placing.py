@@ -14,8 +14,8 @@ from terrazzo.tensor import DTensor
 FAMILIES = ("replicate", "shard", "partial", "mixed")
 MESHES: dict[str, tuple[int, ...]] = {"4": (4,), "2x2": (2, 2)}
 
-# The terms of x are x times these. Every sum of neighbours is 0 or +-1 or 2, so that no reduction rounds, and no odd or even
-# homogeneous function of the terms adds up to that of x by accident.
+# The terms of x are x times these. Every sum of neighbours is 0 or +-1 or 2, so that no reduction rounds, and no odd or
+# even homogeneous function of the terms adds up to that of x by accident.
 _FACTORS = {4: (2.0, -1.0, 1.0, -1.0), 2: (2.0, -1.0)}
 
 
@@ -46,6 +46,8 @@ def choose(
 
 def distribute(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
     """`tensor`, which every rank holds, as a DTensor; a leaf if it requires a gradient."""
+    if tensor.layout is not torch.strided:
+        return DTensor.from_local(tensor, mesh, placements)  # says why not
     layout = Layout.of(mesh, placements, tuple(tensor.shape))
     local = tensor.detach()[layout.box().slices()].clone()
     for m, p in enumerate(layout.placements):

@@ -24,7 +24,8 @@ def full_plan(name: str, samples: int) -> list[Case]:
 
 
 def short_plan(name: str) -> list[Case]:
-    """Sharded evenly, sharded unevenly or with empty shards, terms, and a mixture: sample, mesh and form rotate by name."""
+    """Sharded evenly, sharded unevenly or with empty shards, terms, and a mixture: sample, mesh and form rotate by
+    name."""
     turn = zlib.crc32(name.encode())
     has_inplace = entries()[name].get_inplace() is not None
     cases = []

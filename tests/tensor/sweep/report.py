@@ -22,7 +22,8 @@ def show(reports: Sequence[Report], verbose: bool) -> None:
                 print(f"    {label}: {case}: {message}")
     counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
     print(
-        f"{len(reports)} entries: {counts}; {sum(bool(r.gathered) for r in reports)} gather; {sum(r.right for r in reports)} cases right"
+        f"{len(reports)} entries: {counts}; {sum(bool(r.gathered) for r in reports)} gather; "
+        f"{sum(r.right for r in reports)} cases right"
     )
 
 
@@ -35,17 +36,20 @@ def summary(reports: Sequence[Report], samples: int) -> str:
     lines = [
         "# The sweep of PyTorch's op database",
         "",
-        "Every entry of `torch.testing._internal.common_methods_invocations.op_db` for float32 on the CPU runs on four local ranks, on a",
-        "one-dimensional mesh of 4 and on a 2 x 2 mesh, with its tensors replicated, sharded evenly, unevenly and with empty shards, as",
-        "terms (sum and avg), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are compared with one",
+        "Every entry of `torch.testing._internal.common_methods_invocations.op_db` for float32 on the CPU runs on "
+        "four local ranks, on a",
+        "one-dimensional mesh of 4 and on a 2 x 2 mesh, with its tensors replicated, sharded evenly, unevenly and "
+        "with empty shards, as",
+        "terms (sum and avg), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are "
+        "compared with one",
         "device; in-place forms too, where the database has them. What is random must not depend on the placements.",
         "",
         "    python -m tests.tensor.sweep --write docs/op-sweep.md",
         "",
         "writes this page. The test suite runs a part of it that meets every entry (`tests/tensor/test_sweep.py`).",
         "",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {samples} samples of each entry at each of "
-        f"three sizes; {cases} cases right.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {samples} samples "
+        f"of each entry at each of three sizes; {cases} cases right.",
         "",
         "| entries | count | share |",
         "|---|---|---|",
@@ -61,9 +65,10 @@ def summary(reports: Sequence[Report], samples: int) -> str:
     lines += [
         f"| all | {len(reports)} | |",
         "",
-        f"Of the right ones {idle} take no tensor (factories such as `arange`) and run as plain PyTorch; {sum(r.random for r in reports)} are random. "
-        f"Entries whose tensors were met replicated: {kinds['replicate']}, in even shards: {kinds['even']}, uneven: {kinds['uneven']}, "
-        f"with empty shards: {kinds['empty']}, as terms: {kinds['partial']}. {sum(bool(r.gathered) for r in reports)} entries replicate "
+        f"Of the right ones {idle} take no tensor (factories such as `arange`) and run as plain PyTorch; "
+        f"{sum(r.random for r in reports)} are random. Entries whose tensors were met replicated: "
+        f"{kinds['replicate']}, in even shards: {kinds['even']}, uneven: {kinds['uneven']}, with empty shards: "
+        f"{kinds['empty']}, as terms: {kinds['partial']}. {sum(bool(r.gathered) for r in reports)} entries replicate "
         "an operand in at least one case, having no rule for it; the others never do.",
         "",
     ]

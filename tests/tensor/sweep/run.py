@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -12,28 +14,36 @@ Plan = Sequence[tuple[str, Sequence[Case]]]
 
 
 def run_plan(plan: Plan, *, batch: int = 12, seconds_per_entry: float = 30, progress: bool = False) -> list[Report]:
+    """The report of each entry. A batch that fails is run again entry by entry, to find the one that hangs."""
     reports: list[Report] = []
     for start in range(0, len(plan), batch):
-        part = list(plan[start : start + batch])
-        reports += _run_batch(part, seconds_per_entry)
+        part = plan[start : start + batch]
+        try:
+            reports += run_batch(part, seconds_per_entry * max(1, len(part) / 4))
+        except RanksFailed:
+            reports += [_run_alone(one, seconds_per_entry) for one in part]
         if progress:
             counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
             print(f"{len(reports)}/{len(plan)} {part[-1][0]}: {counts}", file=sys.stderr, flush=True)
     return reports
 
 
-def _run_batch(part: list[tuple[str, Sequence[Case]]], seconds: float) -> list[Report]:
+def run_batch(part: Plan, timeout: float) -> list[Report]:
+    """The reports of some entries, from four ranks that agree."""
+    with contextlib.redirect_stdout(io.StringIO()):  # what ranks say of errors is in the reports too
+        everywhere = run_ranks(4, sweep_entries, part, timeout=timeout)
+    return [_joined(list(reports)) for reports in zip(*everywhere, strict=True)]
+
+
+def _run_alone(one: tuple[str, Sequence[Case]], seconds: float) -> Report:
     try:
-        everywhere = run_ranks(4, sweep_entries, part, timeout=seconds * max(1, len(part) / 4))
-        return [_joined(list(reports)) for reports in zip(*everywhere, strict=True)]
+        return run_batch([one], seconds)[0]
     except RanksFailed as failure:
-        if len(part) > 1:
-            return [r for one in part for r in _run_batch([one], seconds)]
-        report = Report(part[0][0])
         # The last lines that a rank printed say which case it was and what became of it there.
-        said = [line for line in str(failure).splitlines() if line.startswith(f"{report.name}, ")]
+        said = [line for line in str(failure).splitlines() if line.startswith(f"{one[0]}, ")]
+        report = Report(one[0])
         report.wrong.append(("", f"hangs or crashes: {said[-1] if said else str(failure)[:2000]}"))
-        return [report]
+        return report
 
 
 def _joined(reports: list[Report]) -> Report:

@@ -156,7 +156,14 @@ def copy(call: Call, input: Operand, src: Any, non_blocking: bool = False) -> Sp
     out, ins = broadcast([input.shape, src.shape])
     if out != tuple(input.shape):
         return None
-    return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True)
+    # PyTorch knows no gradient of the functional form.
+    localize = None if call.inplace else lambda chosen: _copied
+    return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True, localize=localize)
+
+
+def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    result: torch.Tensor = loc[1].to(loc[0].dtype).expand(loc[0].shape).clone()
+    return result
 
 
 @rule("fill", "zero")

@@ -223,7 +223,8 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *,
     if ord == 1:
         return x.abs().sum(dims, keepdim)
     if ord == 0:
-        return (x != 0).to(x.dtype).sum(dims, keepdim)
+        # Part of the graph, with gradient 0, as PyTorch has it.
+        return torch.where(x == 0, x * 0, torch.ones_like(x)).sum(dims, keepdim)
     return _root_of_terms((x.abs() ** ord).sum(dims, keepdim).redistribute(), 1.0 / ord)
 
 
