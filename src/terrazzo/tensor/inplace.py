@@ -8,7 +8,7 @@ layout, is copied over the local. Operations that change the shape rebind the ob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,7 @@ def run_in_place(
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
         from terrazzo.tensor.dispatch import become
 
-        become(target, target.reshape(args[1].shape))
+        become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target
     spec = apply_rule(call)
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
