@@ -187,3 +187,111 @@ def layer_equals_one_device(name: str, uneven: bool) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_a_sharded_batch(name, uneven):
     run_ranks(4, layer_equals_one_device, name, uneven, timeout=20)
+
+
+# ------------------------------------------------------------------ what is cut along the dim that it works on
+
+
+def cross_entropies() -> None:
+    """Every form, with logits sharded over samples and over classes (few enough to leave a rank without any)."""
+    mesh = line()
+    torch.manual_seed(0)
+    for classes in (12, 7, 3):
+        logits = torch.randn(8, classes, 3)
+        indices = torch.randint(0, classes, (8, 3))
+        indices[2] = -100
+        shares = torch.rand(8, classes, 3).softmax(1)
+        weight = torch.rand(classes)
+        for target, options in (
+            (indices, {}),
+            (indices, {"weight": weight}),
+            (indices, {"label_smoothing": 0.2}),
+            (indices, {"label_smoothing": 0.2, "weight": weight}),
+            (indices.clamp(min=0), {"ignore_index": 1}),
+            (shares, {}),
+            (shares, {"label_smoothing": 0.1, "weight": weight}),
+        ):
+            for reduction in ("mean", "sum", "none"):
+                plain = logits.clone().requires_grad_()
+                expected = F.cross_entropy(plain, target, reduction=reduction, **options)
+                expected.sum().backward()
+                for dim in (0, 1, 2):
+                    placed = distribute_tensor(logits, mesh, [Shard(dim)]).requires_grad_()
+                    others = {k: distribute_tensor(v, mesh, [R]) for k, v in options.items() if k == "weight"}
+                    with watched() as events:
+                        loss = F.cross_entropy(
+                            placed, distribute_tensor(target, mesh, [R]), reduction=reduction, **(options | others)
+                        )
+                    message = f"{classes} classes, {sorted(options)}, {reduction}, dim {dim}"
+                    close(loss, expected, message)
+                    loss.sum().backward()
+                    close(placed.grad, plain.grad, message)
+                    gathered = sum(e.bytes for e in events if e.kind == "all_gather" and e.bytes >= logits.nbytes // 2)
+                    assert not gathered, f"{message}: {gathered} bytes of logits moved"
+
+
+def test_cross_entropy_never_gathers_the_logits():
+    run_ranks(4, cross_entropies, timeout=120)
+
+
+def rows_that_are_cut() -> None:
+    """Along a sharded dim two numbers a row are exchanged."""
+    mesh = line()
+    torch.manual_seed(0)
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "softmax": lambda x: F.softmax(x, -1),
+        "log_softmax": lambda x: x.log_softmax(1),
+        "softmax to double": lambda x: torch.softmax(x, 1, dtype=torch.float64),
+        "logsumexp": lambda x: x.logsumexp(1),
+        "layer norm": lambda x: F.layer_norm(x, x.shape[1:], eps=1e-3),
+        "rms norm": lambda x: F.rms_norm(x, x.shape[1:]),
+        "var": lambda x: x.var(1),
+        "norm": lambda x: x.norm(dim=1),
+        "max": lambda x: x.amax(1),
+    }
+    for width in (40, 7, 2):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = (torch.randn(4, width) * 5).to(dtype)
+            for name, function in functions.items():
+                if name == "var" and dtype is torch.bfloat16:
+                    continue  # of one device's own rounding in between
+                plain = values.clone().requires_grad_()
+                expected = function(plain)
+                cotangent = torch.randn(expected.shape).to(expected.dtype)
+                expected.backward(cotangent)
+                placed = distribute_tensor(values, mesh, [Shard(1)]).requires_grad_()
+                with watched() as events:
+                    result = function(placed)
+                assert result.dtype == expected.dtype
+                tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+                torch.testing.assert_close(whole(result), expected.detach(), **tolerance, msg=lambda m: f"{name}: {m}")  # noqa: B023
+                result.backward(distribute_tensor(cotangent, mesh, [R]))
+                torch.testing.assert_close(whole(placed.grad), plain.grad, **tolerance, msg=lambda m: f"{name}: {m}")  # noqa: B023
+                # Two all-reduces of one number a row.
+                number = max(4, expected.element_size())
+                assert sum(e.bytes for e in events) <= 2 * 4 * number * EACH_ALL_REDUCED // 4, (name, events)
+
+
+def test_rows_that_are_cut_exchange_two_numbers_each():
+    run_ranks(4, rows_that_are_cut)
+
+
+def encoder_without_gradients() -> None:
+    mesh = line()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+    reference = nn.TransformerEncoder(layer, 2).eval()
+    model = distribute_module(copy.deepcopy(reference), mesh).eval()
+    x = torch.randn(8, 5, 6)
+    padding = torch.zeros(8, 5, dtype=torch.bool)
+    padding[:, 4] = True
+    with torch.no_grad():
+        for mask in (None, padding):
+            placed = None if mask is None else distribute_tensor(mask, mesh, [Shard(0)])
+            result = model(distribute_tensor(x, mesh, [Shard(0)]), src_key_padding_mask=placed)
+            expected = reference(x, src_key_padding_mask=mask)
+            close(result[:, :4], expected[:, :4], "encoder")
+
+
+def test_encoder_in_evaluation():
+    run_ranks(4, encoder_without_gradients)
