@@ -73,7 +73,11 @@ def _functional(call: Call) -> Any:
     if isinstance(call.func, torch._ops.OpOverload):
         packet = getattr(torch.ops.aten, call.name, None)
         return None if packet is None else getattr(packet, call.func._overloadname, None)
-    return getattr(torch.Tensor, call.name, None) or getattr(torch, call.name, None)
+    for home in (torch.Tensor, torch, torch.nn.functional):
+        functional = getattr(home, call.name, None)
+        if functional is not None:
+            return functional
+    return None
 
 
 def write(target: DTensor, value: DTensor) -> None:

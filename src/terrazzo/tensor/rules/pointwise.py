@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 # Linear in the first operand, for any static arguments.
@@ -41,7 +41,7 @@ _ALSO_POINTWISE = frozenset(
         ),
         *("isposinf", "isneginf", "isnan", "isinf", "isfinite", "get_real", "get_imag", "real", "imag", "angle"),
         *("hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "softsign"),
-        *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "rrelu_eval", "_to_copy"),
+        *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "log_sigmoid", "_to_copy"),
         *(
             "special_entr",
             "special_i0",
@@ -187,3 +187,11 @@ def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
 def frexp(call: Call, input: Operand) -> Spec:
     dims = tuple(range(input.ndim))
     return Spec([dims], [dims, dims], [input.shape, input.shape])
+
+
+@decomposition("prelu")
+def prelu(input: Any, weight: Any) -> Any:
+    """One slope, or one a channel."""
+    if weight.ndim and weight.shape[0] != 1 and input.ndim > 1:
+        weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
+    return torch.where(input > 0, input, input * weight)

@@ -266,3 +266,30 @@ def var(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
 def std(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
     found = _moments_of_call(x, dim, unbiased, correction, keepdim)
     return found if found is NotImplemented else _root_of_terms(found[0], 0.5)
+
+
+@decomposition("var_mean")
+def var_mean(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
+    return _moments_of_call(x, dim, unbiased, correction, keepdim)
+
+
+@decomposition("std_mean")
+def std_mean(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
+    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
+    return found if found is NotImplemented else (_root_of_terms(found[0], 0.5), found[1])
+
+
+@decomposition("max")
+def larger_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.max` of two tensors; the reductions have a rule."""
+    return (
+        torch.maximum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
+    )
+
+
+@decomposition("min")
+def smaller_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.min` of two tensors; the reductions have a rule."""
+    return (
+        torch.minimum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
+    )

@@ -182,3 +182,16 @@ def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> 
     count = (input.shape[d] - size) // step + 1
     shape = (*(count if i == d else n for i, n in enumerate(input.shape)), size)
     return Spec([factors], [(*factors, None)], [shape], linear=[(0,)], moves_only=True, is_view=True)
+
+
+@rule("repeat")
+def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
+    """Dims that are not repeated pass."""
+    times = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], (list, tuple)) else repeats
+    lead = len(times) - input.ndim
+    if lead < 0 or not all(isinstance(n, int) for n in times):
+        return None
+    own = times[lead:]
+    factors: Dims = tuple(d if own[d] == 1 else None for d in range(input.ndim))
+    shape = (*times[:lead], *(n * m for n, m in zip(own, input.shape, strict=True)))
+    return Spec([factors], [(*(None,) * lead, *factors)], [shape], linear=[(0,)], moves_only=True)
