@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
@@ -30,8 +31,9 @@ def check_trace(folder: str) -> None:
     assert all(e.end >= e.begin >= 0 for e in steps.events)
     text = str(steps)
     assert len(text.splitlines()) == len(steps.events) + 1 and "backward  reduce     blocks.1" in text
-    steps.save(f"{folder}/trace.json")
-    with open(f"{folder}/trace.json") as file:
+    file_of_rank = f"{folder}/trace-{dist.get_rank()}.json"
+    steps.save(file_of_rank)
+    with open(file_of_rank) as file:
         viewed = json.load(file)["traceEvents"]
     assert len(viewed) == len(kinds) and {"name", "ph", "ts", "dur", "pid", "tid"} <= viewed[0].keys()
     loss_of(model, mine(x), mine(y)).backward()
