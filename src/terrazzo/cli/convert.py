@@ -1,0 +1,27 @@
+"""`terrazzo convert`: from one format of checkpoints to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
+from terrazzo.checkpoint.formats.detect import Format
+from terrazzo.cli.screen import OUT, CheckpointPath, errors, progress, tensor_bytes
+
+
+def convert(
+    source: CheckpointPath,
+    target: Annotated[Path, typer.Argument(help="Where the new checkpoint goes.", show_default=False)],
+    to: Annotated[Format, typer.Option(help="The new checkpoint's format.")] = Format.NATIVE,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Convert a checkpoint into another format, with little memory."""
+    with errors():
+        total = tensor_bytes(Checkpoint(source))
+        with progress("converting", total) as advance:
+            convert_checkpoint(source, target, to, overwrite=overwrite, progress=lambda name, nbytes: advance(nbytes))
+        OUT.print(f"{source} -> {target} ({to.value})", markup=False, highlight=False)
