@@ -2,7 +2,8 @@
 
 Planning makes many small objects that all live until the plan has been carried out.  Each time enough of them
 have been made, the collector looks at every object of the process, finds nothing to collect, and has cost more
-than the planning.
+than the planning.  It would do so at once when it is let go again, so what has been made by then is called old:
+it is looked at when the collector next looks at everything.
 """
 
 from __future__ import annotations
@@ -37,4 +38,7 @@ def paused_collector() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
+                if gc.get_freeze_count() == 0:  # otherwise the user has frozen objects, which would be thawed
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()

@@ -95,6 +95,8 @@ class DefaultSavePlanner(SavePlanner):
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
         self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
         self._translated: dict[int, tuple[int, ...] | None] = {}
+        # What items say of their chunks is the same for all tensors of one shape, dtype and place.
+        self._described: dict[tuple[Any, ...], TensorWriteData] = {}
 
     @property
     def plans_alone(self) -> bool:
@@ -128,7 +130,7 @@ class DefaultSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         self._holdings, self._parts = {}, {}
         viewer = Viewer()
-        self._translated = {}
+        self._translated, self._described = {}, {}
         items: list[WriteItem] = []
         mappings = {}
         unsupported: list[str] = []
@@ -163,10 +165,20 @@ class DefaultSavePlanner(SavePlanner):
         kind = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
         items = []
         for box, data in chunks:
-            item = _tensor_item(name, kind, view.size, data, box)
+            described = self._describe(view.size, data, box)
+            item = WriteItem(MetadataIndex(name, described.chunk.offsets), kind, described)
             items.append(item)
             self._holdings[item.index] = _Holding(data, box, holders)
         return items
+
+    def _describe(self, size: torch.Size, data: torch.Tensor, box: Box) -> TensorWriteData:
+        key = (size, data.dtype, data.requires_grad, box)
+        found = self._described.get(key)
+        if found is None:
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+            properties = TensorProperties(data.dtype, requires_grad=data.requires_grad)
+            found = self._described[key] = TensorWriteData(chunk, properties, size)
+        return found
 
     def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
         """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""
@@ -191,6 +203,11 @@ class DefaultSavePlanner(SavePlanner):
     def _claim(self, item: WriteItem) -> Claim:
         holding = self._holdings.get(item.index)
         name = item.index.fqn
+        nbytes = item.tensor_storage_size() or 0
+        if holding is not None and holding.holders == (
+            self.rank,
+        ):  # nobody else is asked, so nobody has to recognise it
+            return Claim(name, 0, nbytes, holding.holders)
         data = item.tensor_data
         if data is None:
             identity = checksum(f"{name}\0object".encode())
@@ -198,7 +215,6 @@ class DefaultSavePlanner(SavePlanner):
             chunk = data.chunk
             described = f"{name}\0{data.properties.dtype}{tuple(data.size)}{tuple(chunk.offsets)}{tuple(chunk.sizes)}"
             identity = checksum(described.encode())
-        nbytes = item.tensor_storage_size() or 0
         if holding is None:  # an item that a subclass has made
             return Claim(name, identity, nbytes, None)
         lowest = bool(self._lowest_rank_wins) and matches_any(name, self._lowest_rank_wins)
@@ -267,9 +283,8 @@ class DefaultSavePlanner(SavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What this rank holds under an index of its plan: the chunk's data, or the value that is not a tensor."""
-        part = self._parts.get(index)
-        if part is not None:
-            whole, dim, start, length = part
+        if self._parts and index in self._parts:
+            whole, dim, start, length = self._parts[index]
             return self._holdings[whole].value.narrow(dim, start, length)
         try:
             value = self._holdings[index].value
@@ -285,19 +300,6 @@ class DefaultSavePlanner(SavePlanner):
         if holding is not None and isinstance(holding.value, ObjectBytes) and holding.value.value is object:
             return holding.value
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
-
-
-def _tensor_item(name: str, kind: WriteItemType, size: torch.Size, data: torch.Tensor, box: Box) -> WriteItem:
-    offsets = torch.Size(box.offsets)
-    return WriteItem(
-        MetadataIndex(name, offsets),
-        kind,
-        TensorWriteData(
-            ChunkStorageMetadata(offsets, torch.Size(box.lengths)),
-            TensorProperties(data.dtype, requires_grad=data.requires_grad),
-            size,
-        ),
-    )
 
 
 def _check_storable(value: Any) -> None:

@@ -8,7 +8,7 @@ without asking; if not, ranks compare notes (`ownership`).
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,17 +42,14 @@ class ShardView:
     holders: Holders | None
 
 
-_sharded_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-
-
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a distributed tensor, of whatever library."""
-    kind = type(value)
-    known = _sharded_types.get(kind)
-    if known is None:
-        known = hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
-        _sharded_types[kind] = known
-    return known
+    return _is_sharded_type(type(value))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_sharded_type(kind: type[Any]) -> bool:
+    return hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
 
 
 class Viewer:

@@ -20,8 +20,9 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 
 
 def install() -> None:
-    """Let PyTorch's clipping compute the norm of DTensors at once."""
+    """Let PyTorch's clipping, and its public function for the norm alone, compute the norm of DTensors at once."""
     clip_grad._get_total_norm = _over_dtensors(clip_grad._get_total_norm)
+    torch.nn.utils.get_total_norm = clip_grad._get_total_norm
 
 
 def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -3,6 +3,9 @@
 A step with `foreach=True` is a dozen list operations, each of which would find out again that its tensors are DTensors,
 placed alike. The functions that make such a step work element by element, tensor by tensor, so they may as well be
 given the local tensors in the first place.
+
+Before it, every optimizer collects its parameters and asks each what it is. A wrapper knows its dtype and shape, so
+these questions need not go through `__torch_function__`; state that is made there comes through `__torch_dispatch__`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.optim import adadelta, adagrad, adam, adamax, nadam, optimizer, radam, rmsprop
 from torch.utils import _foreach_utils
 
@@ -39,6 +43,23 @@ def install() -> None:
         function = getattr(module, name, None)
         if function is not None:
             setattr(module, name, _on_locals(function))
+    for kind in _optimizers():
+        kind._init_group = _asking_wrappers(kind._init_group)
+
+
+def _optimizers() -> list[Any]:
+    """The classes that collect their parameters in a method of their own."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, optimizer.Optimizer) and "_init_group" in vars(kind)]
+
+
+def _asking_wrappers(collect: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collect)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return collect(*args, **kwargs)
+
+    return run
 
 
 def _on_locals(step: Callable[..., None]) -> Callable[..., None]:
