@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from terrazzo.engine.config import EngineConfig
@@ -150,7 +149,7 @@ class Engine:
         self._norm = None
         if not gradients or not (limit or self.config.fp16.enabled):
             return False
-        norm = get_total_norm(gradients)
+        norm = nn.utils.get_total_norm(gradients)  # looked up here: terrazzo.tensor puts its own in this place
         self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / scale
         if self.config.fp16.enabled and not math.isfinite(self._norm):
             return True
