@@ -190,16 +190,23 @@ def test_modules_that_keep_lists_of_their_parameters():
 
 
 class Attention(nn.Module):
+    """Reads its six inputs as three words of two numbers."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(6, 8)
+        self.embed = nn.Linear(2, 8)
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(8, 3)
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x).unsqueeze(1)).squeeze(1)) * self.scale
+        return self.head(self.encoder(self.embed(x.unflatten(1, (3, 2)))).mean(1)) * self.scale
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """For models with gradients that are zero but for rounding (keys' biases): Adam would make steps of them."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def check_transformer() -> None:
@@ -208,7 +215,7 @@ def check_transformer() -> None:
             fully_shard(layer)
         fully_shard(model)
 
-    model = train_alike(shard, make=Attention, steps=4)
+    model = train_alike(shard, make=Attention, optimizer=momentum)
     assert not isinstance(model.scale, DTensor)
     with torch.no_grad():
         model.eval()(torch.randn(2, 6))
