@@ -228,9 +228,12 @@ class Reading:
                 planner.commit_tensor(run.item, run.target)
 
     def _fetch(self, runs: list[_Run]) -> None:
-        """Read runs that follow one another in a file; a large one in steps, each checked while it is in the cache."""
+        """Read runs that follow one another in a file.
+
+        A large one that is to be checked goes in steps, each checked while it is in the cache.
+        """
         file = self._file(runs[0].chunk.file)
-        if len(runs) == 1 and runs[0].stop - runs[0].start > _WINDOW:
+        if self._verify and len(runs) == 1 and runs[0].stop - runs[0].start > _WINDOW:
             run = runs[0]
             step = max(_WINDOW // self._block, 1) * self._block
             for start in range(run.start, run.stop, step):
