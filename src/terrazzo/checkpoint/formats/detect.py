@@ -9,6 +9,7 @@ from pathlib import Path
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.dcp_reader import DCPReader
 from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
+from terrazzo.checkpoint.formats.deepspeed.reader import LATEST
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader
@@ -67,9 +68,11 @@ def _is_deepspeed_tag(names: set[str]) -> bool:
 
 
 def _latest_is_deepspeed(path: Path, names: set[str]) -> bool:
-    """`latest` holds the name of a folder beside it."""
-    if "latest" not in names or not (path / "latest").is_file():
-        return False
-    tag = (path / "latest").read_bytes()[:4096].decode(errors="replace").strip()
-    folder = path / tag
-    return bool(tag) and "/" not in tag and folder.is_dir() and _is_deepspeed_tag(set(os.listdir(folder)))
+    """`latest`, or `latest_universal`, holds the name of a folder beside it."""
+    for latest in LATEST:
+        if latest in names and (path / latest).is_file():
+            tag = (path / latest).read_bytes()[:4096].decode(errors="replace").strip()
+            folder = path / tag
+            if tag and "/" not in tag and folder.is_dir() and _is_deepspeed_tag(set(os.listdir(folder))):
+                return True
+    return False

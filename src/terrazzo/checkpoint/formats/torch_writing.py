@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -51,6 +51,18 @@ class PendingTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object to be written whose class need not be installed here; its attributes are all there is to it.
+
+    Args:
+        kind: the class: its module and its name.
+    """
+
+    kind: tuple[str, str]
+    attributes: Mapping[str, Any]
+
+
 def write_archive(file: WriteFile, start: int, value: Any, folder: str = "archive") -> int:
     """Write `value` as `torch.save` would, from `start` on; the position after it."""
     stream = io.BytesIO()
@@ -77,7 +89,9 @@ class _StorageId:
     numel: int
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(pickle._Pickler):  # the one in Python: that in C names only classes that it can import
+    dispatch: ClassVar[dict[type, Any]] = dict(vars(pickle._Pickler)["dispatch"])
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.tensors: list[torch.Tensor | PendingTensor] = []
@@ -97,6 +111,17 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, PendingTensor):
             return self._rebuild(value, value.dtype, value.shape, False)
         return NotImplemented
+
+    def _save_instance(self, value: Instance) -> None:
+        pickler: Any = self
+        pickler.write(pickle.GLOBAL + "{}\n{}\n".format(*value.kind).encode())
+        pickler.save(())
+        pickler.write(pickle.NEWOBJ)
+        pickler.memoize(value)
+        pickler.save(dict(value.attributes))
+        pickler.write(pickle.BUILD)
+
+    dispatch[Instance] = _save_instance
 
     def _rebuild(
         self, tensor: torch.Tensor | PendingTensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool

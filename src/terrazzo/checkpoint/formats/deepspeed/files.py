@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Any, Final, TypeVar
 
 from terrazzo.checkpoint.formats.deepspeed.names import NAMES
-from terrazzo.checkpoint.formats.strided import Strided, read_box
-from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive
+from terrazzo.checkpoint.formats.torch_archive import Archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores import LocalStore, ReadFile
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
-from terrazzo.layout.box import Box
+
+Found = TypeVar("Found")
+Kind = TypeVar("Kind")
+Result = TypeVar("Result")
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _REFUSED: Final = {
-    re.compile(r"layer_\d+.*-model_states\.pt"): "was cut into pipeline stages",
-    re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*"): "holds a mixture of experts",
+    re.compile(r"layer_\d+.*-model_states\.pt"): (
+        "the model was cut into pipeline stages; make a universal checkpoint of it with DeepSpeed's ds_to_universal"
+    ),
+    re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*"): "the model has a mixture of experts, which cannot be read",
 }
 
 
@@ -39,107 +41,106 @@ def find_files(folder: Path) -> Files:
     """The files of a tag's folder; what they are of is known from their names."""
     names = sorted(os.listdir(folder))
     for pattern, what in _REFUSED.items():
-        if any(pattern.fullmatch(name) for name in names):
+        for name in names:
+            if pattern.fullmatch(name):
+                raise CheckpointFormatError(f"{folder / name}: {what}")
+    by_pattern = []
+    for pattern in (_MODEL, _OPTIM):
+        by_model_rank = _by_rank(folder, names, pattern)
+        if len(by_model_rank) > 1:
             raise CheckpointFormatError(
-                f"{folder}: the model {what}, which is not supported; use a universal checkpoint"
+                f"{folder}: the model was tensor-parallel ({by_model_rank[1][0]}), and its files do not say how it "
+                "was cut; make a universal checkpoint of it with DeepSpeed's ds_to_universal"
             )
-    found = Files(_by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM))
-    if not found.model:
+        by_pattern.append(by_model_rank[0] if by_model_rank else ())
+    if not by_pattern[0]:
+        raise CheckpointNotFoundError(f"{folder} has no file of model states")
+    return Files(by_pattern[0], by_pattern[1])
+
+
+def model_files(folder: Path) -> list[tuple[str, ...]]:
+    """The names of the files of model states: for each rank of a model, by data-parallel rank."""
+    found = _by_rank(folder, sorted(os.listdir(folder)), _MODEL)
+    if not found:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
     return found
 
 
-def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    by_rank: dict[int, str] = {}
+def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
+    """For each rank of a model, by data-parallel rank."""
+    found: dict[int, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        if int(match["mp"]) != 0:
-            raise CheckpointFormatError(
-                f"{folder}: the model was tensor-parallel ({name}), and its files do not say how it was cut; make a "
-                "universal checkpoint of it with DeepSpeed's ds_to_universal"
-            )
-        by_rank[int(match["dp"] or 0)] = name
-    absent = sorted(set(range(len(by_rank))) - set(by_rank))
+        if match is not None:
+            found.setdefault(int(match["mp"]), {})[int(match["dp"] or 0)] = name
+    return [_complete(folder, "data-parallel", files) for files in _complete(folder, "model-parallel", found)]
+
+
+def _complete(folder: Path, what: str, by_rank: Mapping[int, Found]) -> tuple[Found, ...]:
+    absent = sorted(set(range(max(by_rank, default=-1))) - set(by_rank))
     if absent:
-        raise CheckpointNotFoundError(f"{folder}: the files of data-parallel ranks {absent} are gone")
+        raise CheckpointNotFoundError(f"{folder}: the files of {what} ranks {absent} are gone")
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
 
-class OpenFile:
-    """A file of `torch.save`, open for reading single tensors."""
+class _BrieflyOpen(ReadFile):
+    """A file that is open only while it is read: a checkpoint may have more files than a process may hold open."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._file = LocalStore(folder).open(name)
-        self._close = weakref.finalize(self, self._file.close)
-        self.archive: Archive = open_archive(Window(self._file, 0, self._file.size, str(folder / name)), NAMES)
+        self._store = LocalStore(folder)
+        self._name = name
+        self._size = self._using(lambda file: file.size)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._using(lambda file: file.read_into(offset, buffers))
+
+    def close(self) -> None:
+        pass
+
+    def _using(self, work: Callable[[ReadFile], Result]) -> Result:
+        try:
+            file = self._store.open(self._name)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self._store.location}: the file {self._name} is gone") from error
+        try:
+            return work(file)
+        except EOFError as error:
+            raise CheckpointCorruptError(f"{self._store.location}/{self._name}: cut off ({error})") from error
+        finally:
+            file.close()
+
+
+class OpenFile:
+    """A file of `torch.save` whose pickle has been read, for reading single tensors."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        file = _BrieflyOpen(folder, name)
         self.where = str(folder / name)
-        if not isinstance(self.archive.value, dict):
-            raise CheckpointFormatError(f"{self.where} holds a {type(self.archive.value).__name__}, not a dict")
+        self.archive: Archive = open_archive(Window(file, 0, file.size, self.where), NAMES)
 
     @property
     def value(self) -> dict[str, Any]:
         """What was saved."""
         value: dict[str, Any] = self.archive.value
+        if not isinstance(value, dict):
+            raise CheckpointFormatError(f"{self.where} holds a {type(value).__name__}, not a dict")
         return value
 
-    def read(self, stored: StoredTensor, start: int, target: torch.Tensor) -> None:
-        """Fill a flat target from element `start` of a flat tensor on."""
-        self.archive.read_box(stored, Box((start,), (target.numel(),)), target)
+    def get(self, key: str, kind: type[Kind]) -> Kind:
+        """An entry that has to be there, and of that type."""
+        return entry(self.value, key, kind, self.where)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some elements of a flat tensor in a file."""
-
-    file: OpenFile
-    stored: StoredTensor
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedTensor:
-    """A tensor whose elements, in row-major order, are those of the parts, one after the other."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    def check(self, name: str) -> None:
-        """Raise if the parts are not all of the tensor, or are not in their files."""
-        if sum(part.length for part in self.parts) != Box.whole(self.shape).numel:
-            raise CheckpointCorruptError(f"{name}: the partitions do not hold all of it")
-        for part in self.parts:
-            if part.stored.dtype != self.dtype or len(part.stored.shape) != 1:
-                raise CheckpointCorruptError(
-                    f"{name}: {part.file.where} holds it in another form than the other ranks'"
-                )
-            if part.start + part.length > part.stored.shape[0]:
-                raise CheckpointCorruptError(f"{name}: the partition in {part.file.where} is too short")
-
-    def read_box(self, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of the tensor, holding no more than a few megabytes besides."""
-        read_box(_Joined(self), Strided.contiguous(0, self.dtype, self.shape), box, target)
-
-
-class _Joined:
-    """The parts' bytes as one run."""
-
-    def __init__(self, tensor: JoinedTensor) -> None:
-        self._tensor = tensor
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        wanted = torch.frombuffer(buffer, dtype=self._tensor.dtype)
-        first = offset // self._tensor.dtype.itemsize
-        for part in self._tensor.parts:
-            if first < part.length and len(wanted):
-                count = min(part.length - first, len(wanted))
-                part.file.read(part.stored, part.start + first, wanted[:count])
-                wanted = wanted[count:]
-                first = 0
-            else:
-                first -= part.length
-            if not len(wanted):
-                return
+def entry(value: Any, key: Any, kind: type[Kind], where: str) -> Kind:
+    """An item of a dict or list that has to be there, and of that type."""
+    try:
+        found = value[key]
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointFormatError(f"{where}: there is no {key!r}, which DeepSpeed's files have") from error
+    if not isinstance(found, kind):
+        raise CheckpointFormatError(f"{where}: {key!r} is a {type(found).__name__}, not a {kind.__name__}")
+    return found

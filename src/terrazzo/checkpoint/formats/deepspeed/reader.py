@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.futures import Future
 
-from terrazzo.checkpoint.formats.deepspeed.contents import Contents, WholeTensor, read_contents
-from terrazzo.checkpoint.formats.deepspeed.files import JoinedTensor
+from terrazzo.checkpoint.formats.deepspeed.contents import Contents
+from terrazzo.checkpoint.formats.deepspeed.tensors import Readable
+from terrazzo.checkpoint.formats.deepspeed.universal import is_universal, read_universal
+from terrazzo.checkpoint.formats.deepspeed.zero import read_partitioned
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -30,15 +32,18 @@ from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
+# Files that name the folder of the last checkpoint, and of the last that was made universal.
+LATEST: Final = ("latest", "latest_universal")
+
 
 class DeepSpeedReader(StorageReader):
-    """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, under the names of terrazzo's engine.
+    """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, and universal checkpoints, under terrazzo's engine's names.
 
     Weights are `module.<name>`, in float32 where the optimizer has them so; its state is
     `optimizer.state.<name>.<key>`.
 
     Args:
-        path: The folder of a tag, or one with a file `latest` that names a tag.
+        path: The folder of a tag, or one with a file `latest` or `latest_universal` that names a tag.
     """
 
     plans_alone = True
@@ -85,7 +90,8 @@ class DeepSpeedReader(StorageReader):
 
     def _opened(self) -> Contents:
         if self._contents is None:
-            self._contents = read_contents(tag_folder(self.path))
+            folder = tag_folder(self.path)
+            self._contents = read_universal(folder) if is_universal(folder) else read_partitioned(folder)
         return self._contents
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -96,10 +102,8 @@ class DeepSpeedReader(StorageReader):
             return
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()
-        if isinstance(value, JoinedTensor):
+        if isinstance(value, Readable):
             value.read_box(box, target)
-        elif isinstance(value, WholeTensor):
-            value.file.archive.read_box(value.stored, box, target)
         elif isinstance(value, torch.Tensor):
             target.copy_(value[box.slices()])
         else:
@@ -113,21 +117,19 @@ class DeepSpeedReader(StorageReader):
 
 
 def tag_folder(path: Path) -> Path:
-    """The folder with the files: `path` itself, or the one that its `latest` names."""
-    latest = path / "latest"
-    if not latest.is_file():
+    """The folder with the files: `path` itself, or the one that its `latest` or `latest_universal` names."""
+    named = [(path / name).read_text(encoding="utf-8").strip() for name in LATEST if (path / name).is_file()]
+    if not named:
         return path
-    folder = path / latest.read_text(encoding="utf-8").strip()
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(f"{latest} names {folder.name!r}, and there is no such folder")
-    return folder
+    for tag in named:
+        if (path / tag).is_dir():
+            return path / tag
+    raise CheckpointNotFoundError(f"{path / LATEST[0]} names {named[0]!r}, and there is no such folder")
 
 
 def _entry(value: Any) -> STORAGE_TYPES:
-    if isinstance(value, JoinedTensor | torch.Tensor):
+    if isinstance(value, Readable | torch.Tensor):
         dtype, shape = value.dtype, torch.Size(value.shape)
-    elif isinstance(value, WholeTensor):
-        dtype, shape = value.stored.dtype, torch.Size(value.stored.shape)
     else:
         return BytesStorageMetadata()
     chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)

@@ -1,0 +1,193 @@
+"""What ranks have saved in ZeRO stages 1, 2 and 3: their flat partitions, and the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrazzo.checkpoint.formats.deepspeed.contents import (
+    Contents,
+    Shapes,
+    group_of,
+    names_by_group,
+    shapes_of,
+    steps_in,
+)
+from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files
+from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one
+from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, WholeTensor
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.errors import CheckpointCorruptError
+
+
+def read_partitioned(folder: Path) -> Contents:
+    """The contents of a tag's folder."""
+    files = find_files(folder)
+    models = [OpenFile(folder, name) for name in files.model]
+    optims = [OpenFile(folder, name) for name in files.optim]
+    _check_ranks(folder, files, models[0].value)
+    contents = Contents()
+    partitions = _Partitions.of(models[0], optims) if optims else None
+    _add_model(contents, models, partitions)
+    if partitions is not None:
+        _add_optimizer(contents, partitions)
+    contents.add_rest(models[0])
+    return contents
+
+
+def _check_ranks(folder: Path, files: Files, model: Mapping[str, Any]) -> None:
+    saved = model.get("dp_world_size")
+    if files.optim and saved is not None and saved != len(files.optim):
+        raise CheckpointCorruptError(
+            f"{folder}: saved by {saved} data-parallel ranks, but there are optimizer states of {len(files.optim)}"
+        )
+
+
+# ------------------------------------------------------------------ partitions
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that share flat tensors: their layout, their float32 weights, and what the optimizer keeps of them."""
+
+    placed: tuple[Placed, ...]
+    weights: tuple[tuple[OpenFile, Any], ...]  # by rank
+    states: tuple[Mapping[str, Any], ...]  # by rank
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Partitions:
+    optims: Sequence[OpenFile]
+    groups: tuple[_Group, ...]
+    param_groups: Sequence[Mapping[str, Any]]
+    names: list[list[str]]  # by param group
+    scaler: Any
+
+    @staticmethod
+    def of(model: OpenFile, optims: Sequence[OpenFile]) -> _Partitions:
+        shapes = shapes_of(model)
+        states = [file.get("optimizer_state_dict", dict) for file in optims]
+        build = _cut_one_by_one if states[0].get("zero_stage") == 3 else _cut_in_one_line
+        groups, param_groups = build(shapes, optims, states)
+        names = names_by_group(shapes, param_groups, optims[0].where)
+        return _Partitions(optims, tuple(groups), param_groups, names, states[0].get("loss_scaler"))
+
+
+def _cut_in_one_line(
+    shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
+) -> tuple[list[_Group], Sequence[Mapping[str, Any]]]:
+    first = states[0]
+    base = [entry(state, "base_optimizer_state", object, f.where) for state, f in zip(states, optims, strict=True)]
+    elastic = not isinstance(base[0], dict)
+    if elastic:
+        step = first.get("base_optimizer_state_step")
+        shared_step = {} if step is None else {"step": step}
+        param_groups = [{**shared_step, "params": [number]} for number in range(len(shapes))]
+    else:
+        param_groups = entry(base[0], "param_groups", list, optims[0].where)
+    groups = []
+    for number, named in enumerate(shapes):
+        weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
+        # Where the padding has been taken off the weights, it has to be counted.
+        padding = entry(first["group_paddings"], number, int, optims[0].where) if "zero_stage" in first else 0
+        between = first.get("param_alignment_paddings")
+        placed = in_one_line(named.items(), weights[0][1].shape[0] + padding, None if not between else between[number])
+        kept = tuple(
+            entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
+            for part, file in zip(base, optims, strict=True)
+        )
+        groups.append(_Group(tuple(placed), weights, kept, entry(param_groups, number, dict, optims[0].where)))
+    return groups, param_groups
+
+
+def _cut_one_by_one(
+    shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
+) -> tuple[list[_Group], Sequence[Mapping[str, Any]]]:
+    inner = [entry(state, "optimizer_state_dict", dict, f.where) for state, f in zip(states, optims, strict=True)]
+    param_groups = entry(inner[0], "param_groups", list, optims[0].where)
+    groups = []
+    for number, named in enumerate(shapes):
+        weights = _flat_tensors("fp32_flat_groups", number, optims, states)
+        placed = tuple(one_by_one(named.items(), len(optims)))
+        kept = tuple(
+            entry(state, "state", dict, f.where).get(number, {}) for state, f in zip(inner, optims, strict=True)
+        )
+        options = param_groups[group_of(param_groups, number, optims[0].where)]
+        groups.append(_Group(placed, weights, kept, options))
+    return groups, param_groups
+
+
+def _flat_tensors(
+    key: str, number: int, optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[OpenFile, StoredTensor], ...]:
+    """Each rank's flat tensor of a group."""
+    found = []
+    for file, state in zip(optims, states, strict=True):
+        flat = entry(entry(state, key, list, file.where), number, StoredTensor, file.where)
+        if len(flat.shape) != 1:
+            raise CheckpointCorruptError(f"{file.where}: {key}[{number}] is not flat, but of shape {flat.shape}")
+        found.append((file, flat))
+    return tuple(found)
+
+
+def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> JoinedTensor:
+    parts = []
+    for run in placed.runs:
+        if run.rank >= len(by_rank) or not isinstance(by_rank[run.rank][1], StoredTensor):
+            raise CheckpointCorruptError(f"{placed.name}: the partition of data-parallel rank {run.rank} is missing")
+        file, stored = by_rank[run.rank]
+        parts.append(Part(file, stored, run.start, run.length))
+    return JoinedTensor(placed.name, placed.shape, parts)
+
+
+# ------------------------------------------------------------------ the model
+
+
+def _add_model(contents: Contents, models: Sequence[OpenFile], partitions: _Partitions | None) -> None:
+    known: set[str] = set()
+    for group in partitions.groups if partitions is not None else ():
+        for placed in group.placed:
+            contents.add(("module", placed.name), _joined(placed, group.weights))
+            known.add(placed.name)
+    for name, tensor in frozen_tensors(models):
+        contents.add(("module", name), tensor)
+        known.add(name)
+    contents.add_untrained(models[0], known)
+
+
+def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
+    """Parameters that were not trained: whole in stage 2, each rank's slice in stage 3."""
+    for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
+        stored = [entry(file.get("frozen_param_fragments", dict), name, StoredTensor, file.where) for file in models]
+        if tuple(stored[0].shape) == tuple(shape):
+            yield name, WholeTensor(models[0], stored[0])
+        else:
+            (placed,) = one_by_one([(name, shape)], len(models))
+            yield name, _joined(placed, list(zip(models, stored, strict=True)))
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def _add_optimizer(contents: Contents, partitions: _Partitions) -> None:
+    for group in partitions.groups:
+        for placed in group.placed:
+            for key, value in _state_of(placed, group, partitions.optims):
+                contents.add(("optimizer", "state", placed.name, key), value)
+    contents.add_param_groups(partitions.param_groups, partitions.names)
+    contents.add_loss_scaler(partitions.scaler)
+
+
+def _state_of(placed: Placed, group: _Group, optims: Sequence[OpenFile]) -> Iterable[tuple[str, Any]]:
+    """A parameter's part of what the optimizer keeps of its group."""
+    for key, value in group.states[0].items():
+        if key == "step":
+            continue
+        if isinstance(value, StoredTensor) and len(value.shape) == 1:
+            yield key, _joined(placed, [(f, s.get(key)) for f, s in zip(optims, group.states, strict=True)])
+        else:
+            yield key, replace_tensors(value, optims[0].archive.tensor)
+    yield from steps_in(group.states[0], group.options, optims[0])
