@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = "latest"
+_LATEST_UNIVERSAL: Final = "latest_universal"  # what DeepSpeed's ds_to_universal writes instead
 _TENSORS: Final = ("module.", "optimizer.")  # what is loaded in place
 
 
@@ -121,10 +122,10 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
     folder = Path(load_dir)
     if tag is None:
-        try:
-            tag = (folder / LATEST).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        named = [folder / name for name in (LATEST, _LATEST_UNIVERSAL) if (folder / name).is_file()]
+        if not named:
             return None
+        tag = named[0].read_text(encoding="utf-8").strip()
     path = folder / str(tag)
     if not path.is_dir():
         here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))
