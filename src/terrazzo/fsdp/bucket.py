@@ -21,6 +21,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.direct import FIRST_TAG, start_gather
 from terrazzo.fsdp.flat import FlatPlan
+from terrazzo.fsdp.memory import ReturnableMemory
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -83,7 +84,7 @@ class Bucket:
         self._remember_shards()
         self._whole: Tensor | None = None
         self._pieces: list[Tensor] = []
-        self._nbytes = 0
+        self._memory: ReturnableMemory | None = None  # of the whole buffer, unless the shards are the parameters
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the whole parameters are the shards themselves
 
@@ -144,14 +145,24 @@ class Bucket:
                 self._pieces = self.plan.pieces(locals_)
             for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
                 param.make_whole(local, attributes)
-            self._storage = self._whole.untyped_storage()
-            self._nbytes = self._whole.nbytes
+            self._memory = None if self.aliased else ReturnableMemory(self._whole, self._warning())
             self.free()
+
+    def _warning(self) -> str:
+        return (
+            f"{self.params[0].name!r}, a parameter sharded together with it, or a view of one was used after the "
+            "module had finished, when fully_shard had freed it: use it in the module's forward, or clone it there, or "
+            "keep the parameters with reshard_after_forward=False or unshard()"
+        )
 
     def free(self) -> None:
         """Give the whole parameters' memory back."""
-        if not self.aliased:
-            self._storage.resize_(0)
+        if self._memory is not None:
+            self._memory.give_back()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory that `free` gives back."""
+        return self._memory is not None and self._memory.owns(tensor)
 
     def start_gather(self, buffer: Tensor, plan: FlatPlan, axis: Axis) -> Pending[Tensor]:
         """Begin to collect from `axis` what is cut by `plan`, this rank's part being `buffer`."""
@@ -161,7 +172,8 @@ class Bucket:
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters whole from what was gathered."""
-        self._storage.resize_(self._nbytes)
+        if self._memory is not None:
+            self._memory.take_back()
         plan.unpack(gathered, pieces)
 
     @property

@@ -255,6 +255,11 @@ class Group:
         self._register([faces[id(p)] for p in self.params])
         self.state = State.INNER
 
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory of whole parameters, which goes when they are resharded."""
+        local = tensor._local if isinstance(tensor, DTensor) else tensor
+        return any(bucket.owns(local) for bucket in self.buckets)
+
     # ------------------------------------------------------------------ gradients
 
     def has_gradients(self) -> bool:

@@ -98,6 +98,8 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
             "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, "
             "mesh=mesh['dp'])"
         )
+    if not set(names) <= set(root.mesh_dim_names or ()):  # dims made of one of the root's, by splitting it
+        return DeviceMesh._concatenate([data, inner])
     return root[(*names, *inner_names)]
 
 

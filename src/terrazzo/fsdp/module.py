@@ -140,6 +140,13 @@ class FSDPModule:
         """Whether the next backward is the last before the optimizer: then it waits for all reductions."""
         _unit(self).ensure_schedule().is_last_backward = is_last_backward
 
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards without gradient sync have added up, here and in inner groups; call it on the root.
+
+        So it need not be known before a backward that it is the last: a pipeline schedule decides that, not its user.
+        """
+        _unit(self).ensure_schedule().reduce_now()
+
     def set_post_optim_event(self, event: Any) -> None:
         """What the next forward's gathers wait for, once, instead of for everything queued before it.
 

@@ -216,6 +216,17 @@ class Schedule:
         if self.trace is not None:
             self.trace.add("reduce", unit.name, sum(r.reduce_bytes for r in unit.reducers), began)
 
+    @torch.no_grad()
+    def reduce_now(self) -> None:
+        """Reduce, outside of any backward, what backwards have left unreduced."""
+        for unit in reversed(self.units):
+            if unit.group is not None:
+                self.start_reduction(unit)
+        self.end_reductions()
+        for unit in self.units:
+            for reducer in unit.reducers:
+                reducer.settle()
+
     def end_reductions(self) -> None:
         """Wait for the reductions under way, and hand their gradients over."""
         while self._reductions:

@@ -182,6 +182,8 @@ class Unit:
         output_dtype = self.settings.precision.output_dtype
         if output_dtype is not None:
             outputs = map_tensors(outputs, lambda t: t.to(output_dtype) if t.is_floating_point() else t)
+        if self.group is not None:
+            outputs = map_tensors(outputs, self._independent)
         if self.phase is Phase.BACKWARD:
             return outputs
         keep = False
@@ -232,6 +234,10 @@ class Unit:
         alias = tensor.view_as(tensor)
         alias.register_hook(self._after_backward)
         return alias
+
+    def _independent(self, tensor: Tensor) -> Tensor:
+        """A parameter handed out, or a view of one, outlives the parameters' memory: others get a copy."""
+        return tensor.clone() if self.group is not None and self.group.lends(tensor) else tensor
 
     def _announced(self, hook: Any, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:

@@ -1,0 +1,149 @@
+"""Memory that was given back: whoever kept a tensor in it gets an error or NaN, never a crash nor a wrong number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.compare import Model, batches, loss_of, mine, shard_blocks, train_alike
+from ranks import run_fresh, run_ranks
+from terrazzo.fsdp import fully_shard, memory
+from terrazzo.fsdp.memory import ReturnableMemory
+
+READS: list[Callable[[Tensor], Tensor]] = [
+    Tensor.sum,
+    Tensor.clone,
+    Tensor.norm,
+    Tensor.double,
+    Tensor.t,
+    lambda w: w * 2,
+    lambda w: torch.cat([w, w]),
+    lambda w: torch._foreach_mul([w], 2.0)[0],
+    lambda w: torch.empty_like(w).copy_(w),
+    lambda w: w @ torch.ones(w.shape[1], 2),
+    lambda w: torch.ones(2, w.shape[0]) @ w,
+    lambda w: F.linear(torch.ones(2, w.shape[1]), w),
+    lambda w: F.layer_norm(torch.ones(2, *w.shape), w.shape, w),
+    lambda w: F.embedding(torch.tensor([0, 1]), w),
+    lambda w: F.conv2d(torch.ones(1, 1, 8, 8), w[None, None]),
+    lambda w: w[0],
+    lambda w: w[torch.tensor([0])],
+    lambda w: w.softmax(1),
+    lambda w: torch.tensor(w.tolist()) if w.numel() < 1000 else w.sum(),
+    lambda w: torch.from_numpy(w.numpy()),
+]
+WRITES: list[Callable[[Tensor], object]] = [Tensor.zero_, Tensor.add_, lambda w: w.copy_(torch.ones(()))]
+
+
+def outcomes(of: Tensor) -> set[str]:
+    found = set()
+    with torch.no_grad():
+        for read in READS:
+            try:
+                result = read(of.detach())
+            except RuntimeError:
+                found.add("raised")
+            else:
+                found.add("nan" if result.isnan().any() else f"read {result}")
+        for write in WRITES:
+            with pytest.raises((RuntimeError, TypeError)):
+                write(of.detach())
+        for read in READS[:2]:  # nobody wrote there
+            assert read(of.detach()).isnan().any()
+    return found
+
+
+@pytest.mark.skipif(not memory._HAS_TRAPS or memory._HAS_MESSAGES, reason="this build of PyTorch has no traps")
+def test_reading_returned_memory_gives_nan_or_raises_and_writing_raises():
+    for numel in (64, 3 << 20):  # also more than the trap's piece
+        whole = torch.ones(numel)
+        kept = whole.view(-1, 8)
+        held = ReturnableMemory(whole, "gone")
+        held.give_back()
+        held.give_back()
+        assert outcomes(kept) == {"raised", "nan"}
+        held.take_back()
+        held.take_back()
+        kept.fill_(2)
+        assert kept.sum() == 2 * numel and held.owns(kept) and not held.owns(kept.clone())
+
+
+@pytest.mark.gpu
+def test_returned_memory_of_an_accelerator_says_so():
+    whole = torch.ones(64, device="cuda")
+    held = ReturnableMemory(whole, "it is gone")
+    held.give_back()
+    with pytest.raises(RuntimeError, match="it is gone"):
+        whole.sum()
+    held.take_back()
+    assert whole.fill_(1).sum().item() == 64
+
+
+def check_captured() -> set[str]:
+    """A parameter kept from forward, and a view of it, used when the module has finished; then training goes on."""
+    torch.manual_seed(0)
+    model = Model(2, 64, 128)
+    reference = copy.deepcopy(model)
+    shard_blocks(model, reshard_after_forward=True)
+    kept: list[Tensor] = []
+    model.blocks[0].up.register_forward_hook(lambda m, args, out: kept.extend([m.weight, m.weight.detach()[:8]]))
+    x, y = next(batches(1))
+    loss = loss_of(model, mine(x), mine(y))
+    found = outcomes(kept[0]) | outcomes(kept[1])
+    loss.backward()
+    found |= outcomes(kept[0])
+    loss_of(reference, x, y).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+    return found
+
+
+def test_parameters_kept_after_their_module_finished():
+    for outcome in run_fresh(2, check_captured):
+        assert outcome.ok, outcome
+        assert outcome.value == {"raised", "nan"}
+
+
+class Table(nn.Module):
+    """Hands out its parameter, and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 7) / 3)
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+
+    def forward(self, n: int) -> dict[str, Tensor]:
+        return {"whole": self.weight, "part": self.weight[:n], "turned": self.weight.t(), "frozen": self.frozen}
+
+
+class WithTable(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(3)
+        x = self.embed(x)
+        x = self.blocks[0](x) @ table["turned"] @ table["whole"] + table["frozen"]
+        return self.head(x + table["part"].mean(0))
+
+
+def check_handed_out() -> None:
+    def shard(model: WithTable) -> None:
+        fully_shard(model.table, reshard_after_forward=True)
+        shard_blocks(model, reshard_after_forward=True)
+
+    model = train_alike(shard, make=WithTable)
+    with torch.no_grad():
+        found = model.table(3)
+        again = model.table(3)
+        assert all(torch.equal(found[key], again[key]) and found[key].isfinite().all() for key in found)
+
+
+def test_parameters_that_a_module_returns():
+    run_ranks(2, check_handed_out)
