@@ -29,7 +29,7 @@ from terrazzo.tensor import (
     randn,
     zeros,
 )
-from terrazzo.tensor import keys as internals
+from terrazzo.tensor.dispatch import keys as internals
 
 R, P = Replicate(), Partial()
 
@@ -515,7 +515,7 @@ def test_threads_share_the_plans() -> None:
 
 
 def many_shapes() -> None:
-    from terrazzo.tensor import dispatch
+    from terrazzo.tensor.dispatch import calls as dispatch
 
     mesh = init_device_mesh("cpu", (1,))
     limit, dispatch.PLAN_LIMIT = dispatch.PLAN_LIMIT, 64

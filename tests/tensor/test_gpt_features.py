@@ -330,7 +330,7 @@ def test_conversions_of_modules():
 
 def threads() -> list[str]:
     """Every thread meets every plan for the first time, in a world of one: ranks' collectives must not interleave."""
-    from terrazzo.tensor.keys import plans
+    from terrazzo.tensor.dispatch.keys import plans
 
     mesh = init_device_mesh("cpu", (1,))
     plans.clear()
@@ -397,8 +397,8 @@ def captured() -> list[str]:
     """Forward and backward of a distributed model as one graph of plain operations on locals."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    from terrazzo.tensor.dispatch.keys import plans
     from terrazzo.tensor.dtensor import wrap
-    from terrazzo.tensor.keys import plans
 
     _, model, _, brought = twins()
     names = [name for name, _ in model.named_parameters()]

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 import terrazzo.tensor  # noqa: F401  (registers the rules)
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.names import canonical_name
-from terrazzo.tensor.planner import CallPlan, make_plan
+from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
+from terrazzo.tensor.dispatch.spec import Call, Operand
 from terrazzo.tensor.rules import apply_rule
-from terrazzo.tensor.spec import Call, Operand
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo.layout import Partial, Placement, Replicate, Shard
 
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
-from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
+from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
+from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
+from terrazzo.tensor.handlers import (  # noqa: F401  (they register what they handle)
     autograd,
     clip,
     compare,
@@ -16,13 +19,10 @@ from terrazzo.tensor import (  # noqa: F401  (they register what they handle)
     foreach,
     indexing,
     optimizers,
-    pickling,
     random_ops,
     recurrent,
     transforms,
 )
-from terrazzo.tensor.api import distribute_module, distribute_tensor
-from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 
 foreach.install()
 clip.install()

@@ -13,14 +13,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
-from terrazzo.tensor.keys import (
+from terrazzo.tensor.dispatch.keys import (
     FALSE,
     PLAIN_KEYS,
     TRUE,
@@ -30,6 +30,7 @@ from terrazzo.tensor.keys import (
     list_handlers,
     plans,
 )
+from terrazzo.tensor.raw_access import NoRawAccess
 
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
@@ -145,7 +146,7 @@ def _general_key(
     return tuple(key), loc, kw
 
 
-class DTensor(torch.Tensor):
+class DTensor(NoRawAccess, torch.Tensor):
     """A tensor whose elements live on the ranks of a `DeviceMesh`.
 
     Made by `distribute_tensor`, `DTensor.from_local` or the factories of `terrazzo.tensor`, not by its constructor.
@@ -230,13 +231,13 @@ class DTensor(torch.Tensor):
             hashable, plan = None, None
         if plan is not None:
             return plan(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
-        from terrazzo.tensor.dispatch import call_without_plan
+        from terrazzo.tensor.dispatch.calls import call_without_plan
 
         return call_without_plan(func, types, args, kwargs, hashable)  # type: ignore[arg-type]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from terrazzo.tensor.aten import dispatch_aten
+        from terrazzo.tensor.dispatch.aten import dispatch_aten
 
         return dispatch_aten(func, args, kwargs or {})
 
@@ -304,6 +305,9 @@ class DTensor(torch.Tensor):
         if not self._layout.shape:
             raise TypeError("iteration over a 0-d tensor")
         return iter(self.unbind(0))
+
+    def storage_offset(self) -> int:
+        return 0
 
     __hash__ = object.__hash__  # by identity, as a tensor's, but without a call into Python
 
@@ -395,7 +399,7 @@ class DTensor(torch.Tensor):
         except AttributeError:  # the slot is only set once a gradient was asked for
             pass
         if g.requires_grad and self._layout.dual is not self._layout:
-            from terrazzo.tensor.autograd import gradient_of
+            from terrazzo.tensor.handlers.autograd import gradient_of
 
             return gradient_of(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
@@ -472,7 +476,7 @@ class DTensor(torch.Tensor):
         _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        from terrazzo.tensor.autograd import gradient_for, gradient_of
+        from terrazzo.tensor.handlers.autograd import gradient_for, gradient_of
 
         layout = self._layout
 
@@ -540,65 +544,6 @@ class DTensor(torch.Tensor):
 
         return reduce(self)
 
-    # ------------------------------------------------------------------ what has no meaning on one rank's part
-
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_raw_access("numpy()")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_raw_access("conversion to a numpy array")
-
-    def data_ptr(self) -> NoReturn:
-        _no_raw_access("data_ptr()")
-
-    def untyped_storage(self) -> NoReturn:
-        _no_raw_access("untyped_storage()")
-
-    def storage(self) -> NoReturn:
-        _no_raw_access("storage()")
-
-    def _typed_storage(self) -> NoReturn:
-        _no_raw_access("typed storage")
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_raw_access("DLPack export")
-
-    def __dlpack_device__(self) -> NoReturn:
-        _no_raw_access("DLPack export")
-
-    def share_memory_(self) -> NoReturn:
-        _no_raw_access("share_memory_()")
-
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_raw_access("set_()")
-
-    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_raw_access("resize_()")
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
-
-
-def _no_raw_access(what: str) -> NoReturn:
-    raise DTensorError(
-        f"{what} has no meaning for a DTensor, whose elements live on several ranks: use .to_local() for this rank's "
-        "part or .full_tensor() for the whole"
-    )
-
-
-def _guarded_to_dlpack(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, DTensor):
-        _no_raw_access("DLPack export")
-    return _to_dlpack(tensor)
-
-
-# The C function sees only the wrapper, and would export a null pointer.
-_to_dlpack = torch.utils.dlpack.to_dlpack
-torch.utils.dlpack.to_dlpack = _guarded_to_dlpack
 
 for _name in (
     *("dtype", "device", "is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf"),

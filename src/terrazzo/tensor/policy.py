@@ -27,7 +27,7 @@ from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.observe import origin
 from terrazzo.errors import CommPolicyError
-from terrazzo.tensor.names import canonical_name
+from terrazzo.tensor.dispatch.names import canonical_name
 
 Action: TypeAlias = Literal["allow", "warn", "error"]
 
@@ -243,7 +243,7 @@ def _observe(event: CommEvent) -> None:
 _ENTRIES: dict[tuple[str, str], Callable[[FrameType], str]] = {
     ("terrazzo.tensor.dtensor", "__torch_function__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
     ("terrazzo.tensor.dtensor", "__torch_dispatch__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
-    ("terrazzo.tensor.clip", "get_total_norm"): lambda frame: "clip_grad_norm",
+    ("terrazzo.tensor.handlers.clip", "get_total_norm"): lambda frame: "clip_grad_norm",
 }
 """Where operations on DTensors enter, by module and function, and what they are called."""
 

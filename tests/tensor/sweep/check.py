@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.tensor import DTensor, Replicate, fallback, init_device_mesh
+from terrazzo.tensor import DTensor, Replicate, init_device_mesh
+from terrazzo.tensor.dispatch import fallback
 from tests.tensor.sweep.placing import MESHES, choose, distribute, kinds, terms_in_mean
 from tests.tensor.sweep.samples import entries, samples
 

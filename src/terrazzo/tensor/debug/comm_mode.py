@@ -22,8 +22,8 @@ from terrazzo.layout import Placement
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
 from terrazzo.tensor.debug.record import Collective, ModuleTree, Operation, Phase, describe_argument
 from terrazzo.tensor.debug.tables import json_tree, text_table
+from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.names import canonical_name
 
 
 class CommDebugMode:

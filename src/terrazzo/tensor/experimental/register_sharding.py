@@ -10,10 +10,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.keys import float_values_matter, plans
-from terrazzo.tensor.overrides import OVERRIDES, on_meta
-from terrazzo.tensor.spec import Acceptable, Call, Spec
-from terrazzo.tensor.structure import map_tensors
+from terrazzo.tensor.dispatch.keys import float_values_matter, plans
+from terrazzo.tensor.dispatch.overrides import OVERRIDES, on_meta
+from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
+from terrazzo.tensor.dispatch.structure import map_tensors
 
 Strategy: TypeAlias = Callable[..., Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]]
 _F = TypeVar("_F", bound=Strategy)

@@ -21,8 +21,8 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.bounds import check_bounds
-from terrazzo.tensor.dispatch import special
+from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, wrap
 
 

@@ -1,5 +1,6 @@
-"""Sharding rules: for each operation, which of its loops may be cut between ranks. See `terrazzo.tensor.spec`."""
+"""Sharding rules: for each operation, which of its loops may be cut between ranks; see `dispatch.spec`."""
 
+from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importing these does)
     attention,
     composites,
@@ -22,7 +23,6 @@ from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importin
 from terrazzo.tensor.rules.pointwise import is_pointwise, pointwise_spec
 from terrazzo.tensor.rules.registry import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, has_rule
 from terrazzo.tensor.rules.registry import apply_rule as _apply_registered
-from terrazzo.tensor.spec import Call, Spec
 
 
 def apply_rule(call: Call) -> Spec | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.rules.registry import decomposition, rule
-from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 
 @rule("scaled_dot_product_attention")

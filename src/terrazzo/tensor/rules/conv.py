@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
 _BATCH, _OUT, _IN = 0, 1, 2

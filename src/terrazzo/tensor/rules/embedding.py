@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.bounds import check_bounds
+from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
 from terrazzo.tensor.rules.registry import decomposition, rule
-from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Operand, Spec
 
 F = torch.nn.functional
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.rules.softmax import is_sharded_along
-from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 
 _HALF = (torch.float16, torch.bfloat16)
 

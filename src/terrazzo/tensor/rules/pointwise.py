@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.rules.registry import decomposition, rule
-from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 # Linear in the first operand, for any static arguments.
 _LINEAR_UNARY = frozenset(

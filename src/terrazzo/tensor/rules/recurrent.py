@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.spec import Call, Dims, Operand, Spec
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 

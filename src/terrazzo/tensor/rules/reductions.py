@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Partial, Shard
+from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.rules.views import norm_dim
-from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Operand, Spec
 
 
 def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:

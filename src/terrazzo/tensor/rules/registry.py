@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from terrazzo.tensor.spec import Call, Spec
+from terrazzo.tensor.dispatch.spec import Call, Spec
 
 Rule: TypeAlias = Callable[..., Spec | None]
 _F = TypeVar("_F", bound=Rule)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Partial, Shard
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.rules.reductions import reduced_dims, reduction
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.rules.views import norm_dim
-from terrazzo.tensor.spec import Call, Operand, Spec
 
 _HALF = (torch.float16, torch.bfloat16)
 

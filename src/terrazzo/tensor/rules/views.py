@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 
 
 def norm_dim(dim: int, ndim: int) -> int:

@@ -18,7 +18,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
-from terrazzo.tensor.dispatch import special
+from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Shard
-from terrazzo.tensor.planner import CallPlan
-from terrazzo.tensor.runners import get_at, put_at
-from terrazzo.tensor.spec import Spec
-from terrazzo.tensor.structure import map_tensors
+from terrazzo.tensor.dispatch.planner import CallPlan
+from terrazzo.tensor.dispatch.runners import get_at, put_at
+from terrazzo.tensor.dispatch.spec import Spec
+from terrazzo.tensor.dispatch.structure import map_tensors
 
 
 def takes_empty_shards(

@@ -15,8 +15,8 @@ from torch._functorch import eager_transforms
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from terrazzo.errors import DTensorError
-from terrazzo.tensor.autograd import forward_mode
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.handlers.autograd import forward_mode
 
 
 def install() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from terrazzo.errors import DTensorError
+from terrazzo.tensor.dispatch.planner import make_plan
+from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.rules import apply_rule
-from terrazzo.tensor.spec import Call
 
 
 def run_absent(call: Call, args: Sequence[Any]) -> Any:

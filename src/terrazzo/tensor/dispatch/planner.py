@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.spec import Call, Chosen, LocalFunction, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Spec
 
 _R = Replicate()
 

@@ -15,13 +15,13 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Replicate
-from terrazzo.tensor.dispatch import run_again, special
+from terrazzo.tensor.dispatch.calls import run_again, special
+from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
+from terrazzo.tensor.dispatch.runners import refuse_copied_view
+from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.fallback import replicate_and_run_in_place
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.runners import refuse_copied_view
-from terrazzo.tensor.spec import Call, OneArgument, Operand, Spec
 
 
 def _as_tuple(index: Any) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def _advanced(target: DTensor, index: Any) -> DTensor:
     varying = tuple(m for m in kept.varying)
     local = redistribute_local(target._local, layout, kept, varying)
     if varying and local.requires_grad and torch.is_grad_enabled():
-        from terrazzo.tensor.runners import cast_fresh
+        from terrazzo.tensor.dispatch.runners import cast_fresh
 
         dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
         local = cast_fresh(local, dims, layout.mesh) if dims else local
@@ -254,7 +254,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     refuse_copied_view(target)
     items = tuple(_with_plain_ints(i) for i in _as_tuple(index))
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
-        from terrazzo.tensor.dispatch import admit_plain_tensors
+        from terrazzo.tensor.dispatch.calls import admit_plain_tensors
 
         admitted = admit_plain_tensors("__setitem__", func, (target, 0, value), {})
         assert admitted is not None
@@ -327,7 +327,7 @@ def _my_part(value: Any, region: Sequence[int], mine: Sequence[slice], layout: L
         local = redistribute_local(value._local, value._layout, _replicated(value._layout), varying)
         dims = tuple(m for m in varying if not value._layout.placements[m].is_shard())
         if dims and local.requires_grad and torch.is_grad_enabled():
-            from terrazzo.tensor.runners import cast_fresh
+            from terrazzo.tensor.dispatch.runners import cast_fresh
 
             local = cast_fresh(local, dims, layout.mesh)
     else:

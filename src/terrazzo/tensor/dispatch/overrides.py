@@ -14,10 +14,10 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terrazzo.tensor.aten import run_composite
+from terrazzo.tensor.dispatch.aten import run_composite
+from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.spec import Call, Spec
-from terrazzo.tensor.structure import map_tensors
 
 OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec]] = {}
 """Rules by operator: functions of the call and of its arguments as they are."""

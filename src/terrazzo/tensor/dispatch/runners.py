@@ -16,12 +16,12 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
+from terrazzo.tensor.dispatch.keys import Plan
+from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
+from terrazzo.tensor.dispatch.spec import OneArgument
+from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, wrap
-from terrazzo.tensor.keys import Plan
-from terrazzo.tensor.planner import CallPlan, OperandPlan
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
-from terrazzo.tensor.spec import OneArgument
-from terrazzo.tensor.structure import map_tensors
 
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper

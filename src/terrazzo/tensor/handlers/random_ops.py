@@ -10,10 +10,10 @@ import torch
 
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
-from terrazzo.tensor.dispatch import special
+from terrazzo.tensor.dispatch.calls import special
+from terrazzo.tensor.dispatch.runners import refuse_copied_view
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
-from terrazzo.tensor.runners import refuse_copied_view
 
 
 def _settled(x: Any) -> DTensor:

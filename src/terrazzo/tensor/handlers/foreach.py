@@ -15,10 +15,10 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
-from terrazzo.tensor.dispatch import specials
+from terrazzo.tensor.dispatch.calls import specials
+from terrazzo.tensor.dispatch.keys import list_handlers
+from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.keys import list_handlers
-from terrazzo.tensor.names import canonical_name
 from terrazzo.tensor.rules.pointwise import is_pointwise
 
 _ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])

@@ -16,19 +16,19 @@ import torch
 
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.absent import run_absent
-from terrazzo.tensor.aten import run_composite
+from terrazzo.tensor.dispatch.absent import run_absent
+from terrazzo.tensor.dispatch.aten import run_composite
+from terrazzo.tensor.dispatch.empties import takes_empty_shards
+from terrazzo.tensor.dispatch.fallback import replicate_and_run
+from terrazzo.tensor.dispatch.keys import plans
+from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
+from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
+from terrazzo.tensor.dispatch.runners import first_run, mark_copied, view_runner
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
 from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, set_wrapper_data, wrap
-from terrazzo.tensor.empties import takes_empty_shards
-from terrazzo.tensor.fallback import replicate_and_run
-from terrazzo.tensor.inplace import run_in_place
-from terrazzo.tensor.keys import plans
-from terrazzo.tensor.names import canonical_name
-from terrazzo.tensor.overrides import OVERRIDES, leads_to_override, take_apart
-from terrazzo.tensor.planner import CallPlan, make_plan
+from terrazzo.tensor.handlers.inplace import run_in_place
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
-from terrazzo.tensor.runners import first_run, mark_copied, view_runner
-from terrazzo.tensor.spec import Call, Operand, Spec
 
 PLAN_LIMIT = 16384
 """Cached plans at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""
@@ -181,7 +181,7 @@ def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _key_by_value(func: Any) -> None:
-    from terrazzo.tensor.keys import float_values_matter
+    from terrazzo.tensor.dispatch.keys import float_values_matter
 
     float_values_matter.add(func)
 

@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
-from terrazzo.tensor.dispatch import admit_plain_tensors, special
+from terrazzo.tensor.dispatch.calls import admit_plain_tensors, special
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.redistribute import redistribute_local
 

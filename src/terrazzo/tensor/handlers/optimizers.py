@@ -20,7 +20,7 @@ from torch.optim import adadelta, adagrad, adam, adamax, nadam, optimizer, radam
 from torch.utils import _foreach_utils
 
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.foreach import locals_of, placed_alike
+from terrazzo.tensor.handlers.foreach import locals_of, placed_alike
 
 # These write their tensors in place and leave the lists alone. SGD's and ASGD's put new tensors into the lists.
 _ELEMENTWISE: dict[ModuleType, str] = {

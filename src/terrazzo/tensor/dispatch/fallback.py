@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate, moved_bytes
+from terrazzo.tensor.dispatch.runners import mark_copied, refuse_copied_view
+from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
-from terrazzo.tensor.runners import mark_copied, refuse_copied_view
-from terrazzo.tensor.structure import map_tensors
 
 _warned: set[str] = set()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dispatch import run_again, special
+from terrazzo.tensor.dispatch.calls import run_again, special
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.rules.recurrent import RECURRENT
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.names import canonical_name
 
 _DispatchKey = torch._C.DispatchKey
 _RestoreThreadState: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
@@ -29,7 +29,7 @@ def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One aten operation on DTensors, called from C++."""
-    from terrazzo.tensor.overrides import OVERRIDES
+    from terrazzo.tensor.dispatch.overrides import OVERRIDES
     from terrazzo.tensor.rules import has_rule
 
     name, _ = canonical_name(op)

@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 
 from terrazzo.errors import DTensorError
+from terrazzo.tensor.dispatch.empties import takes_empty_shards
+from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
+from terrazzo.tensor.dispatch.planner import make_plan
+from terrazzo.tensor.dispatch.runners import in_place_runner, refuse_copied_view
+from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.empties import takes_empty_shards
-from terrazzo.tensor.fallback import replicate_and_run_in_place
-from terrazzo.tensor.planner import make_plan
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.rules import apply_rule
-from terrazzo.tensor.runners import in_place_runner, refuse_copied_view
-from terrazzo.tensor.spec import Call
 
 _RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes", "as_strided"}
 
@@ -43,12 +43,12 @@ def run_in_place(
         )
     refuse_copied_view(target)
     if call.name in _RESHAPING:
-        from terrazzo.tensor.dispatch import become
+        from terrazzo.tensor.dispatch.calls import become
 
         become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
-        from terrazzo.tensor.dispatch import become
+        from terrazzo.tensor.dispatch.calls import become
 
         become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target

@@ -1,0 +1,70 @@
+"""What has no meaning on one rank's part of a tensor: memory, storage and what exports them."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from terrazzo.errors import DTensorError
+
+
+class NoRawAccess:
+    """Refuses everything that would hand out a tensor's memory, and names the ways out."""
+
+    __slots__ = ()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("numpy()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("conversion to a numpy array")
+
+    def data_ptr(self) -> NoReturn:
+        _refuse("data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        _refuse("untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        _refuse("storage()")
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse("typed storage")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("DLPack export")
+
+    def __dlpack_device__(self) -> NoReturn:
+        _refuse("DLPack export")
+
+    def share_memory_(self) -> NoReturn:
+        _refuse("share_memory_()")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("set_()")
+
+    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("resize_()")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise DTensorError(
+        f"{what} has no meaning for a DTensor, whose elements live on several ranks: use .to_local() for this rank's "
+        "part or .full_tensor() for the whole"
+    )
+
+
+def _guarded_to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensor, NoRawAccess):
+        _refuse("DLPack export")
+    return _to_dlpack(tensor, *args, **kwargs)
+
+
+# The C function sees only the wrapper, and would export a null pointer.
+_to_dlpack = torch.utils.dlpack.to_dlpack
+torch.utils.dlpack.to_dlpack = _guarded_to_dlpack  # type: ignore[assignment]  # its names are its own
