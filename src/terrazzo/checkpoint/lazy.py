@@ -21,7 +21,7 @@ from terrazzo.checkpoint.load_planner import read_items
 from terrazzo.checkpoint.locate import reader_for
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.objects import ObjectBytes
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -179,27 +179,13 @@ def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
     return parts + [slice(None)] * (ndim - len(parts))
 
 
-class _Catcher(LoadPlanner):
+class _Catcher(ReadingPlanner):
     """A planner without a state dict: its plan is made by its owner, and it keeps what is read."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor], allow_pickle: bool) -> None:
         self.targets = targets
         self.values: dict[str, Any] = {}
         self.allow_pickle = allow_pickle
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing: there is no state dict."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -217,9 +203,6 @@ class _Catcher(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
         return self.targets[read_item.dest_index][box.slices()]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: the tensor is the target's own memory."""
 
 
 def names_of(checkpoint: Checkpoint) -> Sequence[str]:

@@ -199,3 +199,24 @@ class LoadPlanner(abc.ABC):
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Called when the tensor that `resolve_tensor` gave has been filled."""
+
+
+class ReadingPlanner(LoadPlanner):
+    """A load planner without a state dict: whoever made the items gets what is read for them."""
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: there is no state dict."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: what was filled is the target's own memory."""

@@ -23,6 +23,7 @@ from terrazzo.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadingPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -104,26 +105,12 @@ class Source:
         self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
 
 
-class _Fetch(LoadPlanner):
+class _Fetch(ReadingPlanner):
     """Takes what a reader reads: into one tensor, or one value."""
 
     def __init__(self, target: torch.Tensor | None) -> None:
         self._target = target
         self.loaded: io.BytesIO | None = None
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.loaded = value
@@ -132,9 +119,6 @@ class _Fetch(LoadPlanner):
         if self._target is None:
             raise CheckpointCorruptError(f"{read_item.storage_index.fqn} is stored as a tensor, not as a value")
         return self._target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
 
 
 class CopyPlanner(SavePlanner):
