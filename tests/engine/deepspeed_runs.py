@@ -1,12 +1,13 @@
 """Runs of the real DeepSpeed, for the tests to compare with: `torchrun deepspeed_runs.py OUT CASE...`.
 
 For each case, such as `2-bf16`, trains the tests' model in that ZeRO stage and precision, saves halfway, goes on, and
-writes the losses; and gives the checkpoint to DeepSpeed's own conversion to float32.  A case with `@TAG` resumes from a
-checkpoint that is there instead.
+writes the losses; and gives the checkpoint to DeepSpeed's own conversion to float32, and of some to that to universal
+checkpoints.  A case with `@TAG` resumes from a checkpoint that is there instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -17,11 +18,12 @@ import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.deepspeed_cases import BEFORE, STEPS
+from engine.deepspeed_cases import BEFORE, STEPS, UNIVERSAL, parsed
 from engine.runs import TOTAL, averaged, batches, loss_of, make_model, param_groups
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # an optional speed-up, which takes a minute to compile
@@ -30,7 +32,7 @@ get_accelerator().is_fp16_supported = lambda: True
 get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
-def settings(stage: int, precision: str) -> dict[str, object]:
+def settings(stage: int, precision: str, option: str) -> dict[str, object]:
     chosen: dict[str, object] = {
         "train_batch_size": TOTAL,
         "gradient_clipping": 0.5,
@@ -40,15 +42,28 @@ def settings(stage: int, precision: str) -> dict[str, object]:
     }
     if precision != "fp32":
         chosen[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    if option == "master":
+        chosen["data_types"] = {"grad_accum_dtype": "fp32"}
+    chosen["zero_optimization"] |= {"small": {"sub_group_size": 60}, "robin": {"round_robin_gradients": True}}.get(
+        option, {}
+    )
     return chosen
+
+
+def make_universal(folder: Path) -> None:
+    wanted = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    out = f"{folder}-universal"
+    ds_to_universal.main(argparse.Namespace(input_folder=str(folder), output_folder=out, **wanted, **workers))
 
 
 def run(out: Path, case: str) -> list[float]:
     name, _, tag = case.partition("@")
-    stage, precision = name.split("-")
+    stage, precision, option = parsed(name)
     model = make_model(seed=7 if tag else 0)
     groups = param_groups(model)
-    engine = deepspeed.initialize(model=model, model_parameters=groups, config=settings(int(stage), precision))[0]
+    chosen = settings(stage, precision, option)
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=chosen)[0]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     rank, size = dist.get_rank(), TOTAL // dist.get_world_size()
     start = 0
@@ -56,6 +71,8 @@ def run(out: Path, case: str) -> list[float]:
         path, client = engine.load_checkpoint(str(out), tag)
         assert path is not None and client["mine"] == [1, 2]
         start = engine.global_steps
+        if precision == "fp16":
+            assert engine.optimizer.loss_scaler.cur_iter == BEFORE and engine.optimizer.loss_scaler.cur_scale == 256
     losses = []
     for step, (x, y) in enumerate(batches(STEPS - start, start), start):
         x, y = (part[rank * size : (rank + 1) * size] for part in (x, y))
@@ -65,8 +82,13 @@ def run(out: Path, case: str) -> list[float]:
         losses.append(averaged(loss))
         if step == BEFORE - 1 and not tag:
             engine.save_checkpoint(str(out), name, client_state={"mine": [1, 2]})
-    if dist.get_rank() == 0 and not tag:
-        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(out), name), out / f"{name}.pt")
+    if dist.get_rank() == 0:
+        tag = tag or name
+        if option != "master":  # zero_to_fp32 does not know that layout
+            torch.save(get_fp32_state_dict_from_zero_checkpoint(str(out), tag), out / f"{tag}.pt")
+        if name in UNIVERSAL:
+            make_universal(out / tag)
+    dist.barrier()
     return losses
 
 

@@ -26,10 +26,15 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ZeroConfig(_Section, frozen=True):
-    """`zero_optimization`: what is sharded over the data-parallel ranks."""
+    """`zero_optimization`: what is sharded over the data-parallel ranks.
+
+    The last two only say how DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
+    """
 
     stage: Literal[0, 1, 2, 3] = 0
     wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
+    sub_group_size: Count = 1_000_000_000
+    round_robin_gradients: bool = False
 
 
 class Fp16Config(_Section, frozen=True):
@@ -182,13 +187,11 @@ TUNING: Final[Mapping[str, frozenset[str]]] = {
             "overlap_comm",
             "reduce_bucket_size",
             "reduce_scatter",
-            "round_robin_gradients",
             "stage3_gather_16bit_weights_on_model_save",
             "stage3_max_live_parameters",
             "stage3_max_reuse_distance",
             "stage3_param_persistence_threshold",
             "stage3_prefetch_bucket_size",
-            "sub_group_size",
         }
     ),
 }

@@ -81,8 +81,8 @@ class Contents:
         """All that is neither the model nor the optimizer."""
         model = file.value
         self.add(("param_shapes",), [_pairs(named) for named in model.get("param_shapes") or []])
-        frozen = model.get("frozen_param_shapes")
-        self.add(("frozen_param_shapes",), [] if frozen is None else _pairs(frozen))
+        frozen = model.get("frozen_param_shapes")  # None: parameters that are not trained may have been left out
+        self.add(("frozen_param_shapes",), None if frozen is None else _pairs(frozen))
         scheduler = model.get("lr_scheduler")
         if isinstance(scheduler, dict) and scheduler:
             for key, value in scheduler.items():

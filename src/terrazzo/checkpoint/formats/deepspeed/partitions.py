@@ -12,9 +12,11 @@ Stage 3 cuts each parameter by itself, and a rank's part of a group is its slice
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from terrazzo.layout.box import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,58 @@ def one_by_one(shapes: Iterable[tuple[str, Sequence[int]]], ranks: int) -> Itera
             name, tuple(shape), tuple(Run(rank, position, length) for rank, length in enumerate(lengths) if length)
         )
         position += part
+
+
+def sub_groups(shapes: Mapping[str, Sequence[int]], ranks: int, size: int) -> list[dict[str, Sequence[int]]]:
+    """Stage 3: the parameters of a param group, by flat tensor; one is full once a rank has `size` elements in it.
+
+    >>> sub_groups({"a": (5,), "b": (2, 2), "c": (1,)}, ranks=2, size=4)
+    [{'a': (5,), 'b': (2, 2)}, {'c': (1,)}]
+    """
+    groups: list[dict[str, Sequence[int]]] = []
+    room = 0
+    for name, shape in shapes.items():
+        if room <= 0:
+            groups.append({})
+            room = size
+        groups[-1][name] = shape
+        room -= -(-prod(shape) // ranks)
+    return groups
+
+
+def in_turns(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Sequence[int]]:
+    """The order of `round_robin_gradients`: those parameters whose number is 0 modulo the ranks, then 1, ...
+
+    >>> list(in_turns({"a": (1,), "b": (1,), "c": (1,)}, ranks=2))
+    ['a', 'c', 'b']
+    """
+    names = list(shapes)
+    return {name: shapes[name] for first in range(ranks) for name in names[first::ranks]}
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that, one after the other, are the elements `start` to `stop` of a tensor in row-major order.
+
+    >>> [(box.offsets, box.lengths) for box in boxes_of((3, 4), 2, 9)]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all within one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    before = row * prod(shape[1:])
+    for box in boxes_of(shape[1:], start - before, stop - before):
+        yield Box((row, *box.offsets), (1, *box.lengths))

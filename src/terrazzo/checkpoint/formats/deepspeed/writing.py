@@ -1,0 +1,308 @@
+"""What DeepSpeed's files hold of a run, for it to resume: built from a description and something that has the tensors.
+
+Each data-parallel rank has a file of its flat partitions.  The model is in one file, in the precision of forward; in
+stage 3 each rank has one, with its slices of what is not trained.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from terrazzo.checkpoint.formats.deepspeed.partitions import (
+    Placed,
+    in_one_line,
+    in_turns,
+    one_by_one,
+    sub_groups,
+)
+from terrazzo.checkpoint.formats.torch_writing import Instance, write_archive
+from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.errors import UnsupportedValueError
+
+# The release whose layout this is; DeepSpeed refuses checkpoints that name none.
+VERSION: Final = "0.19.8"
+SUB_GROUP_SIZE: Final = 1_000_000_000  # unless the config says otherwise
+_ALIGNMENT: Final = 2  # partitions begin at even elements
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group of the optimizer.
+
+    Attributes:
+        shapes: its trained parameters, in order.
+        options: learning rate and the like.
+        kept: of what the optimizer keeps, that which has an element for each of the parameters'.
+        once: what it keeps besides: the number of steps.
+    """
+
+    shapes: Shapes
+    options: Mapping[str, Any]
+    kept: tuple[str, ...]
+    once: Mapping[str, Any]
+
+
+def group_of(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
+    """A param group from what the optimizer keeps of each parameter: things with a shape, or plain values.
+
+    DeepSpeed counts the steps of a group, not of each parameter: the most that any of them has taken.
+    """
+    kept: dict[str, None] = {}
+    once: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        for key, value in states.get(name, {}).items():
+            if key == "step":
+                once[key] = max(int(value), once.get(key, 0))
+            elif not hasattr(value, "shape"):
+                once.setdefault(key, value)
+            elif tuple(value.shape) == tuple(shape):
+                kept[key] = None
+            else:
+                raise UnsupportedValueError(
+                    f"{name}: the optimizer keeps {key} of shape {tuple(value.shape)}, which has no place in "
+                    "DeepSpeed's flat partitions: they hold only what has an element for each of the parameter's"
+                )
+    return Group(shapes, {key: value for key, value in options.items() if key != "params"}, tuple(kept), once)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is divided into files.
+
+    Attributes:
+        dtype: in which the model computes.
+        groups: param groups; those without trained parameters are left out.
+        frozen: parameters that are not trained; None to leave them out.
+        shared: further names of parameters, and the first.
+        model: the names in the model's state, in order, the further ones among them.
+        settings: DeepSpeed's config, as far as it decides how the optimizer is laid out.
+    """
+
+    stage: int
+    ranks: int
+    dtype: torch.dtype
+    groups: tuple[Group, ...]
+    frozen: Shapes | None
+    shared: Mapping[str, str]
+    model: Sequence[str]
+    settings: Mapping[str, Any]
+
+    def flat_groups(self) -> list[tuple[int, Shapes]]:
+        """The parameters of each flat tensor, and the number of their param group."""
+        found: list[tuple[int, Shapes]] = []
+        for number, group in enumerate(self.groups):
+            if self.stage == 3:
+                size = int(self.settings.get("sub_group_size") or SUB_GROUP_SIZE)
+                found += [(number, part) for part in sub_groups(group.shapes, self.ranks, size)]
+            elif self.settings.get("round_robin_gradients"):
+                found.append((number, in_turns(group.shapes, self.ranks)))
+            else:
+                found.append((number, group.shapes))
+        return found
+
+    def model_file(self, rank: int) -> str | None:
+        """The name of a rank's file of model states, if it has one."""
+        if self.stage == 3:
+            return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        return "mp_rank_00_model_states.pt" if rank == 0 else None
+
+    def optim_file(self, rank: int) -> str:
+        """The name of a rank's file of optimizer states."""
+        prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
+        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+class Tensors(Protocol):
+    """The tensors of a run.  `kind` is `module`, or what the optimizer keeps: `exp_avg`."""
+
+    def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> Any:
+        """A rank's flat tensor: its runs of each parameter where they belong, zeros elsewhere."""
+
+    def whole(self, name: str, dtype: torch.dtype | None) -> Any:
+        """Something of the model's state; of parameters in `dtype`."""
+
+
+def write_file(folder: Path, name: str, value: Mapping[str, Any]) -> None:
+    """Write a file as `torch.save` does, and make it durable."""
+    file = LocalStore(folder).create(name, 0)
+    try:
+        write_archive(file, 0, value)
+        file.sync()
+    finally:
+        file.close()
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def optim_states(
+    layout: Layout, tensors: Tensors, rank: int, scaler: Instance, clip: float, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a rank's file of optimizer states holds."""
+    flat = layout.flat_groups()
+    members: list[list[int]] = [[] for _ in layout.groups]
+    for index, (number, _) in enumerate(flat):
+        members[number].append(index)
+    param_groups = [
+        {**_options(group), "params": indices} for group, indices in zip(layout.groups, members, strict=True)
+    ]
+    build = _cut_one_by_one if layout.stage == 3 else _cut_in_one_line
+    state = {
+        "zero_stage": layout.stage,
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": bool(scaler.attributes["dynamic"]),
+        "overflow": False,
+        **build(layout, flat, tensors, rank, param_groups),
+    }
+    if layout.stage < 3:
+        state |= {"clip_grad": clip, "ds_version": VERSION}
+    return {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
+
+
+def _options(group: Group) -> dict[str, Any]:
+    # DeepSpeed's own Adam has this option, and looks for it in what it loads.
+    adam = {"bias_correction": True} if "exp_avg_sq" in group.kept else {}
+    return {**adam, **group.options}
+
+
+def _cut_in_one_line(
+    layout: Layout, flat: Sequence[tuple[int, Shapes]], tensors: Tensors, rank: int, param_groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    states, weights, paddings, fragments = {}, [], [], []
+    for index, (number, shapes) in enumerate(flat):
+        group = layout.groups[number]
+        total = sum(map(prod, shapes.values()))
+        partition = -(-total // (_ALIGNMENT * layout.ranks)) * _ALIGNMENT
+        lean = max(min(total - rank * partition, partition), 0)
+        placed = list(in_one_line(shapes.items(), partition))
+        weights.append(tensors.flat("module", placed, rank, lean, torch.float32))
+        paddings.append(partition - lean)
+        states[index] = {
+            **group.once,
+            **{key: tensors.flat(key, placed, rank, partition, torch.float32) for key in group.kept},
+        }
+        fragments.append(OrderedDict(_fragments(placed, rank)))
+    return {
+        "base_optimizer_state": {"state": states, "param_groups": param_groups},
+        "single_partition_of_fp32_groups": weights,
+        "group_paddings": paddings,
+        "partition_count": [layout.ranks] * len(flat),
+        "param_slice_mappings": fragments,
+    }
+
+
+def _fragments(placed: Sequence[Placed], rank: int) -> list[tuple[str, Instance]]:
+    """Where in its partition a rank has the elements of each parameter."""
+    kind = ("deepspeed.utils.tensor_fragment", "fragment_address")
+    return [
+        (where.name, Instance(kind, {"numel": run.length, "start": run.start}))
+        for where in placed
+        for run in where.runs
+        if run.rank == rank
+    ]
+
+
+def _cut_one_by_one(
+    layout: Layout, flat: Sequence[tuple[int, Shapes]], tensors: Tensors, rank: int, param_groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    states, weights = {}, []
+    for index, (number, shapes) in enumerate(flat):
+        group = layout.groups[number]
+        placed = list(one_by_one(shapes.items(), layout.ranks))
+        length = sum(-(-prod(shape) // layout.ranks) for shape in shapes.values())
+        weights.append(tensors.flat("module", placed, rank, length, torch.float32))
+        states[index] = {
+            **group.once,
+            **{key: tensors.flat(key, placed, rank, length, torch.float32) for key in group.kept},
+        }
+    return {
+        "optimizer_state_dict": {"state": states, "param_groups": param_groups},
+        "fp32_flat_groups": weights,
+        "partition_count": layout.ranks,
+    }
+
+
+def loss_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> Instance:
+    """DeepSpeed's object that scales the loss, from the state of the run's and the config's section."""
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    scale = float(state.get("cur_scale", 1.0))
+    if not fp16.get("enabled") or fp16.get("loss_scale"):
+        return Instance((module, "LossScaler"), {"cur_scale": scale, "dynamic": False})
+    hysteresis = int(fp16.get("hysteresis", 2))
+    attributes = {
+        "cur_scale": scale,
+        "dynamic": True,
+        "cur_iter": int(state.get("cur_iter", 0)),
+        "last_overflow_iter": int(state.get("last_overflow_iter", -1)),
+        "scale_factor": 2.0,
+        "scale_window": int(fp16.get("loss_scale_window", 1000)),
+        "min_scale": float(fp16.get("min_loss_scale", 1.0)),
+        "delayed_shift": hysteresis,
+        "cur_hysteresis": int(state.get("cur_hysteresis", hysteresis)),
+        "consecutive_hysteresis": bool(fp16.get("consecutive_hysteresis", False)),
+        "raise_error_at_min_scale": True,
+        "dtype": torch.float16,
+    }
+    return Instance((module, "DynamicLossScaler"), attributes)
+
+
+# ------------------------------------------------------------------ the model
+
+
+def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank's file of model states holds.
+
+    Args:
+        rest: counters, the scheduler's state, the config and the client state.
+    """
+    trained = {name for group in layout.groups for name in group.shapes}
+    frozen = layout.frozen or {}
+    module: OrderedDict[str, Any] = OrderedDict()
+    for name in layout.model:
+        parameter = layout.shared.get(name, name)
+        if parameter not in trained and parameter not in frozen:
+            module[name] = tensors.whole(name, None)
+        elif layout.stage == 3:  # each rank's slices are elsewhere
+            module[name] = torch.empty(0, dtype=layout.dtype)
+        else:
+            module[name] = tensors.whole(parameter, layout.dtype)
+    has_frozen = layout.stage >= 2 and layout.frozen is not None
+    return {
+        "module": module,
+        "optimizer": None,
+        "param_shapes": [_sizes(shapes) for _, shapes in layout.flat_groups()],
+        "frozen_param_shapes": _sizes(frozen) if has_frozen else None,
+        "shared_params": dict(layout.shared),
+        "frozen_param_fragments": _frozen_fragments(layout, tensors, rank, module) if has_frozen else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "dp_world_size": layout.ranks,
+        "mp_world_size": 1,
+        "ds_version": VERSION,
+        **rest,
+    }
+
+
+def _frozen_fragments(layout: Layout, tensors: Tensors, rank: int, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Parameters that are not trained: whole, in stage 3 a rank's slice of each."""
+    fragments: OrderedDict[str, Any] = OrderedDict()
+    for name, shape in (layout.frozen or {}).items():
+        if layout.stage < 3:
+            fragments[name] = module[name]
+            continue
+        placed = list(one_by_one([(name, shape)], layout.ranks))
+        fragments[name] = tensors.flat("module", placed, rank, -(-prod(shape) // layout.ranks), layout.dtype)
+    return fragments
+
+
+def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:
+    return OrderedDict((name, torch.Size(shape)) for name, shape in shapes.items())
