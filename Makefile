@@ -32,7 +32,7 @@ test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
 
 demo: $(READY)
-	$(BIN)/python -m terrazzo.demo $(ARGS)
+	$(BIN)/python -m terrazzo.cli demo $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

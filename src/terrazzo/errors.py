@@ -197,3 +197,14 @@ class StateNameError(EngineError, KeyError):
 
     def __str__(self) -> str:  # KeyError shows the repr of its argument
         return str(self.args[0])
+
+
+# ------------------------------------------------------------------ starting runs
+
+
+class RunConfigError(TerrazzoError, ValueError):
+    """The file that says how a run is started lacks an option, or has one that is unknown or of the wrong type."""
+
+
+class DemoError(TerrazzoError, RuntimeError):
+    """The demo did not go as it should."""

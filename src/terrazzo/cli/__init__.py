@@ -1,10 +1,11 @@
-"""`terrazzo`: look at checkpoints, check them, compare them, convert them.
+"""`terrazzo`: look at checkpoints, check them, compare them, convert them; start runs.
 
     terrazzo ls CHECKPOINT              what is in it
     terrazzo show CHECKPOINT NAME       one value: shape, dtype, where its parts are, some of its numbers
     terrazzo verify CHECKPOINT          is every byte the one that was saved?
     terrazzo diff ONE OTHER             what differs
     terrazzo convert FROM TO            to another format
+    terrazzo demo                       watch a run survive a crash, in about a minute
 
 Checkpoints may be of any format that terrazzo reads.  With `--json`, commands print one JSON document.  The
 exit status is 0 if all is well, 1 if a check or comparison finds something, 2 if a command cannot be carried
@@ -16,6 +17,7 @@ from __future__ import annotations
 import typer
 
 from terrazzo.cli.convert import convert
+from terrazzo.cli.demo import demo
 from terrazzo.cli.inspect import diff, list_values, show, verify_checkpoint
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -24,6 +26,7 @@ app.command("show")(show)
 app.command("verify")(verify_checkpoint)
 app.command("diff")(diff)
 app.command("convert")(convert)
+app.command("demo")(demo)
 
 
 def main() -> None:

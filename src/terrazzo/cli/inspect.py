@@ -72,7 +72,8 @@ def show(
         OUT.print(
             f"{escape(name)}: {value.dtype}, shape {list(value.shape)}, {human_size(value.nbytes)}", highlight=False
         )
-        OUT.print(f"begins with {first}", highlight=False)
+        rounded = [float(f"{number:.5g}") if isinstance(number, float) else number for number in first]
+        OUT.print(f"begins with {rounded}", highlight=False)
         table = Table("part", "file", box=None, header_style="bold")
         for part in parts[:_SHOWN_CHUNKS]:
             table.add_row(escape(part["slice"]), part["file"] or "")

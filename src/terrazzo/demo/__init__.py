@@ -1,1 +1,5 @@
-"""`make demo`: terrazzo at work on this machine."""
+"""`terrazzo demo`: a training run that is killed while it saves, and what becomes of it.
+
+It runs the library as a user would.  `story` and `ending` are what happens in which order, `worker` is what a rank
+does, `processes` starts and kills ranks, `plot` draws the loss.
+"""
