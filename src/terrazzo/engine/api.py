@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from terrazzo.engine.config import EngineConfig, read_config
+from terrazzo.engine.config import Batch, EngineConfig, read_config
 from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.optim import OptimizerLike
+from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import Ranks
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 from terrazzo.errors import EngineConfigError
@@ -24,7 +25,7 @@ LOGGER = logging.getLogger("terrazzo.engine")
 
 
 def initialize(
-    model: nn.Module,
+    model: nn.Module | Stage | Sequence[Stage],
     optimizer: OptimizerLike | None = None,
     lr_scheduler: SchedulerLike | None = None,
     training_data: Dataset[Any] | None = None,
@@ -32,6 +33,9 @@ def initialize(
     config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     data_dim: str = "dp",
+    pipeline: ScheduleFactory | None = None,
+    loss_fn: LossFunction | None = None,
+    pipeline_dim: str = "pp",
     collate_fn: Callable[[list[Any]], Any] | None = None,
     difficulties: Mapping[str, Any] | None = None,
 ) -> Engine:
@@ -50,27 +54,54 @@ def initialize(
     (1, 2)
 
     Args:
-        model: Its parameters may be tensor-parallel already, on other dims of `mesh`.
+        model: Its parameters may be tensor-parallel already, on other dims of `mesh`. Or this rank's `PipelineStage` of
+            `torch.distributed.pipelining`, or several, whose parts have the names that they have in the whole model.
         optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: see
             `config.optimizer`.
         lr_scheduler: Of that optimizer, or a function that makes one for an optimizer; None: see `config.scheduler`.
         training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
         config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
         mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
+        pipeline: For stages: the class of a schedule, or a function that makes one from a stage (or the list of them),
+            `n_microbatches`, which is `gradient_accumulation_steps`, `loss_fn` and `scale_grads`.
+        loss_fn: For stages: the loss of a micro-batch, from the last stage's output and the target.
+        pipeline_dim: For stages: the dim of `mesh` along which they lie.
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
     checked, ignored = read_config(config)
     if ignored:
         LOGGER.info("config: %s have no meaning here, and are ignored", ", ".join(ignored))
-    ranks = Ranks.of(mesh, data_dim, checked.zero_optimization.stage)
-    engine = Engine(model, optimizer, lr_scheduler, checked, ranks)
+    trained: nn.Module | Pipeline
+    if isinstance(model, nn.Module):
+        if pipeline is not None or loss_fn is not None:
+            raise EngineConfigError("pipeline and loss_fn were passed, and model is no PipelineStage")
+        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization.stage)
+        trained = model
+    else:
+        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization.stage)
+        trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks)
+    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks)
     curriculum = _curriculum(checked, difficulties)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
     elif curriculum is not None:
         raise EngineConfigError("config: curriculum_learning is enabled, and there is no training_data to apply it to")
     return engine
+
+
+def _pipeline(
+    stages: list[Stage], make: ScheduleFactory | None, loss_fn: LossFunction | None, ranks: Ranks
+) -> Pipeline:
+    if make is None or loss_fn is None:
+        raise EngineConfigError("a model of stages needs pipeline=, such as Schedule1F1B, and loss_fn=")
+    if not callable(make):
+        raise EngineConfigError(
+            f"pipeline is {make!r}: pass the class of the schedule, or functools.partial of it; the engine makes the "
+            "schedule, because it decides the number of micro-batches and scales the loss"
+        )
+    assert ranks.pipeline is not None
+    return Pipeline(stages, make, loss_fn, ranks.pipeline)
 
 
 def _curriculum(config: EngineConfig, difficulties: Mapping[str, Any] | None) -> Curriculum | None:
@@ -91,9 +122,11 @@ def _loader(
 ) -> DataLoader[Any]:
     if not hasattr(data, "__len__"):
         raise EngineConfigError("training_data has no length, so its order cannot be resumed: iterate over it yourself")
-    axis = engine.ranks.data
+    axis, batch = engine.ranks.data, engine.batch
+    if engine.pipeline is not None:  # which cuts a rank's batch into micro-batches itself
+        batch = Batch(batch.total, batch.micro * batch.accumulation, 1)
     sampler = ResumableSampler(
-        len(data), engine.batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum
+        len(data), batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum
     )
     engine.data_sampler = sampler
     return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn)

@@ -29,9 +29,10 @@ from torch import nn
 import terrazzo
 from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import random_state
+from terrazzo.engine.stages import of_all_stages
 from terrazzo.errors import StateNameError
-from terrazzo.fsdp import FSDPModule
 from terrazzo.layout import Shard
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.tensor import DTensor
@@ -76,13 +77,13 @@ def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: 
     check_client_names(client_state)
     reshard(engine.module)
     frozen = None if exclude_frozen else frozen_parameters(engine.module)
-    return {
+    state = {
         "module": own_tensors(engine, exclude_frozen=exclude_frozen),
         "buffer_names": buffer_names(engine.module),
         "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer),
         "param_shapes": param_shapes(engine),
         "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
-        "frozen_param_fragments": None if frozen is None else _fragments(frozen),
+        "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.stage),
         "shared_params": dict(engine.shared_params),
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
@@ -97,8 +98,10 @@ def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: 
         "ds_config": msgspec.to_builtins(engine.config),
         "version": terrazzo.__version__,
         "rng": PerRank(random_state()),
-        **client_state,
     }
+    if engine.pipeline is not None:
+        state = of_all_stages(state, engine.pipeline.axis)
+    return {**state, **client_state}
 
 
 def check_client_names(client_state: Mapping[str, Any]) -> None:
@@ -106,13 +109,6 @@ def check_client_names(client_state: Mapping[str, Any]) -> None:
     taken = sorted(set(client_state) & OWN_NAMES)
     if taken:
         raise StateNameError(f"client_state uses names that are the engine's own: {', '.join(taken)}; rename them")
-
-
-def reshard(model: nn.Module) -> None:
-    """Have every parameter registered as its shard."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def own_tensors(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any]:
@@ -134,12 +130,13 @@ def module_state_dict(model: nn.Module, *, exclude_frozen: bool) -> dict[str, An
 
 def buffer_names(model: nn.Module) -> list[str]:
     """Of the buffers that are part of the state dict."""
-    return [
+    found = (
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set and module._buffers[name] is not None
-    ]
+    )
+    return list(dict.fromkeys(found))
 
 
 def param_shapes(engine: Engine) -> list[list[list[Any]]]:
@@ -156,20 +153,26 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def _fragments(frozen: Mapping[str, nn.Parameter]) -> list[list[Any]]:
+def _fragments(frozen: Mapping[str, nn.Parameter], stage: int) -> list[list[Any]]:
     on_cpu = sum(p.device.type == "cpu" for p in frozen.values())
     if frozen:
         LOGGER.info("frozen parameters: %d on the CPU, %d on accelerators", on_cpu, len(frozen) - on_cpu)
-    return list(_cuts(frozen))
+    return list(_cuts(frozen, stage))
 
 
-def _cuts(frozen: Mapping[str, nn.Parameter]) -> Iterator[list[Any]]:
-    """Along which dim each is cut, and the lengths of the parts."""
+def _cuts(frozen: Mapping[str, nn.Parameter], stage: int) -> Iterator[list[Any]]:
+    """Along which dim each is cut, and the lengths of the parts; of one that is tensor-parallel, in all its parts."""
     for name, p in frozen.items():
         if isinstance(p, DTensor):
-            placement = p.placements[-1]
-            dim, ranks = (placement.dim, p.device_mesh.size(-1)) if isinstance(placement, Shard) else (0, 1)
-            yield [name, dim, list(chunk_sizes(p.shape[dim], ranks)) if p.ndim else [1]]
+            by_data = 0 if stage > 0 else 1  # of the mesh dims, that along which fully_shard cuts
+            cut = p.placements[by_data]
+            dim = cut.dim if isinstance(cut, Shard) else 0
+            lengths = [p.shape[dim] if p.ndim else 1]
+            for mesh_dim in (*range(by_data + 1, p.device_mesh.ndim), by_data):  # tensor-parallel dims came first
+                placement = p.placements[mesh_dim]
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    lengths = [n for whole in lengths for n in chunk_sizes(whole, p.device_mesh.size(mesh_dim))]
+            yield [name, dim, lengths]
 
 
 def _state_of(part: Any) -> Any:

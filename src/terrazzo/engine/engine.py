@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -13,17 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from terrazzo.comm import collectives
 from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.content import module_state_dict
+from terrazzo.engine.gradients import prepare_gradients
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
 from terrazzo.engine.optim import OptimizerLike, make_optimizer
+from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import Ranks, compute_dtype, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
 from terrazzo.engine.sparse import SparseEmbeddings
-from terrazzo.tensor import DTensor
+from terrazzo.errors import EngineConfigError, EngineError
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -51,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         optimizer: OptimizerLike | None,
         lr_scheduler: SchedulerLike | None,
         config: EngineConfig,
@@ -62,17 +64,24 @@ class Engine:
         self.batch = config.batch(ranks.data.size)
         self.stage = config.zero_optimization.stage
         self.dtype = compute_dtype(config)
-        names = {id(p): name for name, p in model.named_parameters()}
-        self.shared_params = _shared_names(model)
-        self.sparse = SparseEmbeddings(model, self.dtype) if config.sparse_gradients else None
-        shard_model(model, config, ranks, self.sparse.weights if self.sparse is not None else set())
-        self.module: Any = model
-        self.optimizer = make_optimizer(optimizer, config.optimizer, model, names)
+        self.pipeline = model if isinstance(model, Pipeline) else None
+        whole = model.module if isinstance(model, Pipeline) else model
+        names = {id(p): name for name, p in whole.named_parameters()}
+        self.shared_params = _shared_names(whole)
+        self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
+        for part in model.parts if isinstance(model, Pipeline) else [whole]:
+            shard_model(part, config, ranks, self.sparse.weights if self.sparse is not None else set())
+        self.module: Any = whole
+        self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
         self.training_dataloader: DataLoader[Any] | None = None
         self.data_sampler: ResumableSampler | None = None
         self.loss_scale = loss_scale_of(config)
-        self.random_ltd = RandomLTD.of(config, model)
+        self.random_ltd = RandomLTD.of(config, whole)
+        if self.pipeline is not None:
+            self.pipeline.prepare(self.batch)
+            if self.random_ltd is not None:
+                raise EngineConfigError("config: random_ltd does not know the layers of a model cut into stages")
         self.micro_steps = 0
         self.global_steps = 0
         self.global_samples = 0
@@ -83,6 +92,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        self._refuse_in_pipeline("forward")
         if self.random_ltd is not None:
             self.random_ltd.begin_forward(self.global_steps)
         return self.module(*args, **kwargs)
@@ -96,6 +106,7 @@ class Engine:
 
         Returns the loss as it enters the step, divided by the number of micro-batches.
         """
+        self._refuse_in_pipeline("backward")
         boundary = self.is_gradient_accumulation_boundary()
         self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
         self.module.set_is_last_backward(boundary or self.stage >= 2)
@@ -110,17 +121,52 @@ class Engine:
         """Whether the micro-batch at hand is the last before the optimizer steps."""
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
-    @torch.no_grad()
     def step(self) -> None:
         """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed."""
+        self._refuse_in_pipeline("step")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        if not boundary:
-            return
+        if boundary:
+            self._end_step()
+
+    def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
+        """One step of a model that is cut into stages: forward, backward, and the optimizer's step.
+
+        Args:
+            args: what the first stage takes: the samples of all micro-batches of this rank.
+            target: what the loss is computed with; the same samples'.
+            kwargs: what every stage takes.  Tensors are cut into micro-batches, as `args` and `target` are.
+
+        Returns:
+            The mean loss of the whole batch, on every rank.
+        """
+        pipeline = self._needs_pipeline("train_batch")
+        loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
+        self.micro_steps += self.batch.accumulation
+        self._end_step()
+        return self._averaged(pipeline.total(loss))
+
+    def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
+        """The mean loss of a batch, on every rank; takes what `train_batch` does, and changes nothing."""
+        pipeline = self._needs_pipeline("eval_batch")
+        return self._averaged(pipeline.total(pipeline.evaluate(args, target, kwargs)))
+
+    def _averaged(self, loss: Tensor) -> Tensor:
+        return collectives.all_reduce(loss, self.ranks.data, "avg")
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
         if self.sparse is not None:
             self.sparse.reduce(self.ranks.data)
-        overflow = self._prepare_gradients()
-        if overflow:
+        prepared = prepare_gradients(
+            self.optimizer,
+            scale=self.loss_scale.value,
+            limit=self.config.gradient_clipping,
+            may_overflow=self.config.fp16.enabled,
+            combine=None if self.pipeline is None else self.pipeline.total_norm,
+        )
+        self._norm = prepared.norm
+        if prepared.overflow:
             self.skipped_steps += 1
             LOGGER.warning(
                 "step %d skipped: gradients overflow at loss scale %g", self.global_steps, self.loss_scale.value
@@ -131,7 +177,7 @@ class Engine:
                 self.lr_scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.config.fp16.enabled:
-            self.loss_scale.update(overflow)
+            self.loss_scale.update(prepared.overflow)
         self.global_steps += 1
         self.global_samples += self.batch.total
         if self.data_sampler is not None:
@@ -142,23 +188,14 @@ class Engine:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
 
-    def _prepare_gradients(self) -> bool:
-        """Undo the loss scale and clip; whether gradients overflowed, in which case they are of no use."""
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale, limit = self.loss_scale.value, self.config.gradient_clipping
-        self._norm = None
-        if not gradients or not (limit or self.config.fp16.enabled):
-            return False
-        norm = nn.utils.get_total_norm(gradients)  # looked up here: terrazzo.tensor puts its own in this place
-        self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / scale
-        if self.config.fp16.enabled and not math.isfinite(self._norm):
-            return True
-        factor = 1.0 / scale
-        if limit:
-            factor *= min(limit / (self._norm + 1e-6), 1.0)
-        if factor != 1.0:
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-        return False
+    def _refuse_in_pipeline(self, what: str) -> None:
+        if self.pipeline is not None:
+            raise EngineError(f"{what} of a model cut into stages is its schedule's business: call train_batch")
+
+    def _needs_pipeline(self, what: str) -> Pipeline:
+        if self.pipeline is None:
+            raise EngineError(f"{what} is for a model cut into stages; call the engine, backward(loss) and step()")
+        return self.pipeline
 
     # ------------------------------------------------------------------ checkpoints
 

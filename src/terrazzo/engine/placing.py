@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig
 from terrazzo.errors import EngineConfigError
-from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,33 +31,49 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Which ranks see different data, and how many hold parts of one model."""
+    """Which ranks see different data, which have the other stages of a pipeline, and how many hold parts of a model."""
 
     mesh: DeviceMesh  # of `fully_shard`
     data: Axis
-    model_parallel: int
+    pipeline: Axis | None
+    model_parallel: int  # those of all stages
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, stage: int) -> Ranks:
-        """From the user's mesh, of which `data_dim` is the data-parallel dim; None: all ranks."""
-        if not dist.is_initialized():
-            _initialise()
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, stage: int) -> Ranks:
+        """From the user's mesh, whose dims have these names; None: all ranks, in a pipeline if there is one."""
+        prepare_process_group()
         if mesh is None:
-            mesh = init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=(data_dim,))
-        names = mesh.mesh_dim_names
-        if mesh.ndim > 1 and (names is None or data_dim not in names):
+            dims = (data_dim,) if pipeline_dim is None else (pipeline_dim, data_dim)
+            shape = (dist.get_world_size(), 1)[: len(dims)]
+            mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=dims)
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and data_dim not in names:
             raise EngineConfigError(f"the mesh {mesh} has no dim named {data_dim!r}: name its data-parallel dim so")
+        if pipeline_dim is not None and (mesh.ndim == 1 or pipeline_dim not in names):
+            raise EngineConfigError(
+                f"the mesh {mesh} has to have dims named {pipeline_dim!r}, for the stages of the pipeline, and "
+                f"{data_dim!r}, as in init_device_mesh('cpu', (2, 2), mesh_dim_names=({pipeline_dim!r}, {data_dim!r}))"
+            )
         data_mesh = mesh if mesh.ndim == 1 else mesh[data_dim]
         data = axis_of(data_mesh, 0)
-        if stage > 0:
-            return Ranks(data_mesh, data, mesh.size() // data.size)
-        if mesh.ndim > 1:
-            raise EngineConfigError(
-                "zero_optimization.stage 0 takes a mesh of one dim; use stage 1, which differs in memory only"
-            )
-        # Every rank a replica: the second dim, along which fully_shard cuts, has one rank.
-        replicas = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard"))
-        return Ranks(replicas, data, 1)
+        pipeline = None if pipeline_dim is None else axis_of(mesh[pipeline_dim], 0)
+        shard_mesh = data_mesh if stage > 0 else _replicas(data_mesh)
+        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
+
+
+def _replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks, each a replica: the second dim, along which fully_shard cuts, has one rank."""
+    if mesh.mesh_dim_names is None:
+        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard"))
+    name = mesh.mesh_dim_names[0]
+    # Split, not made anew: it stays part of the mesh on which parameters may be tensor-parallel.
+    return mesh._unflatten(0, (mesh.size(), 1), (f"{name}_replicate", f"{name}_shard"))
+
+
+def prepare_process_group() -> None:
+    """Under torchrun all its processes; otherwise this process alone; nothing if the user has done it."""
+    if not dist.is_initialized():
+        _initialise()
 
 
 def _initialise() -> None:
@@ -80,7 +96,7 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
-    """Give every rank rank 0's values, and hand the model to `fully_shard` as the stage says."""
+    """Give every rank the first one's values, and hand the model to `fully_shard` as the stage says."""
     dtype = compute_dtype(config)
     if dtype is not torch.float32:
         _prepare_precision(model)
@@ -95,6 +111,13 @@ def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: s
     for module in gathered_together(model, config.zero_optimization.wrap):
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter registered as its shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def gathered_together(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
@@ -128,10 +151,10 @@ def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
 
 
 def _items_of_lists(model: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost module lists."""
+    """The items of the outermost module lists, and of dicts by number, as stages of a pipeline may have."""
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (item for item in child if type(item).forward is not nn.Module.forward)
+        if isinstance(child, nn.ModuleList) or (isinstance(child, nn.ModuleDict) and all(map(str.isdigit, child))):
+            yield from (item for item in child.children() if type(item).forward is not nn.Module.forward)
         else:
             yield from _items_of_lists(child)
 

@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, async_save, load, save
+from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.locate import reader_for
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import ControlPlane
-from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors, reshard
+from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
+from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
 
@@ -35,7 +37,7 @@ LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = "latest"
 _LATEST_UNIVERSAL: Final = "latest_universal"  # what DeepSpeed's ds_to_universal writes instead
-_TENSORS: Final = ("module.", "optimizer.")  # what is loaded in place
+_TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
 # ------------------------------------------------------------------ saving
@@ -142,17 +144,22 @@ def load_engine(
     reader = reader_for(path)
     reader.reset(path)
     checkpoint = Checkpoint(reader)
-    values = _values(checkpoint)
+    with paused_collector():  # once, not for each of the many small values
+        values = _values(checkpoint)
     reshard(engine.module)
     state, copies = _module_targets(engine, checkpoint, values, strict=strict)
     wanted: dict[str, Any] = {"module": state}
+    groups: list[dict[str, Any]] = []
     if optimizer and not module_only:
-        wanted["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer)
+        own = get_optimizer_state_dict(engine.module, engine.optimizer)
+        wanted["optimizer"] = {"state": own["state"]}
+        groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), own["param_groups"])
     load(wanted, storage_reader=reader, checkpoint_id=path)
     _finish_module(engine, state, copies)
     if not module_only:
         if optimizer:
-            set_optimizer_state_dict(engine.module, engine.optimizer, wanted["optimizer"])
+            loaded = {**wanted["optimizer"], "param_groups": groups}
+            set_optimizer_state_dict(engine.module, engine.optimizer, loaded)
             if values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
                 engine.loss_scale.load_state_dict(values["loss_scaler"])
         _restore_parts(engine, values, lr_scheduler=lr_scheduler)
@@ -183,6 +190,7 @@ def _module_targets(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What of the model to load in place, and which tensors are copies of others because they once were shared."""
     state = own_tensors(engine)
+    elsewhere: frozenset[str] = frozenset() if engine.pipeline is None else engine.pipeline.elsewhere
     stored = {name.removeprefix("module.") for name in checkpoint if name.startswith("module.")}
     shared = values.get("shared_params") or {}
     missing = [name for name in state if name not in stored]
@@ -190,7 +198,8 @@ def _module_targets(
     # A checkpoint without frozen parameters was meant to leave them as they are.
     left_out = frozen_parameters(engine.module) if values.get("frozen_param_shapes") is None else {}
     lacking = tuple(name for name in missing if name not in copies and name not in left_out)
-    unexpected = sorted(name for name in stored if name not in state and name not in engine.shared_params)
+    known = (state, engine.shared_params, elsewhere)
+    unexpected = sorted(name for name in stored if not any(name in names for names in known))
     if strict and (lacking or unexpected):
         lines = [f"{name}: not in the checkpoint" for name in lacking]
         lines += [f"{name}: not in the model" for name in unexpected]
@@ -200,6 +209,23 @@ def _module_targets(
             missing=lacking,
         )
     return {name: value for name, value in state.items() if name in stored}, copies
+
+
+def _param_groups(engine: Engine, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stored param groups, without parameters of other stages, and without options that are not known here.
+
+    They need not be as many as those of this run: each parameter finds its options by its name.
+    """
+    elsewhere: frozenset[str] = frozenset() if engine.pipeline is None else engine.pipeline.elsewhere
+    own = {name for group in live for name in group["params"]}
+    options = {key for group in live for key in group}
+    return [
+        {
+            **{key: value for key, value in group.items() if key in options},
+            "params": [name for name in group["params"] if name in own or name not in elsewhere],
+        }
+        for group in stored
+    ]
 
 
 @torch.no_grad()

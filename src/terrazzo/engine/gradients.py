@@ -1,0 +1,59 @@
+"""What happens to gradients between backward and the optimizer: the loss scale is undone, and they are clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from terrazzo.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found out about a step's gradients."""
+
+    norm: float | None  # before clipping; None if nobody needed it
+    overflow: bool  # then they are of no use
+
+
+def prepare_gradients(
+    optimizer: torch.optim.Optimizer,
+    *,
+    scale: float,
+    limit: float,
+    may_overflow: bool,
+    combine: Callable[[float], float] | None,
+) -> Prepared:
+    """Divide the gradients by the loss scale, and clip their norm.
+
+    Args:
+        limit: of the norm; 0 for none.
+        may_overflow: whether to look for gradients that are not finite.
+        combine: from this rank's norm makes that of all stages of a pipeline, which is called on all of them.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm: float | None = None
+    factor = 1.0 / scale
+    if limit or may_overflow:
+        norm = _norm(gradients)
+        if combine is not None:
+            norm = combine(norm)
+        norm /= scale
+        if may_overflow and not math.isfinite(norm):
+            return Prepared(norm, overflow=True)
+        if limit:
+            factor *= min(limit / (norm + 1e-6), 1.0)
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    return Prepared(norm, overflow=False)
+
+
+def _norm(gradients: list[torch.Tensor]) -> float:
+    if not gradients:
+        return 0.0
+    norm = get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

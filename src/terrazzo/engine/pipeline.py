@@ -1,0 +1,247 @@
+"""Models cut into stages with `torch.distributed.pipelining`, each trained by other ranks.
+
+PyTorch's schedule decides when a stage runs forward and backward of which micro-batch, and sends what goes between the
+stages.  Around one run of it, which is one step, this module decides the rest:
+
+    before    when gradients are reduced and parameters freed: as the ZeRO stage says, for as many backwards as come
+    the loss  is scaled, and divided by the number of micro-batches, where the last stage computes it
+    after     gradients that have only been added up are reduced; parameters become shards; every rank learns the loss
+
+Stages have the names that their parts have in the whole model, so what they save together is the whole model's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from terrazzo.comm import Axis, ControlPlane, collectives
+from terrazzo.engine.config import Batch
+from terrazzo.engine.placing import reshard
+from terrazzo.errors import EngineConfigError, EngineError
+
+LossFunction = Callable[..., Tensor]
+ScheduleFactory = Callable[..., Any]
+
+
+class Stage(Protocol):
+    """A `PipelineStage`, or what `build_stage` makes."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    group: Any
+
+
+class StageModules(nn.Module):
+    """The stages that one rank holds, as one module: parts have the names that they have in their stages."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Those of the stages, without anything that tells the stages apart."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def modules(self, remove_duplicate: bool = True) -> Any:
+        """The same without names."""
+        for _, module in self.named_modules(remove_duplicate=remove_duplicate):
+            yield module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The stages' state dicts in one."""
+        return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Give each stage what is its own."""
+        for part in self.parts:
+            own = {name: value for name, value in state_dict.items() if name in part.state_dict()}
+            part.load_state_dict(own, strict=strict, assign=assign)
+
+
+class Pipeline:
+    """The stages that this rank trains, and the schedule by which it does.
+
+    Attributes:
+        module: the stage, or the stages as one module.
+        parts: the modules of the stages.
+        schedule: PyTorch's.
+        elsewhere: names in the state dicts of other ranks' stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage], make: ScheduleFactory, loss_fn: LossFunction, axis: Axis) -> None:
+        _check_stages(stages, axis)
+        self.axis = axis
+        self.parts = [stage.submod for stage in stages]
+        self.module = self.parts[0] if len(self.parts) == 1 else StageModules(self.parts)
+        self.elsewhere = _names_elsewhere(self.module, axis)
+        self._stages, self._make, self._loss_fn = list(stages), make, loss_fn
+        self._first = any(stage.stage_index == 0 for stage in stages)
+        self._last = any(stage.stage_index == stage.num_stages - 1 for stage in stages)
+        self._losses: list[Tensor] = []  # of each micro-batch, where the last stage is
+        self._factor = 1.0  # of the loss in backward
+        self.schedule: Any = None
+
+    def prepare(self, batch: Batch) -> None:
+        """Make the schedule, once the stages are sharded."""
+        self._batch = batch
+        stages: Any = self._stages if len(self._stages) > 1 else self._stages[0]
+        try:
+            # The loss is scaled here, so PyTorch is not to divide gradients that have not been reduced yet.
+            self.schedule = self._make(
+                stages, n_microbatches=batch.accumulation, loss_fn=self._scaled_loss, scale_grads=False
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            count = f"{len(self._stages)} stage{'s' if len(self._stages) > 1 else ''}"
+            raise EngineConfigError(
+                f"pipeline={_name_of(self._make)} made no schedule of {count} and {batch.accumulation} micro-batches "
+                f"(gradient_accumulation_steps): {error}"
+            ) from error
+        _refuse_split_backward(self.schedule)
+
+    def _scaled_loss(self, output: Any, target: Any, **kwargs: Any) -> Tensor:
+        loss = self._loss_fn(output, target, **kwargs)
+        self._losses.append(loss.detach().float())
+        return loss.float() * self._factor
+
+    # ------------------------------------------------------------------ a step
+
+    def train(
+        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], *, scale: float, zero_stage: int
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; the gradients are reduced, and this rank's loss is returned."""
+        self._check_samples(args, target)
+        at_once = zero_stage >= 2  # gradients are reduced after every micro-batch
+        for part in self.parts:
+            part.set_requires_gradient_sync(at_once)  # type: ignore[operator]
+            part.set_is_last_backward(at_once)  # type: ignore[operator]
+            part.set_reshard_after_backward(zero_stage == 3)  # type: ignore[operator]
+        self._factor = scale / self._batch.accumulation
+        self._run(self.schedule.step, args, target, kwargs)
+        for part in self.parts:
+            if not at_once:
+                part.reduce_gradients()  # type: ignore[operator]
+            reshard(part)
+        return self._loss()
+
+    @torch.no_grad()
+    def evaluate(self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        """Forward alone; this rank's loss."""
+        self._check_samples(args, target)
+        self._run(self.schedule.eval, args, target, kwargs)
+        return self._loss()
+
+    def _run(self, run: Callable[..., Any], args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> None:
+        self._losses.clear()
+        if self._last:
+            kwargs = {**kwargs, "target": target}
+        run(*(args if self._first else ()), **kwargs, return_outputs=False)
+
+    def _check_samples(self, args: Sequence[Any], target: Any) -> None:
+        expected = self._batch.micro * self._batch.accumulation
+        for what, value in (("inputs", list(args)), ("target", target)):
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
+            if tensors and tensors[0].shape[0] != expected:
+                raise EngineError(
+                    f"the {what} have {tensors[0].shape[0]} samples; a step of this rank takes {expected}: "
+                    f"{self._batch.accumulation} micro-batches of {self._batch.micro}"
+                )
+        if (self._first and not args) or (self._last and target is None):
+            raise EngineError("the first stage needs inputs and the last one a target: pass both on every rank")
+
+    def _loss(self) -> Tensor:
+        # PyTorch computes the loss once more when it first finds out what is sent between the stages.
+        found = self._losses[-self._batch.accumulation :]
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return torch.stack(found).mean() if found else torch.zeros((), device=device)
+
+    # ------------------------------------------------------------------ together
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the stages of this pipeline."""
+        return collectives.all_reduce(value, self.axis)
+
+    def total_norm(self, norm: float) -> float:
+        """The norm of all stages' gradients, from that of this rank's."""
+        square = torch.tensor(norm, dtype=torch.float64, device=_device(self.axis)) ** 2
+        return float(self.total(square)) ** 0.5
+
+
+def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
+    """The stages that a user passed, one or several."""
+    given = list(model) if isinstance(model, Sequence) else [model]
+    for stage in given:
+        if not all(hasattr(stage, name) for name in ("submod", "stage_index", "num_stages")):
+            raise EngineConfigError(
+                f"model is an nn.Module, a PipelineStage or a list of PipelineStages, not {type(stage).__name__}"
+            )
+    if not given:
+        raise EngineConfigError("model is an empty list of stages")
+    return given
+
+
+def gather_over(axis: Axis, value: Any) -> list[Any]:
+    """A value of plain data of each rank of an axis."""
+    plane = ControlPlane.for_group(axis.group) if axis.group is not None else None
+    encoded = msgspec.json.encode(value)
+    return [msgspec.json.decode(data) for data in (plane.all_gather(encoded) if plane is not None else [encoded])]
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _check_stages(stages: Sequence[Stage], axis: Axis) -> None:
+    ranks = gather_over(axis, [[stage.stage_index, stage.num_stages] for stage in stages])
+    indices = sorted(index for rank in ranks for index, _ in rank)
+    counts = {count for rank in ranks for _, count in rank}
+    if len(counts) > 1 or indices != list(range(counts.copy().pop())):
+        raise EngineConfigError(
+            f"ranks {list(axis.ranks)} hold the stages {[[index for index, _ in rank] for rank in ranks]} of "
+            f"{sorted(counts)}; together they have to hold each stage once"
+        )
+
+
+def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
+    """Names of other ranks' tensors; a parameter that two stages have is an error."""
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    found = gather_over(axis, [list(module.state_dict()), parameters])
+    holders: dict[str, list[int]] = {}
+    for rank, (_, names) in zip(axis.ranks, found, strict=True):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    twice = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+    if twice:
+        said = ", ".join(f"{name} on ranks {ranks}" for name, ranks in list(twice.items())[:4])
+        raise EngineConfigError(
+            f"{len(twice)} parameters are in several stages: {said}. The parts of a stage have the names that they "
+            "have in the whole model: put nn.Identity in the places of layers that are on other stages, or keep layers "
+            "in an nn.ModuleDict by number. A parameter that stages share cannot be trained; give each its own"
+        )
+    return frozenset(name for index, (names, _) in enumerate(found) if index != axis.index for name in names)
+
+
+def _refuse_split_backward(schedule: Any) -> None:
+    orders = (getattr(schedule, "pipeline_order", None) or {}).values()
+    kinds = {getattr(action.computation_type, "name", "") for order in orders for action in order if action is not None}
+    split = kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}
+    if split:
+        raise EngineConfigError(
+            f"{type(schedule).__name__} computes the gradients of inputs and of weights apart, which sharded modules "
+            "do not support: use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+        )
+
+
+def _name_of(make: Any) -> str:
+    return getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", None) or repr(make)
+
+
+def _device(axis: Axis) -> torch.device:
+    return torch.device("cpu" if axis.device_type == "cpu" else axis.device_type)

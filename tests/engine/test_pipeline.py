@@ -1,0 +1,320 @@
+"""A model cut into pipeline stages trains as the whole one does in one process, and its checkpoints are the same."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.utils.data import TensorDataset
+
+from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches, config
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, verify
+from terrazzo.engine import Engine, WarmupLR, initialize
+from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.tensor import init_device_mesh
+
+STEPS, BEFORE = 4, 2
+
+
+class Chain(nn.Module):
+    """Four blocks, of which one is half frozen; each stage has a buffer of its own and one in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed: nn.Module = nn.Linear(INPUTS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head: nn.Module = nn.Linear(WIDTH, OUTPUTS)
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+        self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def whole(seed: int = 0) -> Chain:
+    torch.manual_seed(seed)
+    return Chain()
+
+
+def part(model: Chain, index: int, count: int) -> Chain:
+    """A stage: other stages' layers are gone, and the rest keeps its names."""
+    model = copy.deepcopy(model)
+    size = len(model.blocks) // count
+    for i in range(len(model.blocks)):
+        if i // size != index:
+            model.blocks[i] = nn.Identity()
+    if index > 0:
+        model.embed = nn.Identity()
+    if index < count - 1:
+        model.head = nn.Identity()
+    return model
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return ((output.float() - target) ** 2).mean()
+
+
+def pipelined(depth: int, stage: int, schedule: Any = Schedule1F1B, seed: int = 0, **options: Any) -> Engine:
+    """All ranks, in pipelines of `depth` ranks; schedules of several stages per rank get two."""
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (depth, ranks // depth), mesh_dim_names=("pp", "dp"))
+    per_rank = 2 if schedule is ScheduleInterleaved1F1B else 1
+    count, here = depth * per_rank, mesh.get_local_rank("pp")
+    stages = [
+        PipelineStage(part(whole(seed), i, count), i, count, torch.device("cpu"), group=mesh.get_group("pp"))
+        for i in range(here, count, depth)
+    ]
+    options = {"gradient_accumulation_steps": depth, **options}
+    model = stages[0] if per_rank == 1 else stages
+    return initialize(model, pipeline=schedule, loss_fn=loss_fn, mesh=mesh, config=config(stage, **options))
+
+
+def train(engine: Engine, steps: int, start: int = 0) -> list[float]:
+    size, index = TOTAL // engine.dp_world_size, engine.ranks.data.index
+    own = slice(index * size, (index + 1) * size)
+    return [engine.train_batch(x[own], target=y[own]).item() for x, y in batches(steps, start)]
+
+
+def train_plainly(steps: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], dict[str, Tensor]]:
+    master = whole()
+    model = copy.deepcopy(master).to(dtype)
+    pairs = [(m, p) for m, p in zip(master.parameters(), model.parameters(), strict=True) if m.requires_grad]
+    optimizer = torch.optim.AdamW([m for m, _ in pairs], lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5)
+    losses = []
+    for x, y in batches(steps):
+        with torch.no_grad():
+            for m, p in pairs:
+                p.copy_(m)
+        loss = loss_fn(model(x.to(dtype)), y)
+        loss.backward()
+        losses.append(loss.item())
+        for m, p in pairs:
+            m.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_([m for m, _ in pairs], 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, dict(master.named_parameters())
+
+
+def close(losses: list[float], expected: list[float], tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def check_training(depth: int, runs: list[tuple[Any, int]]) -> None:
+    expected, weights = train_plainly(STEPS)
+    for schedule, stage in runs:
+        engine = pipelined(depth, stage, schedule)
+        ranks = torch.distributed.get_world_size()
+        assert (engine.dp_world_size, engine.mp_world_size) == (ranks // depth, depth)
+        close(train(engine, STEPS), expected)
+        assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * TOTAL)
+        for name, ours in engine.module.named_parameters():
+            torch.testing.assert_close(ours.detach().full_tensor(), weights[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "depth", "schedules"),
+    [
+        (2, 2, [(ScheduleGPipe, 0), (ScheduleGPipe, 3), (ScheduleInterleaved1F1B, 1), (ScheduleInterleaved1F1B, 3)]),
+        (4, 2, [(Schedule1F1B, 0), (Schedule1F1B, 1), (Schedule1F1B, 2), (Schedule1F1B, 3)]),
+        (4, 4, [(Schedule1F1B, 1)]),
+    ],
+)
+def test_every_stage_and_schedule_trains_like_one_process(world, depth, schedules):
+    run_ranks(world, check_training, depth, schedules, timeout=120)
+
+
+def check_sixteen_bits() -> None:
+    expected, _ = train_plainly(STEPS, torch.bfloat16)
+    first = None
+    for stage in (0, 1, 2, 3):
+        engine = pipelined(2, stage, bf16={"enabled": True})
+        losses = train(engine, STEPS)
+        close(losses, expected, 2e-2)
+        first = losses if first is None else first
+        close(losses, first, 1e-3)
+        assert all(p.dtype is torch.float32 for p in engine.module.parameters())
+
+
+def check_overflow() -> None:
+    counted = None
+    for stage in (0, 2, 3):
+        engine = pipelined(2, stage, fp16={"enabled": True, "initial_scale_power": 18, "hysteresis": 1})
+        train(engine, 8)
+        taken = 8 - engine.skipped_steps
+        assert 0 < engine.skipped_steps < 8 and engine.lr_scheduler.last_batch_iteration == taken - 1
+        here = (engine.skipped_steps, engine.loss_scale.value)
+        assert averaged(torch.tensor(float(here[0]))) == here[0]  # every rank has skipped the same
+        counted = here if counted is None else counted
+        assert here == counted
+        static = pipelined(2, stage, fp16={"enabled": True, "loss_scale": 128})
+        close(train(static, STEPS), train_plainly(STEPS, torch.float16)[0], 2e-3)
+
+
+def test_sixteen_bits_and_overflow_decided_by_all_stages():
+    run_ranks(4, check_sixteen_bits, timeout=120)
+    run_ranks(4, check_overflow, timeout=120)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def unpipelined(stage: int, **options: Any) -> Engine:
+    return initialize(whole(seed=7), config=config(stage, **options))
+
+
+def train_unpipelined(engine: Engine, steps: int, start: int = 0) -> list[float]:
+    size, index = TOTAL // engine.dp_world_size, engine.ranks.data.index
+    losses = []
+    for x, y in batches(steps, start):
+        loss = loss_fn(engine(x[index * size : (index + 1) * size]), y[index * size : (index + 1) * size])
+        losses.append(averaged(engine.backward(loss)))
+        engine.step()
+    return losses
+
+
+def save_pipelined(folder: str, depth: int, stage: int, schedule: Any) -> None:
+    engine = pipelined(depth, stage, schedule)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, client_state={"note": "piped"})
+
+
+def save_unpipelined(folder: str, stage: int) -> None:
+    engine = initialize(whole(), config=config(stage))
+    train_unpipelined(engine, BEFORE)
+    engine.save_checkpoint(folder, client_state={"note": "piped"})
+
+
+def resume_pipelined(folder: str, depth: int, stage: int, schedule: Any) -> list[float]:
+    engine = pipelined(depth, stage, schedule, seed=3)
+    assert engine.load_checkpoint(folder)[1] == {"note": "piped"}
+    assert engine.global_steps == BEFORE and engine.lr_scheduler.last_batch_iteration == BEFORE - 1
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+def resume_unpipelined(folder: str, stage: int) -> list[float]:
+    engine = unpipelined(stage)
+    assert engine.load_checkpoint(folder)[1] == {"note": "piped"}
+    return train_unpipelined(engine, STEPS - BEFORE, start=BEFORE)
+
+
+def test_checkpoints_are_those_of_the_whole_model(tmp_path):
+    expected = train_plainly(STEPS)[0][BEFORE:]
+    run_ranks(1, save_unpipelined, str(tmp_path / "whole"), 0)
+    reference = Checkpoint(tmp_path / "whole" / f"global_step{BEFORE}").state_dict()
+    saved = {"whole": None, "2x2": (4, 2, 1, Schedule1F1B), "4": (4, 4, 0, ScheduleGPipe)}
+    saved["2"] = (2, 2, 3, ScheduleInterleaved1F1B)
+    for name, how in saved.items():
+        folder = str(tmp_path / name)
+        if how is not None:
+            run_ranks(how[0], save_pipelined, folder, *how[1:])
+            verify(tmp_path / name / f"global_step{BEFORE}")
+            stored = Checkpoint(tmp_path / name / f"global_step{BEFORE}").state_dict()
+            assert stored["module"].keys() == reference["module"].keys()
+            assert stored["optimizer"]["state"].keys() == reference["optimizer"]["state"].keys()
+            assert len(stored["optimizer"]["param_groups"]) == 1
+            for key in ("param_shapes", "frozen_param_shapes", "buffer_names"):
+                ours, theirs = (s[key][0] if key == "param_shapes" else s[key] for s in (stored, reference))
+                assert sorted(ours) == sorted(theirs), key
+            assert stored["mp_world_size"] == how[1]
+        for losses in run_ranks(2, resume_unpipelined, folder, 3):
+            close(losses, expected)
+        for world, *other in ((4, 2, 2, ScheduleGPipe), (2, 2, 1, ScheduleInterleaved1F1B), (4, 4, 3, Schedule1F1B)):
+            for losses in run_ranks(world, resume_pipelined, folder, *other):
+                close(losses, expected)
+
+
+# ------------------------------------------------------------------ data, evaluation, what is refused
+
+
+def check_data_and_evaluation(folder: str) -> None:
+    x = torch.randn(48, INPUTS, generator=torch.Generator().manual_seed(5))
+    data = TensorDataset(x, x[:, :OUTPUTS].contiguous())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    here = mesh.get_local_rank("pp")
+
+    def build() -> Engine:
+        stage = PipelineStage(part(whole(), here, 2), here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        options = config(1, gradient_accumulation_steps=2, train_batch_size=16)
+        make = partial(ScheduleGPipe)
+        return initialize(stage, training_data=data, pipeline=make, loss_fn=loss_fn, mesh=mesh, config=options)
+
+    engine, plain = build(), whole()
+    before = loss_fn(plain(x[:8]), x[:8, :OUTPUTS])
+    assert engine.eval_batch(x[:8], target=x[:8, :OUTPUTS]).item() == pytest.approx(before.item(), rel=1e-5)
+    batches = iter(engine.training_dataloader)
+    for _ in range(2):
+        inputs, target = next(batches)
+        assert len(inputs) == 8
+        engine.train_batch(inputs, target=target)
+    engine.save_checkpoint(folder)
+    expected = [engine.train_batch(i, target=t).item() for (i, t), _ in zip(batches, range(3), strict=False)]
+    again = build()
+    again.load_checkpoint(folder)
+    batches = iter(again.training_dataloader)
+    assert [again.train_batch(i, target=t).item() for (i, t), _ in zip(batches, range(3), strict=False)] == expected
+    after = again.eval_batch(x[:8], target=x[:8, :OUTPUTS])
+    assert after == engine.eval_batch(x[:8], target=x[:8, :OUTPUTS]) and after < before
+
+    with pytest.raises(EngineError, match="call train_batch"):
+        engine(x[:8])
+    with pytest.raises(EngineError, match="have 5 samples; a step of this rank takes 8: 2 micro-batches of 4"):
+        engine.train_batch(x[:5], target=x[:5])
+
+
+def test_data_and_evaluation(tmp_path):
+    run_ranks(4, check_data_and_evaluation, str(tmp_path))
+
+
+def check_refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    here = mesh.get_local_rank("pp")
+
+    def stage(module: nn.Module, index: int = here, count: int = 2) -> PipelineStage:
+        return PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
+
+    def build(model: Any, make: Any = ScheduleGPipe, loss: Any = loss_fn, **options: Any) -> Engine:
+        return initialize(model, pipeline=make, loss_fn=loss, mesh=mesh, config=config(1, **options))
+
+    own = part(whole(), here, 2)
+    with pytest.raises(EngineConfigError, match=r"embed.weight on ranks \[0, 1\].*nn.Identity"):
+        build(stage(whole()))
+    with pytest.raises(EngineConfigError, match="needs pipeline=.* and loss_fn="):
+        build(stage(own), loss=None)
+    with pytest.raises(EngineConfigError, match="pass the class of the schedule"):
+        build(stage(own), ScheduleGPipe(stage(own), 1))
+    with pytest.raises(EngineConfigError, match="hold each stage once"):
+        build(stage(own, 0, 3))
+    with pytest.raises(EngineConfigError, match="no PipelineStage"):
+        build(own)
+    with pytest.raises(EngineConfigError, match="not Linear|not str"):
+        build("model")
+    with pytest.raises(EngineConfigError, match="dims named 'pp'"):
+        flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        initialize(stage(own), pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=flat, config=config(1))
+    with pytest.raises(EngineConfigError, match="Schedule1F1B made no schedule of 1 stage and 1 micro-batches"):
+        build(stage(own), Schedule1F1B, gradient_accumulation_steps=1)
+    two = [stage(part(whole(), i, 4), i, 4) for i in (here, here + 2)]
+    with pytest.raises(EngineConfigError, match="of inputs and of weights apart"):
+        build(two, ScheduleInterleavedZeroBubble, gradient_accumulation_steps=2)
+
+
+def test_what_is_refused():
+    run_ranks(2, check_refusals)
