@@ -122,10 +122,21 @@ class ProcessSaver:
 
 
 def _own_address() -> str:
-    """An address of this host that the other ranks can reach."""
-    if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"  # all ranks are on this host
-    return socket.gethostbyname(socket.gethostname())
+    """An address of this host that the other ranks can reach: the one from which it would reach the master.
+
+    The host's name is no help: on many systems it stands for a loopback address.
+    """
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CheckpointError(
+            f"MASTER_ADDR {master!r} cannot be resolved or reached ({error}), so this rank does not know at which of "
+            f"its addresses the saving processes of the other ranks can reach it"
+        ) from error
 
 
 def _serve(
