@@ -18,9 +18,6 @@ RAISES = {
     "sparse.sampled_addmm": "a DTensor holds strided tensors",
     "sparse.mm.reduce": "a DTensor holds strided tensors",
     "resize_": "resize",  # has no meaning for a DTensor
-    # torch.masked is Python that asks no tensor for its own ways, and mixes in plain tensors that it makes.
-    "masked.var": "is a plain Tensor",
-    "masked.std": "is a plain Tensor",
 }
 NEEDS_A_GPU = "jiterator_"
 

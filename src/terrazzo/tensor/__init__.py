@@ -18,6 +18,7 @@ from terrazzo.tensor.handlers import (  # noqa: F401  (they register what they h
     compiling,
     foreach,
     indexing,
+    masked,
     optimizers,
     random_ops,
     recurrent,
@@ -26,6 +27,7 @@ from terrazzo.tensor.handlers import (  # noqa: F401  (they register what they h
 
 foreach.install()
 clip.install()
+masked.install()
 optimizers.install()
 compiling.install()
 autograd.install_function_bridge()
