@@ -16,12 +16,24 @@ from terrazzo.cli.screen import OUT, CheckpointPath, errors, progress, tensor_by
 def convert(
     source: CheckpointPath,
     target: Annotated[Path, typer.Argument(help="Where the new checkpoint goes.", show_default=False)],
-    to: Annotated[Format, typer.Option(help="The new checkpoint's format.")] = Format.NATIVE,
+    to: Annotated[Format, typer.Option("--to", "--format", help="The new checkpoint's format.")] = Format.NATIVE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    stage: Annotated[
+        int | None, typer.Option(help="To deepspeed: the ZeRO stage that resumes; default as saved.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="To deepspeed: how many ranks resume; default as saved.")] = None,
 ) -> None:
     """Convert a checkpoint into another format, with little memory."""
     with errors():
         total = tensor_bytes(Checkpoint(source))
         with progress("converting", total) as advance:
-            convert_checkpoint(source, target, to, overwrite=overwrite, progress=lambda name, nbytes: advance(nbytes))
+            convert_checkpoint(
+                source,
+                target,
+                to,
+                overwrite=overwrite,
+                progress=lambda name, nbytes: advance(nbytes),
+                stage=stage,
+                ranks=ranks,
+            )
         OUT.print(f"{source} -> {target} ({to.value})", markup=False, highlight=False)

@@ -15,6 +15,7 @@ from typing import Any
 from terrazzo.checkpoint.filesystem import FileSystemWriter
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
+from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspeed
 from terrazzo.checkpoint.formats.detect import Format
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
@@ -38,15 +39,21 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     progress: Progress | None = None,
+    stage: int | None = None,
+    ranks: int | None = None,
 ) -> None:
     """Copy a checkpoint of any format that terrazzo reads to `target`, in the format `to`.
 
     Args:
         source: where the checkpoint is, or a reader of it.
-        target: a folder for `native` and `dcp`, a file for `torch_save`.
-        overwrite: whether a checkpoint at `target` may be replaced; it is whole until the new one is.
+        target: a file for `torch_save`, a folder for the others; of `deepspeed` it is that of a tag, and the source has
+            to be a checkpoint of a training engine, terrazzo's or DeepSpeed's.
+        overwrite: whether a checkpoint at `target` may be replaced; it is whole until the new one is.  Not for
+            `deepspeed`, whose files cannot be replaced all at once.
         allow_pickle: store values that have no typed form (in the native format) as pickles.
         progress: told of each part that has been copied.
+        stage: for `deepspeed`, the ZeRO stage that will resume; None: that of the run that was saved, or 1.
+        ranks: for `deepspeed`, the number of data-parallel ranks that will resume; None: as many as saved.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -57,6 +64,8 @@ def convert(
     {'w': tensor([0., 1., 2.])}
     """
     to = Format(to)
+    if to is not Format.DEEPSPEED and (stage is not None or ranks is not None):
+        raise CheckpointFormatError(f"the format {to.value} is of no ZeRO stage, and for any number of ranks")
     reader = source if isinstance(source, StorageReader) else reader_for(source)
     if not isinstance(source, StorageReader):
         reader.reset(source)
@@ -68,7 +77,7 @@ def convert(
     elif to is Format.DCP:
         _copy(Source(reader), DCPWriter(target, overwrite=overwrite), allow_pickle=True, progress=progress)
     else:
-        raise CheckpointFormatError(f"checkpoints cannot be converted to the format {to.value}")
+        write_deepspeed(Source(reader), Path(target), stage, ranks, progress)
 
 
 def _copy(source: Source, writer: StorageWriter, *, allow_pickle: bool, progress: Progress | None) -> None:

@@ -111,6 +111,16 @@ def in_turns(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Seque
     return {name: shapes[name] for first in range(ranks) for name in names[first::ranks]}
 
 
+def out_of_turns(names: Sequence[str], ranks: int) -> list[str]:
+    """The order before `in_turns`.
+
+    >>> out_of_turns(["a", "c", "b"], ranks=2)
+    ['a', 'b', 'c']
+    """
+    places = [place for first in range(ranks) for place in range(first, len(names), ranks)]
+    return [name for _, name in sorted(zip(places, names, strict=True))]
+
+
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Boxes that, one after the other, are the elements `start` to `stop` of a tensor in row-major order.
 

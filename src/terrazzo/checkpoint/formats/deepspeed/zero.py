@@ -16,7 +16,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     steps_in,
 )
 from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files
-from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one
+from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
 from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, WholeTensor
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.errors import CheckpointCorruptError
@@ -73,7 +73,15 @@ class _Partitions:
         build = _cut_one_by_one if states[0].get("zero_stage") == 3 else _cut_in_one_line
         groups, param_groups = build(shapes, optims, states)
         names = names_by_group(shapes, param_groups, optims[0].where)
+        if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
+            names = [out_of_turns(members, len(optims)) for members in names]
         return _Partitions(optims, tuple(groups), param_groups, names, states[0].get("loss_scaler"))
+
+
+def _in_turns(model: Mapping[str, Any]) -> bool:
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
 def _cut_in_one_line(

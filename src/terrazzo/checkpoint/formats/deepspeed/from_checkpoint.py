@@ -1,0 +1,256 @@
+"""From a training engine's checkpoint, of any format and of any number of ranks, to DeepSpeed's layout.
+
+Tensors are read when the file that they go into is written, a piece at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.flatten import set_element
+from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, boxes_of
+from terrazzo.checkpoint.formats.deepspeed.writing import (
+    Layout,
+    group_of,
+    loss_scaler,
+    model_states,
+    optim_states,
+    write_file,
+)
+from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.formats.torch_writing import PendingTensor
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedValueError
+from terrazzo.layout.box import Box
+
+_PIECE: Final = 16 << 20  # bytes that are held at once
+# Without these nothing says which parameters lie where.
+_NEEDED: Final = ("param_shapes", "shared_params", "global_steps", "dp_world_size", "ds_config")
+# Of an engine's checkpoint: what is not taken over as it is.  Positions in the data are terrazzo's own.
+_TAKEN_APART: Final = frozenset(
+    {
+        "module",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "loss_scaler",
+        "data_sampler",
+        "random_ltd",
+        "dp_world_size",
+        "mp_world_size",
+        "version",
+        "ds_version",
+        "ds_config",
+    }
+)
+
+
+def write_deepspeed(
+    source: Source, target: Path, stage: int | None, ranks: int | None, progress: Callable[[str, int], None] | None
+) -> None:
+    """Write the folder of a tag; None: the stage and the ranks of the run that was saved."""
+    if target.exists():
+        raise CheckpointExistsError(f"{target} exists; DeepSpeed's layout is not written over a checkpoint")
+    values = _values(source)
+    config = values["ds_config"]
+    layout = _layout(source, values, stage, values["dp_world_size"] if ranks is None else ranks)
+    fp16 = config.get("fp16") or {}
+    scaler = loss_scaler(values.get("loss_scaler") or {}, fp16)
+    zero = {**(config.get("zero_optimization") or {}), "stage": layout.stage}
+    config = {**config, "zero_optimization": zero}
+    rest = {name: value for name, value in values.items() if name not in _TAKEN_APART}
+    tensors = _Streamed(source, progress)
+    temporary = target.parent / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    LocalStore(temporary).prepare()
+    try:
+        for rank in range(layout.ranks):
+            clip = float(config.get("gradient_clipping") or 0.0)
+            write_file(temporary, layout.optim_file(rank), optim_states(layout, tensors, rank, scaler, clip, config))
+            name = layout.model_file(rank)
+            if name is not None:
+                states = model_states(layout, tensors, rank, {**rest, "ds_config": config})
+                write_file(temporary, name, states)
+        LocalStore(temporary).sync_folder(temporary)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    LocalStore(target.parent).sync_folder(target.parent)
+
+
+def _values(source: Source) -> dict[str, Any]:
+    """Everything but the model and what the optimizer keeps of each parameter, nested as it was saved."""
+    nested: dict[str, Any] = {}
+    for name, entry in source.metadata.state_dict_metadata.items():
+        path = source.paths.get(name, (name,))
+        if path[0] == "module" or path[:2] == ("optimizer", "state") or str(path[0]).startswith("rng@"):
+            continue
+        if isinstance(entry, TensorStorageMetadata):
+            value: Any = torch.empty(entry.size, dtype=entry.properties.dtype)
+            source.read(name, Box.whole(entry.size), value)
+        else:
+            value = _value(source, name)
+        set_element(nested, path, value)
+    absent = [name for name in _NEEDED if name not in nested]
+    if absent or not nested.get("optimizer", {}).get("param_groups"):
+        raise CheckpointFormatError(
+            f"not a checkpoint of a training engine (it has no {', '.join(absent) or 'optimizer.param_groups'}), so "
+            "nothing says in which order its parameters lie in DeepSpeed's partitions; convert it to another format"
+        )
+    return nested
+
+
+def _value(source: Source, name: str) -> Any:
+    found = source.value(name)
+    if not isinstance(found, ObjectBytes):
+        raise UnsupportedValueError(f"{name}: bytes of a planner's own, which only that planner can read")
+    return found.value
+
+
+def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks: int) -> Layout:
+    config = values["ds_config"]
+    zero = config.get("zero_optimization") or {}
+    stage = max(int(zero.get("stage", 0)), 1) if stage is None else stage
+    if stage not in (1, 2, 3) or ranks < 1:
+        raise UnsupportedValueError(
+            f"DeepSpeed's layout is that of ZeRO stage 1, 2 or 3 on at least one rank, not of stage {stage} on {ranks}"
+        )
+    shapes: dict[str, Sequence[int]] = {name: shape for named in values["param_shapes"] for name, shape in named}
+    kept = _kept(source)
+    groups = []
+    for options in values["optimizer"]["param_groups"]:
+        named = {name: shapes[name] for name in options["params"] if name in shapes}
+        if named:
+            groups.append(group_of(named, options, kept))
+    model = _model(source)
+    buffers = set(values.get("buffer_names") or ())
+    frozen = {
+        name: shape for name, shape in model.items() if shape is not None and name not in shapes and name not in buffers
+    }
+    left_out = not frozen and values.get("frozen_param_shapes") is None
+    shared = values["shared_params"] or {}
+    return Layout(
+        stage=stage,
+        ranks=ranks,
+        dtype=_dtype(config),
+        groups=tuple(groups),
+        frozen=None if left_out else frozen,
+        shared=shared,
+        model=[*model, *(name for name in shared if name not in model)],
+        settings=zero,
+    )
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """In what the run computes."""
+    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if (config.get(key) or {}).get("enabled") is True:
+            return dtype
+    return torch.float32
+
+
+def _model(source: Source) -> dict[str, tuple[int, ...] | None]:
+    """The names in the model's state, with the shapes of those that are tensors."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for name, path in source.paths.items():
+        if path[0] == "module":
+            entry = source.metadata.state_dict_metadata[name]
+            found[str(path[1])] = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+    return found
+
+
+def _kept(source: Source) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter: tensors without their data, and values."""
+    kept: dict[str, dict[str, Any]] = {}
+    for name, path in source.paths.items():
+        if path[:2] != ("optimizer", "state"):
+            continue
+        _, _, parameter, key = path
+        entry = source.metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            value = _value(source, name)
+        elif key == "step":
+            value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            source.read(name, Box.whole(entry.size), value)
+        else:
+            value = torch.empty(entry.size, device="meta")
+        kept.setdefault(str(parameter), {})[str(key)] = value
+    return kept
+
+
+class _Streamed:
+    """The tensors of a checkpoint, each read when it is written."""
+
+    def __init__(self, source: Source, progress: Callable[[str, int], None] | None) -> None:
+        self._source = source
+        self._progress = progress
+
+    def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> PendingTensor:
+        """A rank's flat tensor."""
+        return PendingTensor(dtype, (length,), lambda: self._flat(kind, placed, rank, length, dtype))
+
+    def whole(self, name: str, dtype: torch.dtype | None) -> Any:
+        """Something of the model's state."""
+        stored = f"module.{name}"
+        entry = self._source.metadata.state_dict_metadata[stored]
+        if not isinstance(entry, TensorStorageMetadata):
+            return _value(self._source, stored)
+        own = entry.properties.dtype
+        wanted = dtype if dtype is not None and own.is_floating_point else own
+        shape = tuple(entry.size)
+        return PendingTensor(wanted, shape, lambda: self._elements(stored, shape, 0, prod(shape), wanted))
+
+    def _flat(
+        self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype
+    ) -> Iterator[memoryview]:
+        position = 0
+        for where in placed:
+            stored = f"module.{where.name}" if kind == "module" else f"optimizer.state.{where.name}.{kind}"
+            start = 0
+            for run in where.runs:
+                if run.rank == rank:
+                    yield from _zeros(run.start - position, dtype)
+                    yield from self._elements(stored, where.shape, start, start + run.length, dtype)
+                    position = run.start + run.length
+                start += run.length
+        yield from _zeros(length - position, dtype)
+
+    def _elements(
+        self, name: str, shape: Sequence[int], start: int, stop: int, dtype: torch.dtype
+    ) -> Iterator[memoryview]:
+        """Elements of a tensor in row-major order; what the optimizer has not kept yet is zero."""
+        entry = self._source.metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            yield from _zeros(stop - start, dtype)
+            return
+        own = entry.properties.dtype
+        for box in boxes_of(shape, start, stop):
+            for window in row_major_windows(box.lengths, _PIECE // own.itemsize):
+                piece = torch.empty(window.lengths, dtype=own)
+                self._source.read(name, window.shifted(box.offsets), piece)
+                data = piece.to(dtype)
+                yield bytes_of(data)
+                if self._progress is not None:
+                    self._progress(name, piece.nbytes)
+
+
+def _zeros(count: int, dtype: torch.dtype) -> Iterator[memoryview]:
+    limit = _PIECE // dtype.itemsize
+    while count > 0:
+        data = torch.zeros(min(count, limit), dtype=dtype)
+        yield bytes_of(data)
+        count -= limit
