@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from engine.runs import Model, averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
+from engine.runs import Model, averaged, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import run_ranks
-from terrazzo.engine import WarmupLR, initialize
+from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError, EngineError
-from terrazzo.tensor import init_device_mesh
-from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 STEPS = 8
@@ -175,46 +171,3 @@ def test_sparse_embedding_gradients():
 def test_the_model_has_what_the_tests_need():
     model = Model()
     assert model.mix.weight is model.again.weight and not model.blocks[1].up.weight.requires_grad
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 12)
-        self.down = nn.Linear(12, 3)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def check_tensor_parallel(folder: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for stage in (1, 2, 3):
-        torch.manual_seed(0)
-        plain = Wide()
-        model = parallelize_module(copy.deepcopy(plain), mesh["tp"], plan)
-        engine = initialize(model, config=config(stage), mesh=mesh)
-        assert (engine.dp_world_size, engine.mp_world_size) == (2, 2)
-        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
-        schedule = WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5)
-        for step, (x, y) in enumerate(batches(STEPS)):
-            part = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)
-            if step == 4 and stage > 1:
-                engine.load_checkpoint(folder)  # of the stage before
-            loss = loss_of(engine, x[part], y[part])
-            engine.backward(loss)
-            engine.step()
-            expected = loss_of(plain, x, y)
-            expected.backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            assert averaged(loss) == pytest.approx(expected.item(), rel=1e-4)
-            if step == 3:
-                engine.save_checkpoint(folder)
-
-
-def test_tensor_parallel_models(tmp_path):
-    run_ranks(4, check_tensor_parallel, str(tmp_path))

@@ -91,7 +91,8 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh of the dims of both, which have to be parts of one mesh."""
     root = data._get_root_mesh()
     names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
-    if inner._get_root_mesh() != root or names is None or inner_names is None or set(names) & set(inner_names):
+    part = _same_part(root, inner)
+    if part is None or names is None or inner_names is None or set(names) & set(inner_names):
         raise FSDPError(
             f"a parameter is a DTensor on {inner}, and fully_shard was given {data}: to shard it further, both have "
             "to be different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
@@ -99,8 +100,19 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
             "mesh=mesh['dp'])"
         )
     if not set(names) <= set(root.mesh_dim_names or ()):  # dims made of one of the root's, by splitting it
-        return DeviceMesh._concatenate([data, inner])
+        return DeviceMesh._concatenate([data, part])
     return root[(*names, *inner_names)]
+
+
+def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """The part of `root` that `inner` is; it may come from another mesh of the same ranks and names."""
+    if inner._get_root_mesh() == root:
+        return inner
+    names = inner.mesh_dim_names
+    if names is None or not set(names) <= set(root.mesh_dim_names or ()):
+        return None
+    part = root[names]
+    return part if part == inner else None
 
 
 def _is_accelerated(group: Any, device: torch.device) -> bool:
