@@ -1,7 +1,8 @@
-"""The rates of the schedules, against numbers worked out by hand."""
+"""The rates of the schedules, against numbers worked out by hand and against DeepSpeed's."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -35,9 +36,65 @@ def test_warmup_then_constant_decay_or_cosine():
     assert cosine == pytest.approx([0, 0, 0.25, 0.5, 0.75, *fall])
 
 
+def test_a_range_test_and_one_cycle():
+    line = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 4.0}
+    assert rates("LRRangeTest", 5, **line) == [1, 3, 5, 7, 9]
+    assert rates("LRRangeTest", 5, **line, lr_range_test_staircase=True) == [1, 1, 5, 5, 9]
+    cycle = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
+    assert rates("OneCycle", 9, **cycle)[:7] == [1, 2, 3, 2.5, 2, 1.5, 1]
+
+
+CASES = {
+    "WarmupLR": [{}, {"warmup_max_lr": 0.3, "warmup_num_steps": 7, "warmup_type": "linear"}],
+    "WarmupDecayLR": [{"total_num_steps": 20, "warmup_num_steps": 6, "warmup_max_lr": 0.2}],
+    "WarmupCosineLR": [{"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}],
+    "LRRangeTest": [{"lr_range_test_step_size": 3}, {"lr_range_test_staircase": True, "lr_range_test_step_size": 4}],
+    "OneCycle": [
+        {"cycle_first_step_size": 5},
+        {"cycle_first_step_size": 4, "cycle_second_step_size": 8, "decay_step_size": 3, "decay_lr_rate": 0.5},
+        {"cycle_first_step_size": 6, "cycle_first_stair_count": 3, "decay_step_size": 2, "decay_mom_rate": 0.01},
+        {"cycle_first_step_size": 6, "cycle_second_stair_count": 2, "cycle_momentum": False},
+        {"cycle_first_step_size": 4, "cycle_min_mom": 0.7, "cycle_max_mom": [0.8, 0.95]},
+    ],
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(("kind", "params"), [(kind, params) for kind, cases in CASES.items() for params in cases])
+def test_deepspeeds_own_schedules_agree(kind, params):
+    import deepspeed.runtime.lr_schedules as theirs
+
+    def optimizer() -> torch.optim.Optimizer:
+        weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        return torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=0.25)
+
+    if kind == "OneCycle":
+        params = {"cycle_min_lr": [0.01, 0.02], "cycle_max_lr": 0.1, **params}
+    one, other = optimizer(), optimizer()
+    ours = make_scheduler(None, SchedulerConfig(type=kind, params=params), one)
+    reference = getattr(theirs, kind)(other, **params)
+    for step in range(26):
+        for group, expected in zip(one.param_groups, other.param_groups, strict=True):
+            assert group["lr"] == pytest.approx(expected["lr"], rel=1e-12), step
+            assert group["betas"] == pytest.approx(expected["betas"], rel=1e-12), step
+        ours.step()
+        reference.step()
+    one = optimizer()
+    resumed = make_scheduler(None, SchedulerConfig(type=kind, params=params), one)
+    resumed.load_state_dict(reference.state_dict())
+    reference.step(), resumed.step()
+    assert one.param_groups[0]["lr"] == pytest.approx(other.param_groups[0]["lr"], rel=1e-12)
+
+
 def test_what_is_refused():
-    with pytest.raises(EngineConfigError, match="'OneCycle' is none of"):
-        rates("OneCycle", 1)
+    with pytest.raises(EngineConfigError, match="'TwoCycles' is none of"):
+        rates("TwoCycles", 1)
+    with pytest.raises(EngineConfigError, match="do not fit OneCycle"):
+        rates("OneCycle", 1, cycle_min_lr=0.1)
+    with pytest.raises(EngineConfigError, match="cycle_first_step_size is positive"):
+        rates("OneCycle", 1, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=0)
+    with pytest.raises(EngineConfigError, match="lr_range_test_step_size is a positive int"):
+        rates("LRRangeTest", 1, lr_range_test_step_size=0)
     with pytest.raises(EngineConfigError, match="do not fit WarmupLR"):
         rates("WarmupLR", 1, warmup_steps=3)
     with pytest.raises(EngineConfigError, match="log or linear"):

@@ -7,12 +7,15 @@ from terrazzo.engine.api import initialize
 from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.lr import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from terrazzo.engine.lr_cycles import LRRangeTest, OneCycle
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 
 __all__ = [
     "Curriculum",
     "Engine",
     "EngineConfig",
+    "LRRangeTest",
+    "OneCycle",
     "ResumableSampler",
     "WarmupCosineLR",
     "WarmupDecayLR",

@@ -63,7 +63,7 @@ class OptimizerConfig(_Section, frozen=True):
 
 
 class SchedulerConfig(_Section, frozen=True):
-    """`scheduler`: WarmupLR, WarmupDecayLR or WarmupCosineLR, and its arguments."""
+    """`scheduler`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, and its arguments."""
 
     type: str
     params: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Learning rates that warm up, by the names that DeepSpeed's configs give them.
+"""Learning rates by the names that DeepSpeed's configs give them.
 
 The schedules step once per optimizer step that was not skipped; before the first, the rate is that of step 0.
 """
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from terrazzo.engine.config import SchedulerConfig
+from terrazzo.engine.lr_cycles import LRRangeTest, OneCycle
+from terrazzo.engine.lr_steps import Schedule, per_group
 from terrazzo.errors import EngineConfigError
 
 
@@ -26,23 +28,17 @@ class Scheduler(Protocol):
 SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 
 
-class _Schedule:
-    """Sets the rates of an optimizer's param groups, as a function of the steps taken."""
+class _Warmup(Schedule):
+    """A schedule that begins with a warmup."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
         if warmup_type not in ("log", "linear"):
             raise EngineConfigError(f"config: scheduler.params.warmup_type is log or linear, not {warmup_type!r}")
-        self.optimizer = optimizer
         self.warmup_steps = max(2, warmup_num_steps)
         self.warmup_type = warmup_type
-        self.last_batch_iteration = last_batch_iteration
-        self._apply()
-
-    def rates(self) -> list[float]:
-        """The rate of each param group at this step."""
-        raise NotImplementedError
+        super().__init__(optimizer, last_batch_iteration)
 
     def warmup(self) -> float | None:
         """How far warming up has come, from 0 to 1; None once it is over."""
@@ -53,28 +49,11 @@ class _Schedule:
             return done / self.warmup_steps
         return math.log(done + 1) / math.log(self.warmup_steps)
 
-    def get_last_lr(self) -> list[float]:
-        """The rates in use."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self) -> None:
-        """One optimizer step has been taken."""
-        self.last_batch_iteration += 1
-        self._apply()
-
-    def _apply(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates(), strict=True):
-            group["lr"] = rate
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_batch_iteration = int(state_dict["last_batch_iteration"])
-
-
-class WarmupLR(_Schedule):
+class WarmupLR(_Warmup):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, along a line or a logarithm; then constant.
+
+    Without `warmup_max_lr` it warms up to the optimizer's own rate.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> scheduler = WarmupLR(optimizer, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear")
@@ -87,13 +66,15 @@ class WarmupLR(_Schedule):
         optimizer: torch.optim.Optimizer,
         *,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.low = _per_group(warmup_min_lr, optimizer, "warmup_min_lr")
-        self.high = _per_group(warmup_max_lr, optimizer, "warmup_max_lr")
+        if warmup_max_lr is None:
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
+        self.low = per_group(warmup_min_lr, optimizer, "warmup_min_lr")
+        self.high = per_group(warmup_max_lr, optimizer, "warmup_max_lr")
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self) -> list[float]:
@@ -118,7 +99,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total - self.last_batch_iteration) / span)
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(_Warmup):
     """Warms up from `warmup_min_ratio` of the optimizer's rate, then falls along a cosine to `cos_min_ratio` of it."""
 
     def __init__(
@@ -154,6 +135,8 @@ _KNOWN: dict[str, Callable[..., Scheduler]] = {
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
+    "OneCycle": OneCycle,
+    "LRRangeTest": LRRangeTest,
 }
 
 
@@ -174,12 +157,3 @@ def make_scheduler(
         return kind(optimizer, **described.params)
     except TypeError as error:
         raise EngineConfigError(f"config: scheduler.params do not fit {described.type}: {error}") from error
-
-
-def _per_group(value: float | Sequence[float], optimizer: torch.optim.Optimizer, name: str) -> list[float]:
-    count = len(optimizer.param_groups)
-    if isinstance(value, Sequence):
-        if len(value) != count:
-            raise EngineConfigError(f"config: scheduler.params.{name} has {len(value)} values for {count} param groups")
-        return [float(v) for v in value]
-    return [float(value)] * count
