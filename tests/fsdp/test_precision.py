@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
-from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 
 HALF = torch.bfloat16
 
@@ -174,17 +174,3 @@ def check_policies_differ() -> None:
 
 def test_modules_with_policies_of_their_own():
     run_ranks(2, check_policies_differ)
-
-
-def check_offload() -> None:
-    """On a CPU mesh everything is where offloading would put it."""
-    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
-    from fsdp.compare import train_alike
-
-    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
-        model = train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy), steps=3)
-        assert all(p.device.type == "cpu" for p in model.parameters())
-
-
-def test_offloading_from_cpu_to_cpu():
-    run_ranks(2, check_offload)

@@ -40,13 +40,21 @@ class Settings:
     @property
     def rest_device(self) -> torch.device:
         """Where shards rest."""
-        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.mesh.device
+        offload = self.offload
+        away = isinstance(offload, CPUOffloadPolicy) and offload.parameters
+        return torch.device("cpu") if away else self.mesh.device
 
     @property
     def pinned(self) -> bool:
-        """Whether shards rest in page-locked memory."""
+        """Whether what rests on the CPU does so in page-locked memory."""
         offload = self.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.mesh.device.type != "cpu"
+
+    @property
+    def parks_state(self) -> bool:
+        """Whether the optimizer's state rests on the CPU though it is used on the device."""
+        offload = self.offload
+        return isinstance(offload, CPUOffloadPolicy) and offload.optimizer_state and not offload.parameters
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which precision parameters of `dtype` are gathered and used."""
@@ -54,7 +62,8 @@ class Settings:
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
     def empty_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.rest_device, pin_memory=self.pinned)
+        pinned = self.pinned and self.rest_device.type == "cpu"
+        return torch.empty(numel, dtype=dtype, device=self.rest_device, pin_memory=pinned)
 
 
 class Bucket:

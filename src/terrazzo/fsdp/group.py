@@ -16,6 +16,7 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp.bucket import Bucket, Settings
 from terrazzo.fsdp.flat import FlatPlan
 from terrazzo.fsdp.meshes import InnerMesh
+from terrazzo.fsdp.offload import park_state_of
 from terrazzo.fsdp.parameter import ShardedParameter, as_parameter
 from terrazzo.tensor import DTensor
 
@@ -134,6 +135,9 @@ class Group:
             bucket.prepare()
         for param in self.params:
             param.set_requires_grad(param.requires_grad)
+        if self.settings.parks_state:
+            for face in self._sharded:
+                park_state_of(face, self.settings)
         self._whole = [p.whole for p in self.params]
         self._inner_buffers = []
         self._prepared = True

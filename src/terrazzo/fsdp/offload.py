@@ -1,0 +1,87 @@
+"""Optimizer state that rests on the CPU though its parameters are on the device.
+
+Before a step the state of such parameters is brought to the device, afterwards it goes back; new state is made on the
+device, by the first step.  What is not as large as its parameter (counts of steps) stays where the optimizer put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from terrazzo.tensor import DTensor
+from terrazzo.tensor.dtensor import wrap
+
+if TYPE_CHECKING:
+    from terrazzo.fsdp.bucket import Settings
+
+_PARKED = "_fully_shard_parks_state"  # on a sharded parameter: the settings of its group
+
+_watching = False
+
+
+def park_state_of(parameter: DTensor, settings: Settings) -> None:
+    """Have optimizers keep their state of this parameter on the CPU between steps."""
+    global _watching
+    parameter.__dict__[_PARKED] = settings
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_bring)
+        register_optimizer_step_post_hook(_park)
+
+
+def _bring(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state, key, value, settings in _parked_state(optimizer):
+        state[key] = _moved(value, to_device, settings)
+
+
+def _park(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    devices = set()
+    for state, key, value, settings in _parked_state(optimizer):
+        state[key] = _moved(value, to_host, settings)
+        if settings.pinned:
+            devices.add(settings.mesh.device)
+    for device in devices:  # whoever saves the state reads it on the host
+        torch.get_device_module(device.type).current_stream(device).synchronize()
+
+
+def _parked_state(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, Tensor, Settings]]:
+    """Tensors of state that move, and where they are registered."""
+    settings: Settings | None
+    state: dict[str, Any]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            settings = parameter.__dict__.get(_PARKED)
+            if settings is None:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    yield state, key, value, settings
+
+
+def _moved(value: Tensor, move: Callable[[Tensor, Settings], Tensor], settings: Settings) -> Tensor:
+    if isinstance(value, DTensor):
+        return wrap(move(value._local, settings), value._layout)
+    return move(value, settings)
+
+
+def to_device(local: Tensor, settings: Settings) -> Tensor:
+    """For a step."""
+    return local.to(settings.mesh.device, non_blocking=settings.pinned)
+
+
+def to_host(local: Tensor, settings: Settings) -> Tensor:
+    """After it."""
+    if local.device.type == "cpu":
+        return local
+    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=settings.pinned)
+    return host.copy_(local, non_blocking=settings.pinned)
+
+
+__all__ = ["park_state_of", "to_device", "to_host"]

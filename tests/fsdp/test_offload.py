@@ -1,0 +1,145 @@
+"""What rests on the CPU: all that is sharded, or only the optimizer's state.
+
+On a CPU mesh nothing moves, so here copies stand for the moves; the last tests are for accelerators.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.compare import Model, batches, loss_of, shard_blocks, train_alike
+from ranks import run_fresh, run_ranks
+from terrazzo.errors import FSDPValueError
+from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
+from terrazzo.tensor import DTensor, init_device_mesh
+
+STATE_ONLY = CPUOffloadPolicy(parameters=False)
+
+
+def test_policies():
+    assert CPUOffloadPolicy() == CPUOffloadPolicy(True) and isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    assert CPUOffloadPolicy(False).pin_memory is False
+    with pytest.raises(FSDPValueError, match="parameters=True, optimizer_state=False.*keep the state on the CPU too"):
+        CPUOffloadPolicy(optimizer_state=False)
+    with pytest.raises(TypeError):
+        CPUOffloadPolicy(True, False)
+
+
+def adam(**options: Any) -> Any:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def check_state_only() -> None:
+    """Copies stand for moves: every step begins with bringing all there is, and ends with parking it."""
+    brought: list[Tensor] = []
+    parked: list[Tensor] = []
+
+    def bring(local: Tensor, settings: object) -> Tensor:
+        assert any(local is known for known in parked), "what comes was parked"
+        brought.append(local.clone())
+        local.fill_(torch.nan)  # nobody uses what lies on the host
+        return brought[-1]
+
+    def park(local: Tensor, settings: object) -> Tensor:
+        parked.append(local.clone())
+        local.fill_(torch.nan)
+        return parked[-1]
+
+    before = offload.to_device, offload.to_host
+    offload.to_device, offload.to_host = bring, park
+    try:
+        for make, tensors in (
+            (adam(), 2),
+            (adam(foreach=False, amsgrad=True), 3),
+            (adam(fused=True), 2),
+            (momentum, 1),
+        ):
+            brought.clear()
+            parked.clear()
+            model = train_alike(lambda m: shard_blocks(m, offload_policy=STATE_ONLY), optimizer=make)
+            count = len(list(model.parameters())) * tensors
+            assert len(parked) == 10 * count and len(brought) == 9 * count
+    finally:
+        offload.to_device, offload.to_host = before
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_state_is_brought_for_each_step(world):
+    run_ranks(world, check_state_only)
+
+
+def check_other_optimizers() -> None:
+    """Of others' parameters, and of those that rest on the CPU anyhow, nothing is moved."""
+
+    def never(local: Tensor, settings: object) -> Tensor:
+        raise AssertionError("moved")
+
+    before = offload.to_device, offload.to_host
+    offload.to_device, offload.to_host = never, never
+    try:
+        for policy in (OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(parameters=False, optimizer_state=False)):
+            train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy), steps=2)
+    finally:
+        offload.to_device, offload.to_host = before
+
+
+def test_only_what_the_policy_says_is_moved():
+    run_ranks(2, check_other_optimizers)
+
+
+def check_plain() -> None:
+    for policy in (STATE_ONLY, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy))
+        assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_offloading_from_cpu_to_cpu(world):
+    run_ranks(world, check_plain)
+
+
+# ------------------------------------------------------------------ on an accelerator
+
+
+def check_devices() -> None:
+    torch.cuda.set_device(dist.get_rank())
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for policy, where in ((STATE_ONLY, "cuda"), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "cuda")):
+        torch.manual_seed(0)
+        model = Model(3, 64, 256)
+        reference = copy.deepcopy(model).cuda()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        model.to(where)
+        ours, theirs = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(reference.parameters())
+        for x, y in batches(5, ranks=1):
+            for module, optimizer in ((model, ours), (reference, theirs)):
+                loss_of(module, x.cuda(), y.cuda()).backward()  # every rank has the same data
+                optimizer.step()
+        resting = "cuda" if type(policy) is OffloadPolicy else "cpu"
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            state = ours.state[parameter]["exp_avg"]
+            assert parameter.device.type == parameter.grad.device.type == where
+            assert isinstance(state, DTensor) and state.device.type == resting
+            assert state.to_local().is_pinned() == (policy is STATE_ONLY and state.to_local().numel() > 0)
+            part = expected.detach()[parameter._layout.box().slices()]
+            torch.testing.assert_close(parameter.to_local().cuda(), part, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_where_everything_rests():
+    for outcome in run_fresh(torch.cuda.device_count(), check_devices, timeout=180):
+        assert outcome.ok, outcome
