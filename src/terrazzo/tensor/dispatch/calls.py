@@ -59,7 +59,8 @@ def _ask_local(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
     return func(*loc, **kw)
 
 
-_skip_one_hop = torch._C._skip_one_hop_torch_function
+# Before PyTorch 2.13 a function's body cannot be run without its asking for overrides again.
+_skip_one_hop = getattr(torch._C, "_skip_one_hop_torch_function", None)
 
 
 def special(*names: str) -> Callable[[Special], Special]:
@@ -177,6 +178,8 @@ def _own_tensors_replicated() -> Iterator[None]:
 def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the body of a function of PyTorch's written in Python."""
     with _own_tensors_replicated():
+        if _skip_one_hop is None:
+            return run_composite(func, args, kwargs)
         return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
 
 
