@@ -24,6 +24,10 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
         ({"train_batch_size": "8"}, "train_batch_size"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "min_loss_scale"),
+        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, r"offload_param needs .* 3, not 1"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs .* 1 or 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "'nvme' is not supported"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, r"offload_param\.device"),
         ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
         ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "curriculum_metrics"),
         ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),
@@ -41,13 +45,18 @@ def test_objects_and_files_and_keys_without_meaning(tmp_path):
     given = {
         "train_batch_size": 8,
         "wall_clock_breakdown": False,
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
     for source in (given, json.dumps(given), tmp_path / "config.json"):
         config, ignored = read_config(source)
         assert config.zero_optimization.stage == 2
-        assert ignored == ["wall_clock_breakdown", "zero_optimization.overlap_comm"]
+        assert ignored == [
+            "wall_clock_breakdown",
+            "zero_optimization.overlap_comm",
+            "zero_optimization.offload_optimizer.ratio",
+        ]
+        assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert read_config(config) == (config, [])
     with pytest.raises(EngineConfigError, match="train_batch_size"):
         read_config(EngineConfig(train_batch_size="many"))

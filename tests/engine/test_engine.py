@@ -37,6 +37,19 @@ def test_every_stage_trains_like_one_process(world):
         assert len(runs) == 8
 
 
+def check_offload() -> None:
+    expected = train_plainly(STEPS)[0]
+    cpu = {"device": "cpu", "pin_memory": False}
+    for zero in ({"stage": 1, "offload_optimizer": cpu}, {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}):
+        engine = engine_of(zero["stage"], zero_optimization=zero)
+        torch.testing.assert_close(torch.tensor(train(engine, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert all(p.device.type == "cpu" for p in engine.module.parameters())
+
+
+def test_offload_to_the_cpu():
+    run_ranks(2, check_offload)
+
+
 def check_sixteen_bits() -> None:
     expected, _ = train_plainly(STEPS, torch.bfloat16)
     first = None

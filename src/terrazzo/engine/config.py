@@ -25,13 +25,24 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
+class OffloadConfig(_Section, frozen=True):
+    """`offload_optimizer` and `offload_param`: what rests in the memory of the CPU."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    pin_memory: bool = True
+
+
 class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks.
 
-    The last two only say how DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
+    The optimizer works on shards of the parameters, so both offloads are one thing here: with either, shards, reduced
+    gradients and the optimizer's state are on the CPU, and the step is taken there.  The last two only say how
+    DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: OffloadConfig = OffloadConfig()
+    offload_param: OffloadConfig = OffloadConfig()
     wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
     sub_group_size: Count = 1_000_000_000
     round_robin_gradients: bool = False
@@ -194,6 +205,19 @@ TUNING: Final[Mapping[str, frozenset[str]]] = {
             "stage3_prefetch_bucket_size",
         }
     ),
+    "zero_optimization.offload_optimizer": frozenset(
+        {
+            "buffer_count",
+            "cpuadam_cores_perc",
+            "fast_init",
+            "nvme_path",
+            "pipeline_read",
+            "pipeline_write",
+            "ratio",
+            "super_offload",
+        }
+    ),
+    "zero_optimization.offload_param": frozenset({"buffer_count", "buffer_size", "max_in_cpu", "nvme_path"}),
 }
 
 
@@ -235,16 +259,17 @@ def _as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     return loaded
 
 
-def _without_tuning(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _without_tuning(given: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
     ignored = []
     kept: dict[str, Any] = {}
     for key, value in given.items():
-        if key in TUNING[""]:
-            ignored.append(key)
-        elif key in TUNING and isinstance(value, Mapping):
-            ignored += [f"{key}.{inner}" for inner in value if inner in TUNING[key]]
-            kept[key] = {inner: item for inner, item in value.items() if inner not in TUNING[key]}
-        elif key in ("bf16", "fp16") and isinstance(value, Mapping) and not value.get("enabled", False):
+        path = f"{section}.{key}" if section else key
+        if key in TUNING.get(section, ()):
+            ignored.append(path)
+        elif path in TUNING and isinstance(value, Mapping):
+            kept[key], inner = _without_tuning(value, path)
+            ignored += inner
+        elif path in ("bf16", "fp16") and isinstance(value, Mapping) and not value.get("enabled", False):
             kept[key] = {inner: item for inner, item in value.items() if inner == "enabled"}
         else:
             kept[key] = value
@@ -264,6 +289,7 @@ def _check(config: EngineConfig) -> None:
             f"config: sparse_gradients needs zero_optimization.stage 0, where every rank has whole gradients, "
             f"not {config.zero_optimization.stage}"
         )
+    _check_offload(config.zero_optimization)
     metrics = config.data_efficiency.data_sampling.curriculum_learning
     if metrics.enabled and not metrics.curriculum_metrics:
         raise EngineConfigError(
@@ -275,6 +301,22 @@ def _check(config: EngineConfig) -> None:
             "config: data_efficiency.data_routing.random_ltd is enabled, and needs random_ltd_schedule and "
             "random_ltd_layer_id"
         )
+
+
+def _check_offload(zero: ZeroConfig) -> None:
+    for name, section, stages in (
+        ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
+        ("offload_param", zero.offload_param, (3,)),
+    ):
+        if section.device == "nvme":
+            raise EngineConfigError(
+                f"config: zero_optimization.{name}.device 'nvme' is not supported; state can rest on the 'cpu'"
+            )
+        if section.device == "cpu" and zero.stage not in stages:
+            raise EngineConfigError(
+                f"config: zero_optimization.{name} needs zero_optimization.stage "
+                f"{' or '.join(map(str, stages))}, not {zero.stage}"
+            )
 
 
 def _batch(config: EngineConfig, data_parallel: int) -> Batch:

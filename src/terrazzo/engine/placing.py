@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig
 from terrazzo.errors import EngineConfigError
-from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,20 +97,35 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 
 def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
     """Give every rank the first one's values, and hand the model to `fully_shard` as the stage says."""
-    dtype = compute_dtype(config)
-    if dtype is not torch.float32:
+    if compute_dtype(config) is not torch.float32:
         _prepare_precision(model)
     _same_everywhere(model, ranks.data)
-    stage = config.zero_optimization.stage
+    reshard = None if config.zero_optimization.stage == 3 else False
+    for module in (*gathered_together(model, config.zero_optimization.wrap), model):
+        fully_shard(
+            module,
+            mesh=ranks.mesh,
+            mp_policy=_precision(config),
+            offload_policy=_offload(config),
+            reshard_after_forward=reshard,
+            ignored_params=ignored,
+        )
+
+
+def _precision(config: EngineConfig) -> MixedPrecisionPolicy:
+    dtype = compute_dtype(config)
     reduce_dtype = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
-    if dtype is not torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype or torch.float32)
-    else:
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    reshard = None if stage == 3 else False
-    for module in gathered_together(model, config.zero_optimization.wrap):
-        fully_shard(module, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+    if dtype is torch.float32:
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype or torch.float32)
+
+
+def _offload(config: EngineConfig) -> OffloadPolicy:
+    sections = (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
+    chosen = [section for section in sections if section.device == "cpu"]
+    if not chosen:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=any(section.pin_memory for section in chosen))
 
 
 def reshard(model: nn.Module) -> None:
