@@ -31,6 +31,7 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
         ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
         ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "curriculum_metrics"),
         ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),
+        ({"curriculum_learning": {"enabled": True}}, "data_efficiency.data_sampling.curriculum_learning"),
         ('{"train_batch_size": ', "not valid JSON"),
         ("[1]", "can be read"),
         ("/no/such/file.json", "can be read"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from engine.runs import config
 from ranks import run_ranks
 from terrazzo.engine import Curriculum, ResumableSampler, initialize
-from terrazzo.engine.config import Batch
-from terrazzo.engine.curriculum import Schedule, Staircase
+from terrazzo.engine.config import Batch, ScheduleConfig
+from terrazzo.engine.curriculum import Schedule, Staircase, difficulty_schedule
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -76,6 +79,28 @@ def test_a_curriculum_begins_with_what_is_easy():
         Curriculum({}, {"d": Staircase((1,), ())})
     with pytest.raises(EngineError, match="samples is 50"):
         samplers_of(1, samples=49)[0].load_state_dict(samplers_of(1)[0].state_dict())
+
+
+SCHEDULES = [
+    ("fixed_linear", {"total_curriculum_step": 17, "difficulty_step": 4}),
+    ("fixed_root", {"total_curriculum_step": 20, "difficulty_step": 8, "root_degree": 2}),
+    ("fixed_discrete", {"difficulty": [6, 10, 41], "max_step": [5, 12]}),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(("kind", "how"), SCHEDULES)
+def test_deepspeeds_own_difficulties_agree(kind, how):
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    given = {"min_difficulty": 6, "max_difficulty": 41, "schedule_type": kind, "schedule_config": how}
+    theirs = CurriculumScheduler({**given, "schedule_config": dict(how)})
+    ours = difficulty_schedule("length", ScheduleConfig(**given))
+    curriculum = Curriculum({"length": torch.zeros(1)}, {"length": ours})
+    # DeepSpeed's sampler has counted a step before it asks.
+    assert [curriculum.limits(step)["length"] for step in range(25)] == [
+        theirs.update_difficulty(step + 1) for step in range(25)
+    ]
 
 
 class Tokens(nn.Module):
@@ -147,3 +172,42 @@ def test_random_ltd(tmp_path):
     run_ranks(2, check_ltd, str(tmp_path))
     two, four = run_ranks(2, resumed_ltd, str(tmp_path))[0], run_ranks(4, resumed_ltd, str(tmp_path))[0]
     torch.testing.assert_close(torch.tensor(two), torch.tensor(four), rtol=1e-5, atol=1e-5)
+
+
+def curriculum_engine():
+    lengths = torch.arange(64) % 8 + 1
+    schedule = {"total_curriculum_step": 6, "difficulty_step": 1}
+    metric = {"min_difficulty": 3, "max_difficulty": 8, "schedule_type": "fixed_linear", "schedule_config": schedule}
+    learning = {"enabled": True, "curriculum_metrics": {"seqlen": metric}}
+    options = config(1, data_efficiency={"data_sampling": {"curriculum_learning": learning}})
+    data = TensorDataset(torch.randn(64, 6), lengths)
+    return initialize(nn.Linear(6, 1), training_data=data, difficulties={"seqlen": lengths}, config=options)
+
+
+def longest(engine, steps):
+    """The limit of each step, and the longest sample that a rank then saw."""
+    found = []
+    batches = iter(engine.training_dataloader)
+    for _ in range(steps):
+        limit = engine.curriculum_limits()["seqlen"]
+        x, lengths = next(batches)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        found.append((limit, lengths.max().item()))
+    return found
+
+
+def check_curriculum(folder):
+    engine = curriculum_engine()
+    found = longest(engine, 3)
+    engine.save_checkpoint(folder)
+    rest = longest(engine, 5)
+    assert [limit for limit, _ in found + rest] == [3, 4, 5, 6, 7, 8, 8, 8]
+    assert all(seen <= limit for limit, seen in found + rest)
+    again = curriculum_engine()
+    again.load_checkpoint(folder)
+    assert longest(again, 5) == rest
+
+
+def test_an_engine_with_a_curriculum_goes_on_with_its_difficulty(tmp_path):
+    run_ranks(2, check_curriculum, str(tmp_path))

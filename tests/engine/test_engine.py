@@ -24,6 +24,11 @@ def check_stages() -> list[list[float]]:
             engine = engine_of(stage, gradient_accumulation_steps=accumulation)
             runs.append(train(engine, STEPS))
             assert engine.global_steps == STEPS and engine.micro_steps == STEPS * accumulation
+            assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (8, accumulation)
+            assert engine.train_micro_batch_size_per_gpu() == 8 // accumulation // engine.world_size
+            assert engine.device.type == "cpu" and engine.global_rank == engine.local_rank
+            assert engine.get_lr() == [0.02] and 0 < engine.get_global_grad_norm() < 10
+            assert engine.zero_optimization() is (stage > 0) and not engine.bfloat16_enabled()
             assert engine.global_samples == STEPS * 8 and engine.skipped_steps == 0
             torch.testing.assert_close(torch.tensor(runs[-1]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
             for name, ours in weights(engine).items():

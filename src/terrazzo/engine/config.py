@@ -234,7 +234,13 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
         given = msgspec.to_builtins(config)
         ignored: list[str] = []
     else:
-        given, ignored = _without_tuning(_as_mapping(config))
+        mapping = _as_mapping(config)
+        if "curriculum_learning" in mapping:
+            raise EngineConfigError(
+                "config: curriculum_learning at the top level is DeepSpeed's old form: describe it in "
+                "data_efficiency.data_sampling.curriculum_learning, and cut sequences to engine.curriculum_limits()"
+            )
+        given, ignored = _without_tuning(mapping)
     try:
         # Again for an EngineConfig: msgspec checks types when it converts, not when an object is made in Python.
         checked = msgspec.convert(given, EngineConfig)

@@ -14,6 +14,8 @@ from terrazzo.errors import EngineConfigError
 class Schedule:
     """From `low` to `high`, in multiples of `multiple`, as the `power`th root of the steps' share of `steps`.
 
+    Where `low` is no multiple, it begins with the next one.
+
     >>> schedule = Schedule(low=8, high=32, steps=10, multiple=8)
     >>> [schedule.at(step) for step in (0, 4, 7, 10, 99)]
     [8, 16, 24, 32, 32]
@@ -26,26 +28,27 @@ class Schedule:
     power: float = 1.0
 
     def at(self, step: int) -> int:
-        """The value in the step after `step` others."""
-        share = min(step / self.steps, 1.0) ** (1.0 / self.power)
+        """The value in this step."""
+        share = (step / self.steps) ** (1.0 / self.power)  # beyond 1, so that `high` is reached if it is no multiple
         value = int(self.low + (self.high - self.low) * share)
-        return max(min(value - value % self.multiple, self.high), self.low)
+        lowest = -(-self.low // self.multiple) * self.multiple
+        return min(max(value - value % self.multiple, lowest), self.high)
 
 
 @dataclass(frozen=True)
 class Staircase:
-    """The first value until step `until[0]`, the second until `until[1]`, and so on; the last without end.
+    """The first value up to step `until[0]`, the second up to `until[1]`, and so on; the last without end.
 
-    >>> Staircase((1, 2, 5), (10, 20)).at(15)
-    2
+    >>> [Staircase((1, 2, 5), (10, 20)).at(step) for step in (10, 11, 20, 21)]
+    [1, 2, 2, 5]
     """
 
     values: tuple[int, ...]
     until: tuple[int, ...]
 
     def at(self, step: int) -> int:
-        """The value in the step after `step` others."""
-        return self.values[sum(step >= limit for limit in self.until)]
+        """The value in this step."""
+        return self.values[sum(step > limit for limit in self.until)]
 
 
 def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Staircase:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -286,6 +287,13 @@ class Engine:
         """The learning rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def curriculum_limits(self) -> dict[str, int]:
+        """How difficult the samples of the next step may be, by metric; empty without a curriculum.
+
+        With sequence length as a metric, longer samples may be cut to it instead.
+        """
+        return {} if self.data_sampler is None else self.data_sampler.limits(self.global_steps)
+
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.stage > 0
@@ -313,6 +321,31 @@ class Engine:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a step."""
         return self.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """The limit of the gradients' norm; 0 for none."""
+        return self.config.gradient_clipping
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        kind = self.ranks.mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size()
 
     @property
     def dp_world_size(self) -> int:

@@ -49,8 +49,8 @@ class Curriculum:
                 )
 
     def limits(self, step: int) -> dict[str, int]:
-        """How difficult a sample may be in the step after `step` others."""
-        return {name: schedule.at(step) for name, schedule in self._schedules.items()}
+        """How difficult a sample may be in the step after `step` others; schedules count from one."""
+        return {name: schedule.at(step + 1) for name, schedule in self._schedules.items()}
 
     def eligible(self, limits: Mapping[str, int]) -> Tensor:
         """For each sample whether it is easy enough."""

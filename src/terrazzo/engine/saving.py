@@ -137,6 +137,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
     return path
 
 
+@paused_collector()  # once, not for each of the many small values
 def load_engine(
     engine: Engine, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
@@ -144,8 +145,7 @@ def load_engine(
     reader = reader_for(path)
     reader.reset(path)
     checkpoint = Checkpoint(reader)
-    with paused_collector():  # once, not for each of the many small values
-        values = _values(checkpoint)
+    values = _values(checkpoint)
     reshard(engine.module)
     state, copies = _module_targets(engine, checkpoint, values, strict=strict)
     wanted: dict[str, Any] = {"module": state}
