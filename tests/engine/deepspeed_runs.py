@@ -97,7 +97,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     losses = {case: run(Path(out), case) for case in cases}
     if dist.get_rank() == 0:
-        (Path(out) / f"losses{'-resumed' if '@' in cases[0] else ''}.json").write_text(json.dumps(losses))
+        (Path(out) / "losses.json").write_text(json.dumps(losses))
     dist.barrier()
     os._exit(0)  # what DeepSpeed leaves behind can abort an interpreter that ends
 

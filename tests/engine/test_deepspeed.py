@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.compare import compare
 from terrazzo.checkpoint.formats import Format, detect
+from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.engine import initialize
 from terrazzo.errors import CheckpointError
 
@@ -35,17 +37,9 @@ def deepspeed_runs(out: Path, cases: list[str], ranks: int = 2) -> None:
     environment["PATH"] = tools + os.pathsep + environment.get("PATH", "")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*launch, str(script), str(out), *cases], env=environment, capture_output=True, text=True, timeout=240
+        [*launch, str(script), str(out), *cases], env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of DeepSpeed, and the losses that it went on to."""
-    out = tmp_path_factory.mktemp("deepspeed")
-    deepspeed_runs(out, list(CASES))
-    return out
 
 
 def engine_like(case: str, **model: int):
@@ -74,15 +68,79 @@ def resume(folder: str, saved_as: str | None, resumed_as: str) -> list[float]:
     return train(engine, STEPS - BEFORE, start=BEFORE)
 
 
+def save_for_deepspeed(folder: str, case: str) -> list[float]:
+    """Save in DeepSpeed's layout and in the native format, and go on."""
+    engine = engine_like(case)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, f"ours-{case}", {"mine": [1, 2]}, layout="deepspeed")
+    engine.save_checkpoint(folder, f"native-{case}", {"mine": [1, 2]})
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Checkpoints: DeepSpeed's under its case's name, the engine's under names that begin with `ours` or `native`.
+
+    Attributes:
+        losses: those that DeepSpeed went on to, by case; after the engine's checkpoint, by `case@tag`.
+        expected: those that the engine went on to, by case.
+    """
+
+    folder: Path
+    losses: dict[str, list[float]]
+    expected: dict[str, list[float]]
+
+
+# Saved in the native format on 4 ranks, converted for DeepSpeed on 2, in another stage.
+CONVERTED = {"2-fp32-robin": "3-fp32", "3-bf16": "2-bf16"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    expected = {case: run_ranks(2, save_for_deepspeed, str(folder), case)[0] for case in CASES}
+    assert (folder / "latest").read_text() == f"native-{CASES[-1]}"
+    resumed = [f"{case}@ours-{case}" for case in CASES]
+    for saved_as, case in CONVERTED.items():
+        expected[case + "@"] = run_ranks(4, save_for_deepspeed, str(folder / "wide"), saved_as)[0]
+        tag = f"converted-{case}"
+        convert(folder / "wide" / f"native-{saved_as}", folder / tag, "deepspeed", stage=int(case[0]), ranks=2)
+        resumed.append(f"{case}@{tag}")
+    deepspeed_runs(folder, [*CASES, *resumed])
+    return Runs(folder, json.loads((folder / "losses.json").read_text()), expected)
+
+
+def assert_close(found: list[float], expected: list[float], case: str) -> None:
+    """Equal, as far as the precision of the case allows."""
+    tolerance = 1e-5 if "fp32" in case else 2e-2
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_goes_on_with_deepspeeds_losses(saved, case):
-    expected = torch.tensor(json.loads((saved / "losses.json").read_text())[case])[BEFORE:]
-    precision = case.split("-")[1]
-    tolerance = 1e-5 if precision == "fp32" else 2e-2
-    for world, stage in ((2, case[0]), (4, "3"), (1, "0")):
-        for losses in run_ranks(world, resume, str(saved), case, f"{stage}-{precision}"):
-            torch.testing.assert_close(torch.tensor(losses), expected, rtol=tolerance, atol=tolerance)
+def test_the_engine_goes_on_with_deepspeeds_losses(runs, case):
+    precision = parsed(case)[1]
+    for place, world in enumerate((1, 2, 4)):  # over all cases, each world has every stage
+        stage = (CASES.index(case) + place) % 4
+        for losses in run_ranks(world, resume, str(runs.folder), case, f"{stage}-{precision}"):
+            assert_close(losses, runs.losses[case][BEFORE:], case)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeed_goes_on_with_the_engines_losses(runs, case):
+    assert_close(runs.losses[f"{case}@ours-{case}"], runs.expected[case], case)
+    assert_weights_of_zero_to_fp32(runs.folder, f"ours-{case}", int(case[0]))
+    # Its own layout is what another number of ranks of the engine goes on from, too.
+    for losses in run_ranks(1, resume, str(runs.folder), f"ours-{case}", f"{3 - int(case[0])}-{parsed(case)[1]}"):
+        assert_close(losses, runs.expected[case], case)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", CONVERTED.values())
+def test_deepspeed_goes_on_from_what_was_converted(runs, case):
+    assert_close(runs.losses[f"{case}@converted-{case}"], runs.expected[case + "@"], case)
+    assert_weights_of_zero_to_fp32(runs.folder, f"converted-{case}", int(case[0]))
 
 
 def assert_weights_of_zero_to_fp32(folder: Path, tag: str, stage: int) -> None:
@@ -108,55 +166,32 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
 
 @needs_deepspeed
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_zero_to_fp32(saved, case):
-    assert_weights_of_zero_to_fp32(saved, case, int(case[0]))
-    part = Checkpoint(saved / case)["module.blocks.2.down.weight"]
+def test_weights_are_those_of_zero_to_fp32(runs, case, tmp_path):
+    assert_weights_of_zero_to_fp32(runs.folder, case, int(case[0]))
+    convert(runs.folder / case, tmp_path / "native", "native")
+    assert_same(Checkpoint(tmp_path / "native"), Checkpoint(runs.folder / case))
+    part = Checkpoint(runs.folder / case)["module.blocks.2.down.weight"]
     assert torch.equal(part[2:5, 3:], part[...][2:5, 3:])
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("case", UNIVERSAL)
-def test_universal_checkpoints(saved, case, tmp_path):
-    assert_same(Checkpoint(saved / case), Checkpoint(saved / f"{case}-universal"))
-    (tmp_path / "made").symlink_to(saved / f"{case}-universal")
+def test_universal_checkpoints(runs, case, tmp_path):
+    for tag in (case, f"ours-{case}"):
+        assert_same(Checkpoint(runs.folder / tag), Checkpoint(runs.folder / f"{tag}-universal"))
+    (tmp_path / "made").symlink_to(runs.folder / f"{case}-universal")
     (tmp_path / "latest_universal").write_text("made")
     assert detect(tmp_path) is detect(tmp_path / "made") is Format.DEEPSPEED
-    assert_same(Checkpoint(tmp_path), Checkpoint(saved / case))
-    losses = run_ranks(4, resume, str(tmp_path), None, f"3-{case.split('-')[1]}")[0]
-    expected = json.loads((saved / "losses.json").read_text())[case][BEFORE:]
-    tolerance = 1e-5 if "fp32" in case else 2e-2
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    assert_same(Checkpoint(tmp_path), Checkpoint(runs.folder / case))
+    losses = run_ranks(4, resume, str(tmp_path), None, f"3-{parsed(case)[1]}")[0]
+    assert_close(losses, runs.losses[case][BEFORE:], case)
 
 
 @needs_deepspeed
-def test_a_checkpoint_that_lacks_a_file(saved, tmp_path):
-    source = saved / next(iter(CASES))
+def test_a_checkpoint_that_lacks_a_file(runs, tmp_path):
+    source = runs.folder / next(iter(CASES))
     for file in source.iterdir():
         if "rank_0_mp" not in file.name or "optim" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="data-parallel rank"):
         list(Checkpoint(tmp_path))
-
-
-def save_for_deepspeed(folder: str, case: str) -> list[float]:
-    engine = engine_like(case)
-    train(engine, BEFORE)
-    engine.save_checkpoint(folder, f"ours-{case}", {"mine": [1, 2]}, layout="deepspeed")
-    return train(engine, STEPS - BEFORE, start=BEFORE)
-
-
-@needs_deepspeed
-def test_deepspeed_goes_on_with_the_engines_losses(tmp_path):
-    expected = {case: run_ranks(2, save_for_deepspeed, str(tmp_path), case)[0] for case in CASES}
-    assert (tmp_path / "latest").read_text() == f"ours-{CASES[-1]}"
-    deepspeed_runs(tmp_path, [f"{case}@ours-{case}" for case in CASES])
-    losses = json.loads((tmp_path / "losses-resumed.json").read_text())
-    for case in CASES:
-        found, tolerance = torch.tensor(losses[f"{case}@ours-{case}"]), 1e-5 if "fp32" in case else 2e-2
-        torch.testing.assert_close(found, torch.tensor(expected[case]), rtol=tolerance, atol=tolerance)
-        assert_weights_of_zero_to_fp32(tmp_path, f"ours-{case}", int(case[0]))
-        if case in UNIVERSAL:
-            assert_same(Checkpoint(tmp_path / f"ours-{case}"), Checkpoint(tmp_path / f"ours-{case}-universal"))
-    for case in ("1-bf16-master", "3-fp32-small"):
-        again = run_ranks(4, resume, str(tmp_path), f"ours-{case}", case)[0]
-        torch.testing.assert_close(torch.tensor(again), torch.tensor(expected[case]), rtol=2e-2, atol=2e-2)

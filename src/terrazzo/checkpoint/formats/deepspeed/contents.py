@@ -98,9 +98,15 @@ class Contents:
 def shapes_of(file: OpenFile) -> list[Shapes]:
     """The shapes of the trained parameters, by group of those that lie together."""
     found = file.get("param_shapes", list)
-    if not all(isinstance(named, dict) for named in found):
-        raise CheckpointFormatError(f"{file.where}: param_shapes is not a list of names with shapes")
+    for named in found:
+        sound = isinstance(named, dict) and all(isinstance(name, str) for name in named)
+        if not sound or not all(_is_shape(shape) for shape in named.values()):
+            raise CheckpointFormatError(f"{file.where}: param_shapes is not a list of names with shapes")
     return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def names_by_group(shapes: Sequence[Iterable[str]], groups: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:

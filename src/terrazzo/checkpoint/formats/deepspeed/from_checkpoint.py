@@ -238,12 +238,15 @@ class _Streamed:
             yield from _zeros(stop - start, dtype)
             return
         own = entry.properties.dtype
+        limit = _PIECE // (own.itemsize + (dtype.itemsize if dtype is not own else 0))
+        buffer = torch.empty(min(stop - start, limit), dtype=own)
         for box in boxes_of(shape, start, stop):
-            for window in row_major_windows(box.lengths, _PIECE // own.itemsize):
-                piece = torch.empty(window.lengths, dtype=own)
-                self._source.read(name, window.shifted(box.offsets), piece)
-                data = piece.to(dtype)
-                yield bytes_of(data)
+            for window in row_major_windows(box.lengths, limit):
+                piece = buffer[: window.numel]
+                self._source.read(name, window.shifted(box.offsets), piece.view(window.lengths))
+                converted = piece.to(dtype)
+                yield bytes_of(converted)
+                del converted
                 if self._progress is not None:
                     self._progress(name, piece.nbytes)
 

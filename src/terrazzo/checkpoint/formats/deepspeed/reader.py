@@ -29,7 +29,7 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 # Files that name the folder of the last checkpoint, and of the last that was made universal.
@@ -65,7 +65,7 @@ class DeepSpeedReader(StorageReader):
             self.path = Path(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        contents = self._opened()
+        contents = self.contents()
         return Metadata(
             {name: _entry(value) for name, value in contents.values.items()},
             planner_data=contents.paths,
@@ -73,7 +73,7 @@ class DeepSpeedReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        self._opened()
+        self.contents()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -88,15 +88,15 @@ class DeepSpeedReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _opened(self) -> Contents:
+    def contents(self) -> Contents:
+        """What the checkpoint holds."""
         if self._contents is None:
-            folder = tag_folder(self.path)
-            self._contents = read_universal(folder) if is_universal(folder) else read_partitioned(folder)
+            self._contents = _read_contents(tag_folder(self.path))
         return self._contents
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
-        value = self._opened().values.get(name)
+        value = self.contents().values.get(name)
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, ObjectBytes(value))
             return
@@ -114,6 +114,18 @@ class DeepSpeedReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return os.path.isdir(checkpoint_id)
+
+
+def _read_contents(folder: Path) -> Contents:
+    try:
+        return read_universal(folder) if is_universal(folder) else read_partitioned(folder)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        # What the pickles hold can be anything.
+        raise CheckpointFormatError(
+            f"{folder}: the files hold something else than DeepSpeed's do ({type(error).__name__}: {error})"
+        ) from error
 
 
 def tag_folder(path: Path) -> Path:

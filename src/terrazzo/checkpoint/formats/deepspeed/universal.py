@@ -24,7 +24,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry, model_files
 from terrazzo.checkpoint.formats.deepspeed.tensors import TensorInFile
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors
-from terrazzo.errors import CheckpointFormatError
+from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
 FOLDER: Final = "zero"
 OPTIMIZER: Final = "optimizer_state.pt"
@@ -43,6 +43,7 @@ def read_universal(folder: Path) -> Contents:
     optimizer = OpenFile(folder / FOLDER, OPTIMIZER)
     groups = optimizer.get("param_groups", list)
     shapes = _merged([files[0] for files in by_model_rank])
+    _check_files(folder / FOLDER, [name for named in shapes for name in named])
     contents = Contents()
     for number, named in enumerate(shapes):
         options = entry(groups, group_of(groups, number, optimizer.where), dict, optimizer.where)
@@ -72,6 +73,20 @@ def _merged(models: Sequence[OpenFile]) -> list[dict[str, Sequence[int] | None]]
             whole = {name: shape if len(models) == 1 else None for name, shape in named.items()}
             groups.setdefault(number, {}).update(whole)
     return [groups[number] for number in range(len(groups))]
+
+
+def _check_files(zero: Path, names: Sequence[str]) -> None:
+    """All parameters have the same files; or only their weight, if they never got a gradient."""
+    files: dict[str, set[str]] = {}
+    for name in names:
+        if not (zero / name).is_dir():
+            raise CheckpointNotFoundError(f"{zero / name}: the folder of this parameter is gone")
+        files[name] = {file for file in os.listdir(zero / name) if file.endswith(_END)}
+    usual = set().union(*files.values()) | {_WEIGHT + _END}
+    for name, found in files.items():
+        absent = usual - found
+        if absent and found != {_WEIGHT + _END}:
+            raise CheckpointNotFoundError(f"{zero / name}: {', '.join(sorted(absent))} of this parameter is gone")
 
 
 def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) -> None:

@@ -1,0 +1,171 @@
+"""What is read of DeepSpeed's files is what was saved; files that are damaged, lacking or hostile are typed errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.formats.deepspeed.made import plain, write, write_universal
+from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint.formats import DeepSpeedReader
+from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafePickleError
+
+
+def read(path: Path) -> dict[str, Any]:
+    return Checkpoint(path).state_dict()
+
+
+def assert_read(path: Path, state: dict[str, Any]) -> None:
+    found = read(path)
+    assert found["module"].keys() == state["module"].keys()
+    for name, tensor in state["module"].items():
+        assert torch.equal(found["module"][name], tensor) and found["module"][name].dtype == tensor.dtype, name
+    for name, kept in state["optimizer"]["state"].items():
+        assert found["optimizer"]["state"][name].keys() == kept.keys()
+        for key, tensor in kept.items():
+            assert torch.equal(found["optimizer"]["state"][name][key], tensor), (name, key)
+    for group, saved in zip(found["optimizer"]["param_groups"], state["optimizer"]["param_groups"], strict=True):
+        assert {key: group[key] for key in saved} == saved
+    for name in ("lr_scheduler", "global_steps", "global_samples", "shared_params", "buffer_names", "mine"):
+        assert found[name] == state[name], name
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("ranks", (1, 2, 7))
+def test_partitions(tmp_path, stage, ranks):
+    assert_read(tmp_path / "tag", write(tmp_path, stage, ranks))
+
+
+def test_settings_that_change_the_layout(tmp_path):
+    for number, (stage, settings) in enumerate(((2, {"round_robin_gradients": True}), (3, {"sub_group_size": 8}))):
+        state = write(tmp_path / str(number), stage, 2, **settings)
+        assert_read(tmp_path / str(number) / "tag", state)
+    shapes = plain(next((tmp_path / "1" / "tag").glob("*rank_0*model_states.pt")))["param_shapes"]
+    assert [list(named) for named in shapes] == [["a.weight"], ["a.bias", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_universal(tmp_path, stage):
+    assert_read(tmp_path / "tag", write_universal(tmp_path, stage))
+    (tmp_path / "latest_universal").write_text("tag")
+    assert read(tmp_path)["global_steps"] == 3
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    import resource
+
+    write_universal(tmp_path, 2)
+    open_now = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 4, limits[1]))
+    try:
+        read(tmp_path / "tag")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# ------------------------------------------------------------------ what cannot be read
+
+
+def lacking(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of everything in nested containers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from lacking(item, (*path, key))
+
+
+@pytest.mark.parametrize("kind", ("2", "3", "universal"))
+def test_files_that_are_not_as_they_should_be(tmp_path, kind):
+    """Whatever a file lacks, or has of another type, it is read all the same or a typed error."""
+    write_universal(tmp_path, 2) if kind == "universal" else write(tmp_path, int(kind))
+    refused = 0
+    for file in sorted((tmp_path / "tag").rglob("*.pt")):
+        if "rank_1" in file.name or file.parent.name in ("a.bias", "b", "c"):
+            continue
+        original, bytes_before = plain(file), file.read_bytes()
+        for path in lacking(original):
+            for change in ("remove", "none", "text"):
+                value = copy.deepcopy(original)
+                container = value
+                for key in path[:-1]:
+                    container = container[key]
+                if change == "remove":
+                    del container[path[-1]]
+                else:
+                    container[path[-1]] = None if change == "none" else "text"
+                torch.save(value, file)
+                try:
+                    read(tmp_path / "tag")
+                except CheckpointError as error:
+                    refused += 1
+                    assert str(tmp_path) in str(error), (path, change, error)
+        file.write_bytes(bytes_before)
+    assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ("2", "3", "universal"))
+def test_damaged_files_are_named(tmp_path, kind):
+    write_universal(tmp_path, 3) if kind == "universal" else write(tmp_path, int(kind))
+    for file in sorted((tmp_path / "tag").rglob("*.pt")):
+        if kind == "universal" and "rank_1" in file.name:
+            continue
+        data = file.read_bytes()
+        for part in (b"", data[:3], data[: len(data) // 2], data[:-40], b"no archive" + data):
+            file.write_bytes(part)
+            with pytest.raises(CheckpointError, match=file.name):
+                read(tmp_path / "tag")
+        file.unlink()
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path / "tag")
+        assert file.name in str(caught.value) or "rank" in str(caught.value) or "model states" in str(caught.value)
+        file.write_bytes(data)
+    read(tmp_path / "tag")
+
+
+def test_other_kinds_of_parallelism_are_named(tmp_path):
+    write(tmp_path, 2)
+    tag = tmp_path / "tag"
+    for name, what in (
+        ("layer_00-model_00-model_states.pt", "pipeline stages"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("mp_rank_01_model_states.pt", "tensor-parallel"),
+    ):
+        (tag / name).write_bytes(b"")
+        with pytest.raises(CheckpointFormatError, match=what):
+            read(tag)
+        (tag / name).unlink()
+    (tmp_path / "latest").write_text("gone")
+    with pytest.raises(CheckpointNotFoundError, match="gone"):
+        DeepSpeedReader(tmp_path).read_metadata()
+
+
+class Hostile:
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.file,)
+
+
+@pytest.mark.parametrize("kind", ("2", "3", "universal"))
+def test_pickles_are_never_run(tmp_path, kind):
+    write_universal(tmp_path, 2) if kind == "universal" else write(tmp_path, int(kind))
+    ran = tmp_path / "ran"
+    for file in sorted((tmp_path / "tag").rglob("*.pt")):
+        data, value = file.read_bytes(), plain(file)
+        torch.save({**value, "hostile": Hostile(ran)} if isinstance(value, dict) else [value, Hostile(ran)], file)
+        with pytest.raises(UnsafePickleError, match=file.name):
+            read(tmp_path / "tag")
+        file.write_bytes(pickle.dumps(Hostile(ran)))
+        with pytest.raises(CheckpointError, match=file.name):
+            read(tmp_path / "tag")
+        file.write_bytes(data)
+    assert not ran.exists()
