@@ -29,6 +29,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     moved_forward: int  # sent by a rank, on average
     moved_backward: int  # gathering again, and reducing
     kept: int  # of the whole parameters, between forward and backward
+    within: tuple[str, ...] = ()  # groups that are whole whenever this one is: those of modules around it
 
     @property
     def moved(self) -> int:
@@ -57,16 +58,23 @@ class Report(msgspec.Struct, frozen=True):
         return self.held + max(self._transient(), default=0)
 
     def _transient(self) -> list[int]:
+        """Beside what is held: at each group, in forward, in backward, while packing and while exchanging."""
+        by_name = {group.name: group for group in self.groups}
         moments = []
         for i, group in enumerate(self.groups):
-            kept = sum(other.kept for other in self.groups if other is not group)
+            around = [by_name[name] for name in group.within]
+            kept = sum(each.kept for each in self.groups[:i] if each.name not in group.within)
             after = self.groups[i + 1].gathered if i + 1 < len(self.groups) else 0
-            before = self.groups[i - 1].gathered if i else 0
+            last = self.groups[i - 1] if i else None
+            stays = last is None or last.name in group.within or last.kept == last.whole
+            before = 0 if last is None or stays else last.gathered
+            forward = kept + sum(each.whole for each in around)
+            backward = forward + sum(each.gradients for each in around) + before
             moments += [
-                kept + group.whole + max(after, group.gathered),  # forward, and filling from what was gathered
-                kept + group.whole + before + group.gradients,  # backward
-                kept + before + group.gradients + group.reduce_buffer,  # packing
-                kept + before + 2 * group.reduce_buffer,  # exchanging
+                forward + group.whole + max(after, group.gathered),  # and filling from what was gathered
+                backward + group.whole + group.gradients,
+                backward + group.gradients + group.reduce_buffer,
+                backward + 2 * group.reduce_buffer,
             ]
         return moments
 
@@ -103,11 +111,25 @@ def report(model: nn.Module) -> Report:
     unit = unit_of(model)
     if unit is None:
         raise FSDPError(f"{type(model).__name__} was not sharded: report takes a module that fully_shard was called on")
-    schedule = unit.ensure_schedule()
-    return Report([_group_report(each) for each in schedule.units if each.group is not None])
+    units = [each for each in unit.ensure_schedule().units if each.group is not None]
+    around = _units_around(model, units)
+    return Report([_group_report(each, around[each]) for each in units])
 
 
-def _group_report(unit: Unit) -> GroupReport:
+def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
+    """For each unit those that are whole while it runs: it lies in them, or between modules of a list."""
+    position = {module: i for i, module in enumerate(model.modules())}
+    spans = {}
+    for unit in units:
+        covered = [position[inner] for module in unit.modules if module in position for inner in module.modules()]
+        spans[unit] = (min(covered), max(covered))
+    return {
+        unit: [other for other in units if other is not unit and spans[other][0] <= spans[unit][0] <= spans[other][1]]
+        for unit in units
+    }
+
+
+def _group_report(unit: Unit, around: list[Unit]) -> GroupReport:
     group = unit.group
     assert group is not None
     shards = [(p.sharded._local, p.requires_grad) for p in group.params]
@@ -129,6 +151,7 @@ def _group_report(unit: Unit) -> GroupReport:
         moved_forward=group.gather_bytes,
         moved_backward=again + sum(r.reduce_bytes + r.all_reduce_bytes for r in unit.reducers),
         kept=kept,
+        within=tuple(each.name for each in around),
     )
 
 
