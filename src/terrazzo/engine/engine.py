@@ -225,7 +225,7 @@ class Engine:
                 `load_checkpoint` returns it.  Names that are the engine's own are an error.
             save_latest: whether `latest` is to name this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage (1 or 2).
+            layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage, 1, 2 or 3.
             async_op: return as soon as the state has been copied, and write in the background.
 
         Returns:

@@ -36,6 +36,12 @@ class Files:
     model: tuple[str, ...]
     optim: tuple[str, ...]
 
+    @property
+    def model_of_each_rank(self) -> bool:
+        """Whether the model states are each rank's own, as in stage 3."""
+        match = _MODEL.fullmatch(self.model[0])
+        return match is not None and match["dp"] is not None
+
 
 def find_files(folder: Path) -> Files:
     """The files of a tag's folder; what they are of is known from their names."""

@@ -19,7 +19,7 @@ from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, 
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
 from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, WholeTensor
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
-from terrazzo.errors import CheckpointCorruptError
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
 def read_partitioned(folder: Path) -> Contents:
@@ -38,11 +38,17 @@ def read_partitioned(folder: Path) -> Contents:
 
 
 def _check_ranks(folder: Path, files: Files, model: Mapping[str, Any]) -> None:
-    saved = model.get("dp_world_size")
-    if files.optim and saved is not None and saved != len(files.optim):
-        raise CheckpointCorruptError(
-            f"{folder}: saved by {saved} data-parallel ranks, but there are optimizer states of {len(files.optim)}"
-        )
+    """Every data-parallel rank has a file of optimizer states; in stage 3 also one of model states."""
+    ranks = model.get("dp_world_size")
+    if not isinstance(ranks, int):
+        return
+    each = {"optimizer states": files.optim, "model states": files.model if files.model_of_each_rank else ()}
+    for what, names in each.items():
+        if names and len(names) < ranks:
+            absent = list(range(len(names), ranks))
+            raise CheckpointNotFoundError(f"{folder}: the files of {what} of data-parallel ranks {absent} are gone")
+        if len(names) > ranks:
+            raise CheckpointCorruptError(f"{folder}: saved by {ranks} data-parallel ranks, but {names[ranks]} is there")
 
 
 # ------------------------------------------------------------------ partitions
