@@ -23,7 +23,7 @@ from torch import Tensor
 _PIECE = 4 << 20  # bytes, all ones: NaN in every float dtype
 _MAP_FIXED = 0x10
 
-# Accessors of PyTorch that only builds for CUDA have (and the second only some), and one that all have, but only recent.
+# Accessors of PyTorch that only some builds for CUDA have, and one that all have, but only recent ones.
 _HAS_MESSAGES = all(hasattr(torch._C, f"_{verb}_storage_data_ptr_access_error_msg") for verb in ("set", "clear"))
 _HAS_TRAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and hasattr(os, "memfd_create")
 
