@@ -7,6 +7,7 @@ and backward on DTensors, and is itself applied to the locals.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -298,7 +299,11 @@ def _hook_with_dtensors(node: Any) -> None:
     node.register_hook, node.register_prehook = register_hook, register_prehook
 
 
-_torch_apply = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
+_original: Any = inspect.getattr_static(Function, "apply")  # a class method in Python or, since PyTorch 2.14, in C
+
+
+def _torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return _original.__get__(None, cls)(*args, **kwargs)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
