@@ -202,6 +202,10 @@ class StateNameError(EngineError, KeyError):
 # ------------------------------------------------------------------ starting runs
 
 
+class LaunchError(TerrazzoError, RuntimeError):
+    """The ranks of a run could not be started."""
+
+
 class RunConfigError(TerrazzoError, ValueError):
     """The file that says how a run is started lacks an option, or has one that is unknown or of the wrong type."""
 

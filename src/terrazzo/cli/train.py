@@ -1,0 +1,45 @@
+"""`terrazzo train`: start a run on this host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from terrazzo.cli.screen import ERR, errors
+
+
+def train(
+    config: Annotated[
+        Path, typer.Argument(help="The run's file, TOML or JSON (docs/training.md).", show_default=False)
+    ],
+    per_host: Annotated[int | None, typer.Option(min=1, help="Ranks on this host, instead of the file's.")] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="Restarts after a crash, instead of the file's.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the equal line of torchrun, and start nothing.")] = False,
+) -> None:
+    """Start a run, or go on with it, and start it again when it crashes.
+
+    On several hosts, give the same command on each.  The exit status is that of the rank that failed.
+    """
+    from terrazzo.launch.config import Run, read_run
+    from terrazzo.launch.torchrun import start, torchrun_line
+
+    with errors():
+        given = read_run(config)
+        changes = {name: value for name, value in (("per_host", per_host), ("restarts", restarts)) if value is not None}
+        ranks = msgspec.structs.replace(given.config.ranks, **changes)
+        run = Run(given.path, msgspec.structs.replace(given.config, ranks=ranks))
+        if show:
+            typer.echo(torchrun_line(run))
+            return
+        latest = run.latest()
+        _say(f"{run.checkpoints}: " + ("no checkpoint yet" if latest is None else f"the latest checkpoint is {latest}"))
+        ending = start(run)
+        _say(f"{ending.why or 'done'}; the latest checkpoint is {run.latest() or 'none'}")
+    raise typer.Exit(ending.status)
+
+
+def _say(text: str) -> None:
+    ERR.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""The file that describes a run: TOML or JSON, typed and checked before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from terrazzo.engine.config import read_config
+from terrazzo.errors import EngineConfigError, RunConfigError
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[ranks]`: how many, on which hosts, and how often they are started again."""
+
+    per_host: Count | None = None  # None: one for each accelerator, or else for each core
+    hosts: Count = 1
+    endpoint: str | None = None  # where several hosts meet: an address of one of them, and a free port
+    name: str = "terrazzo"  # of the meeting; runs that share an endpoint need different ones
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of the file."""
+
+    script: str | None = None  # a Python file,
+    entry: str | None = None  # or `module:function`
+    arguments: tuple[str, ...] = ()
+    checkpoints: str = "checkpoints"
+    ranks: RanksConfig = RanksConfig()
+    engine: dict[str, Any] = {}  # what `terrazzo.engine.initialize` takes
+
+
+class Run:
+    """A run as its file describes it.  Paths in the file are relative to the file's folder.
+
+    Attributes:
+        path: of the file.
+        config: what it says.
+    """
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path = path
+        self.config = config
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
+        return self.path.parent / self.config.checkpoints
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The config for `terrazzo.engine.initialize`."""
+        return self.config.engine
+
+    @property
+    def script(self) -> Path | None:
+        """The Python file that every rank runs; None if it is a function."""
+        return None if self.config.script is None else self.path.parent / self.config.script
+
+    def latest(self) -> str | None:
+        """The tag of the last whole checkpoint; None if there is none yet."""
+        try:
+            return (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the file of a run.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "train.py").write_text("...")
+    >>> _ = (folder / "run.toml").write_text('script = "train.py"\\n[engine]\\ntrain_batch_size = 8')
+    >>> run = read_run(folder / "run.toml")
+    >>> run.engine, run.checkpoints == folder / "checkpoints"
+    ({'train_batch_size': 8}, True)
+    """
+    path = Path(path).absolute()
+    try:
+        config = msgspec.convert(_parsed(path), RunConfig)
+    except msgspec.ValidationError as error:
+        raise RunConfigError(f"{path}: {error}") from error
+    run = Run(path, config)
+    _check(run)
+    return run
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise RunConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RunConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
+
+
+def _check(run: Run) -> None:
+    config, path = run.config, run.path
+    if (config.script is None) == (config.entry is None):
+        raise RunConfigError(f"{path}: name what every rank runs, by either script or entry")
+    if run.script is not None and not run.script.is_file():
+        raise RunConfigError(f"{path}: there is no script {run.script}")
+    if config.entry is not None and not all(config.entry.partition(":")[::2]):
+        raise RunConfigError(f"{path}: entry {config.entry!r} is not of the form module:function")
+    endpoint = config.ranks.endpoint
+    if config.ranks.hosts > 1 and endpoint is None:
+        raise RunConfigError(f"{path}: ranks.hosts is {config.ranks.hosts}, and no ranks.endpoint says where they meet")
+    if endpoint is not None and not (endpoint.rpartition(":")[0] and endpoint.rpartition(":")[2].isdigit()):
+        raise RunConfigError(f"{path}: ranks.endpoint {endpoint!r} is not of the form host:port")
+    if config.engine:
+        try:
+            read_config(config.engine)
+        except EngineConfigError as error:
+            raise RunConfigError(f"{path}: engine: {str(error).removeprefix('config: ')}") from error

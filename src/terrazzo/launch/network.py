@@ -1,0 +1,50 @@
+"""Which of this host's addresses to use, found by asking the kernel.
+
+torchrun goes by the host's name, which on hosts with several networks, and in containers, often stands for another
+address than the one that other hosts reach.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from terrazzo.errors import LaunchError
+
+
+def address_towards(endpoint: str) -> str:
+    """The address from which this host reaches `host:port`.
+
+    >>> address_towards("127.0.0.1:29400")
+    '127.0.0.1'
+    """
+    family, address = _resolve(endpoint)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # sends nothing: it only chooses a route
+        except OSError as error:
+            raise LaunchError(f"there is no route from this host to {endpoint}: {error.strerror}") from error
+        return str(probe.getsockname()[0])
+
+
+def is_here(endpoint: str) -> bool:
+    """Whether `host:port` is on this host.
+
+    >>> is_here("127.0.0.1:29400")
+    True
+    """
+    family, address = _resolve(endpoint)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0))
+        except OSError:
+            return False
+    return True
+
+
+def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise LaunchError(f"the address of {host} cannot be found: {error.strerror}") from error
+    return family, (str(address[0]), int(address[1]))

@@ -1,0 +1,93 @@
+"""Starting the ranks of this host: a line of torchrun, and what became of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.run import parse_args
+from torch.distributed.run import run as run_torchrun
+
+from terrazzo.errors import LaunchError
+from terrazzo.launch.config import Run
+from terrazzo.launch.network import address_towards, is_here
+
+ENVIRONMENT: Final = {
+    # Ranks share the cores; torchrun would choose the same, and say so each time.
+    "OMP_NUM_THREADS": "1",
+    # Else PyTorch 2.13 gives ranks that are started again the store of those that died, and gloo finds their addresses.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+def torchrun_line(run: Run) -> str:
+    """What a user would type on this host to start the run by hand."""
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    return shlex.join([*settings, "torchrun", *torchrun_arguments(run)])
+
+
+def torchrun_arguments(run: Run) -> list[str]:
+    """What `torchrun` is to be told on this host to start the run.
+
+    The script gets the path of the run's file as its first argument.
+    """
+    ranks = run.config.ranks
+    arguments = [
+        f"--nnodes={ranks.hosts}",
+        f"--nproc-per-node={ranks.per_host or 'auto'}",
+        f"--max-restarts={ranks.restarts}",
+    ]
+    if ranks.endpoint is None:
+        arguments.append("--standalone")
+    else:
+        arguments += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={ranks.endpoint}",
+            f"--rdzv-id={ranks.name}",
+            f"--rdzv-conf=is_host={int(is_here(ranks.endpoint))}",
+            f"--local-addr={address_towards(ranks.endpoint)}",
+        ]
+    what = ["-m", "terrazzo.launch.entry"] if run.script is None else [str(run.script)]
+    return [*arguments, *what, str(run.path), *run.config.arguments]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: 0, or the exit status of the rank that failed first (128 and more: a signal), and why."""
+
+    status: int
+    why: str = ""
+
+
+def start(run: Run) -> Ending:
+    """Train until all ranks have ended.
+
+    Ranks that fail are all started again, as often as the run's file allows.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        run_torchrun(parse_args(torchrun_arguments(run)))
+    except ChildFailedError as error:
+        return _first_failure(error)
+    except SignalException as error:
+        return Ending(128 + error.sigval, f"it was ended by {signal.Signals(error.sigval).name}")
+    except RendezvousError as error:
+        raise LaunchError(
+            f"{run.config.ranks.hosts} hosts did not meet at {run.config.ranks.endpoint}: {error}; start the same "
+            "command on all of them"
+        ) from error
+    return Ending(0)
+
+
+def _first_failure(error: ChildFailedError) -> Ending:
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        return Ending(128 - failure.exitcode, f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+    return Ending(failure.exitcode, f"rank {rank} ended with status {failure.exitcode}")

@@ -1,0 +1,94 @@
+"""The file of a run: what it may say, and what is said of mistakes in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from terrazzo.errors import LaunchError, RunConfigError
+from terrazzo.launch import read_run
+from terrazzo.launch.entry import find
+from terrazzo.launch.network import address_towards, is_here
+from terrazzo.launch.torchrun import torchrun_arguments
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    (folder / "train.py").write_text("")
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_the_same_run_in_toml_and_json(tmp_path):
+    toml = write(
+        tmp_path, 'script = "train.py"\ncheckpoints = "c"\n[ranks]\nper_host = 2\n[engine]\ntrain_batch_size = 4'
+    )
+    said = {"script": "train.py", "checkpoints": "c", "ranks": {"per_host": 2}, "engine": {"train_batch_size": 4}}
+    runs = [read_run(toml), read_run(write(tmp_path, json.dumps(said), "run.json"))]
+    assert runs[0].config == runs[1].config
+    assert runs[0].checkpoints == tmp_path / "c" and runs[0].script == tmp_path / "train.py"
+    assert runs[0].latest() is None
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "latest").write_text("global_step3")
+    assert runs[0].latest() == "global_step3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "script or entry"),
+        ('script = "train.py"\nentry = "a:b"', "script or entry"),
+        ('script = "absent.py"', "no script .*absent.py"),
+        ('entry = "module"', "module:function"),
+        ('script = "train.py"\nscrpit = 1', "scrpit"),
+        ('script = "train.py"\n[ranks]\nper_host = 0', "per_host"),
+        ('script = "train.py"\n[ranks]\nhosts = 2', "ranks.endpoint"),
+        ('script = "train.py"\n[ranks]\nendpoint = "host"', "host:port"),
+        ('script = "train.py"\n[engine]\ntrain_batch = 2', "engine: .*train_batch"),
+        ("script = ", "not TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, said):
+    with pytest.raises(RunConfigError, match=said) as caught:
+        read_run(write(tmp_path, text))
+    assert "run.toml" in str(caught.value)
+    with pytest.raises(RunConfigError, match="cannot be read"):
+        read_run(tmp_path / "absent.toml")
+
+
+def test_one_host_needs_no_meeting_place(tmp_path):
+    run = read_run(write(tmp_path, 'script = "train.py"\narguments = ["-x"]\n[ranks]\nper_host = 2\nrestarts = 1'))
+    assert torchrun_arguments(run) == [
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--standalone",
+        str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "-x",
+    ]  # fmt: skip
+
+
+def test_hosts_meet_by_the_addresses_that_reach_each_other(tmp_path):
+    text = 'entry = "m:f"\n[ranks]\nhosts = 2\nname = "n"\nendpoint = "127.0.0.1:29400"'
+    arguments = torchrun_arguments(read_run(write(tmp_path, text)))
+    assert arguments[:2] == ["--nnodes=2", "--nproc-per-node=auto"]
+    assert {"--rdzv-endpoint=127.0.0.1:29400", "--rdzv-id=n", "--rdzv-conf=is_host=1"} < set(arguments)
+    assert "--local-addr=127.0.0.1" in arguments and arguments[-3:-1] == ["-m", "terrazzo.launch.entry"]
+    assert address_towards("[::1]:1") == "::1"
+    assert not is_here("192.0.2.1:29400"), "an address that belongs to nobody"
+    with pytest.raises(LaunchError, match="no-such-host.invalid"):
+        is_here("no-such-host.invalid:1")
+
+
+def test_an_entry_is_found_beside_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "entry_of_this_test.py").write_text("def f(run, *arguments): return arguments")
+    assert find(read_run(write(tmp_path, 'entry = "entry_of_this_test:f"')))(None, 1, 2) == (1, 2)
+    for entry in ("absent_module:f", "entry_of_this_test:absent"):
+        with pytest.raises(RunConfigError, match="absent"):
+            find(read_run(write(tmp_path, f'entry = "{entry}"')))
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.toml")))
+def test_the_examples_are_right(file):
+    assert read_run(EXAMPLES / file).engine["train_batch_size"] == 16

@@ -1,0 +1,153 @@
+"""`terrazzo train`: runs that lose a rank, that go on elsewhere, and that span two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from terrazzo.checkpoint import Checkpoint, verify
+from terrazzo.engine import ResumableSampler
+from terrazzo.engine.config import Batch
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
+TERRAZZO = [sys.executable, "-m", "terrazzo.cli"]
+STEPS, CRASH_AT, BATCH = 5, 3, 4
+CRASHING = f"""
+entry = "crashing:main"
+arguments = ["{STEPS}", "{CRASH_AT}"]
+[ranks]
+per_host = 2
+[engine]
+train_batch_size = {BATCH}
+seed = 3
+zero_optimization = {{ stage = 2 }}
+optimizer = {{ type = "SGD", params = {{ lr = 0.1 }} }}
+"""
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def losses_alone() -> list[float]:
+    """The losses of tests/launch/crashing.py without a crash, by PyTorch in one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, y = torch.randn(32, 6), torch.randn(32, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = ResumableSampler(32, Batch(BATCH, BATCH, 1), rank=0, ranks=1, seed=3)
+    losses = []
+    for _, chosen in zip(range(STEPS), order, strict=False):
+        loss = (model(x[chosen]) - y[chosen]).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
+    """On two hosts, where the other one has to hear of it; on one, where networks cannot be made."""
+    shutil.copy(HERE / "crashing.py", tmp_path)
+    file = tmp_path / "run.toml"
+    file.write_text(CRASHING)
+    if may_make_networks():
+        file.write_text(CRASHING.replace("per_host = 2", 'per_host = 1\nhosts = 2\nendpoint = "10.77.0.1:29477"'))
+        once = command(str(EXAMPLES / "two_hosts.sh"), str(file), TERRAZZO=shlex.join(TERRAZZO))
+    else:
+        once = command(*TERRAZZO, "train", str(file))
+    assert once.returncode == 0, once.stderr
+    assert "no checkpoint yet" in once.stderr and f"done; the latest checkpoint is global_step{STEPS}" in once.stderr
+    said: list[tuple[int, float]] = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [step for step, _ in said] == [1, 2, 3, 3, 4, 5], "step 3 had not been saved"
+    expected = losses_alone()
+    for step, loss in said:
+        assert loss == pytest.approx(expected[step - 1], rel=1e-5)
+
+
+def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
+    shutil.copy(HERE / "crashing.py", tmp_path)
+    (tmp_path / "run.toml").write_text(CRASHING.replace(f'"{CRASH_AT}"]', '"1"]'))
+    ended = command(*TERRAZZO, "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
+    assert ended.returncode == 128 + 9, ended.stderr
+    assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
+
+
+def example(folder: Path, name: str, steps: int) -> Path:
+    """An example's files, for so many steps, with checkpoints in the same folder."""
+    shutil.copy(EXAMPLES / "train_gpt.py", folder)
+    text = (EXAMPLES / name).read_text()
+    for old in ("100", "60"):
+        text = text.replace(
+            f'["--steps", "{old}", "--save-every", "20"]', f'["--steps", "{steps}", "--save-every", "2"]'
+        )
+    assert f'"--steps", "{steps}"' in text
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def steps_of(output: str) -> dict[int, float]:
+    lines = [line.removeprefix("step ").split(": loss ") for line in output.splitlines() if line.startswith("step ")]
+    return {int(step): float(loss) for step, loss in lines}
+
+
+def test_the_example_by_hand_with_torchrun(tmp_path):
+    file = example(tmp_path, "train.toml", steps=4)
+    shown = command(*TERRAZZO, "train", str(file), "--show", "--per-host", "2").stdout
+    assert " torchrun --nnodes=1 --nproc-per-node=2 " in shown
+    line = shown.replace(" torchrun ", f" {shlex.quote(sys.executable)} -m torch.distributed.run ")
+    trained = command("bash", "-c", line)
+    assert trained.returncode == 0, trained.stderr
+    assert "2 ranks, from step 0" in trained.stdout and list(steps_of(trained.stdout)) == [2, 4]
+    assert verify(tmp_path / "runs/gpt/global_step4") == []
+
+
+def may_make_networks() -> bool:
+    """Whether two namespaces with a cable between them can be made here."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    name = f"tz{os.getpid()}t"
+    try:
+        if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+            return False
+        link = ["ip", "link", "add", name, "netns", name, "type", "veth", "peer", "name", name + "p", "netns", name]
+        return subprocess.run(link, capture_output=True).returncode == 0
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_hosts_save_together_and_one_goes_on(tmp_path):
+    if not may_make_networks():
+        pytest.skip("network namespaces need root, iproute2 and a kernel that allows them")
+    file = example(tmp_path, "two_hosts.toml", steps=4)
+    together = command(str(EXAMPLES / "two_hosts.sh"), str(file), "--per-host", "1", TERRAZZO=shlex.join(TERRAZZO))
+    assert together.returncode == 0, together.stderr
+    assert "2 ranks, from step 0" in together.stdout
+    saved = tmp_path / "runs/two-hosts/global_step4"
+    assert (tmp_path / "runs/two-hosts/latest").read_text() == saved.name and verify(saved) == []
+    assert len(list(saved.glob("data-*.safetensors"))) == 2 and Checkpoint(saved)["dp_world_size"] == 2
+
+    alone = tmp_path / "alone.toml"
+    alone.write_text(file.read_text().replace("hosts = 2\nendpoint", "endpoint").replace('"4"', '"6"', 1))
+    alone.write_text(alone.read_text().replace('endpoint = "10.77.0.1:29477"', "# one host"))
+    resumed = command(*TERRAZZO, "train", str(alone), "--per-host", "1")
+    assert resumed.returncode == 0, resumed.stderr
+    assert list(steps_of(resumed.stdout)) == [6] and list(steps_of(together.stdout)) == [2, 4]
+    assert "the latest checkpoint is global_step4" in resumed.stderr and "1 ranks, from step 4" in resumed.stdout
