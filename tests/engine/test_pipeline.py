@@ -241,6 +241,104 @@ def test_checkpoints_are_those_of_the_whole_model(tmp_path):
                 close(losses, expected)
 
 
+# ------------------------------------------------------------------ parameters that stages share
+
+
+class Tied(Chain):
+    """The head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+
+
+def tied(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied()
+
+
+def square_batches(steps: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    drawn = [torch.randn(2, TOTAL, WIDTH, generator=generator) for _ in range(start + steps)]
+    return [(x, y) for x, y in drawn[start:]]
+
+
+def tied_pipeline(stage: int, seed: int = 0) -> Engine:
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("pp", "dp"))
+    here = mesh.get_local_rank("pp")
+    own = PipelineStage(part(tied(seed + here), here, 2), here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    options = config(stage, gradient_accumulation_steps=2)
+    same = {"head.weight": "embed.weight"}
+    return initialize(own, pipeline=Schedule1F1B, loss_fn=loss_fn, mesh=mesh, tied=same, config=options)
+
+
+def train_tied(engine: Engine, steps: int, start: int = 0) -> list[float]:
+    size, index = TOTAL // engine.dp_world_size, engine.ranks.data.index
+    losses = []
+    for x, y in square_batches(steps, start):
+        x, y = (part[index * size : (index + 1) * size] for part in (x, y))
+        if engine.pipeline is not None:
+            losses.append(engine.train_batch(x, target=y).item())
+        else:
+            losses.append(averaged(engine.backward(loss_fn(engine(x), y))))
+            engine.step()
+    return losses
+
+
+def tied_plainly() -> list[float]:
+    """Of the whole model, whose stages other than the first were made of other seeds; in PyTorch alone."""
+    model, other = tied(), tied(1)
+    for name, value in other.state_dict().items():
+        if name.startswith(("blocks.2", "blocks.3", "head.bias")):
+            model.state_dict()[name].copy_(value)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5)
+    losses = []
+    for x, y in square_batches(STEPS):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_tied(folder: str) -> None:
+    for stage in (0, 2, 3):
+        engine = tied_pipeline(stage)
+        losses = train_tied(engine, BEFORE)
+        engine.save_checkpoint(folder + str(stage))
+        close(losses + train_tied(engine, STEPS - BEFORE, start=BEFORE), tied_plainly())
+
+
+def resume_tied(folder: str, pipeline: bool) -> list[float]:
+    engine = tied_pipeline(1, seed=5) if pipeline else initialize(tied(9), config=config(3))
+    engine.load_checkpoint(folder)
+    losses = train_tied(engine, STEPS - BEFORE, start=BEFORE)
+    if not pipeline:
+        again = initialize(tied(3), config=config(1))
+        again.load_checkpoint(folder)
+        again.save_checkpoint(folder, "whole")
+    return losses
+
+
+def test_parameters_that_stages_share(tmp_path):
+    run_ranks(4, check_tied, str(tmp_path / "tied"))
+    expected = tied_plainly()[BEFORE:]
+    for stage in (0, 3):
+        stored = Checkpoint(tmp_path / f"tied{stage}" / f"global_step{BEFORE}").state_dict()
+        assert stored["shared_params"] == {"head.weight": "embed.weight"}
+        assert "head.weight" not in stored["module"] and "head.weight" not in stored["optimizer"]["state"]
+        close(run_ranks(2, resume_tied, str(tmp_path / f"tied{stage}"), False)[0], expected)
+        close(run_ranks(2, resume_tied, str(tmp_path / f"tied{stage}"), True)[0], expected)  # of the one saved last
+
+
 # ------------------------------------------------------------------ data, evaluation, what is refused
 
 
@@ -296,6 +394,13 @@ def check_refusals() -> None:
     own = part(whole(), here, 2)
     with pytest.raises(EngineConfigError, match=r"embed.weight on ranks \[0, 1\].*nn.Identity"):
         build(stage(whole()))
+    for same, message in (
+        ({"head.weight": "embed.bias"}, "differ in shape"),
+        ({"head.weight": "tail.weight"}, r"tail.weight has to be a parameter of one stage.*none"),
+        ({"head.weight": "head.bias"}, "are on the same rank"),
+    ):
+        with pytest.raises(EngineConfigError, match=message):
+            initialize(stage(own), pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=mesh, tied=same, config=config(1))
     with pytest.raises(EngineConfigError, match="needs pipeline=.* and loss_fn="):
         build(stage(own), loss=None)
     with pytest.raises(EngineConfigError, match="pass the class of the schedule"):

@@ -36,6 +36,7 @@ def initialize(
     pipeline: ScheduleFactory | None = None,
     loss_fn: LossFunction | None = None,
     pipeline_dim: str = "pp",
+    tied: Mapping[str, str] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     difficulties: Mapping[str, Any] | None = None,
 ) -> Engine:
@@ -66,6 +67,8 @@ def initialize(
             `n_microbatches`, which is `gradient_accumulation_steps`, `loss_fn` and `scale_grads`.
         loss_fn: For stages: the loss of a micro-batch, from the last stage's output and the target.
         pipeline_dim: For stages: the dim of `mesh` along which they lie.
+        tied: For stages: names of parameters that are one in the whole model with a parameter of another stage, and its
+            name there, as {"head.weight": "embed.weight"}.
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
@@ -74,13 +77,13 @@ def initialize(
         LOGGER.info("config: %s have no meaning here, and are ignored", ", ".join(ignored))
     trained: nn.Module | Pipeline
     if isinstance(model, nn.Module):
-        if pipeline is not None or loss_fn is not None:
-            raise EngineConfigError("pipeline and loss_fn were passed, and model is no PipelineStage")
+        if pipeline is not None or loss_fn is not None or tied is not None:
+            raise EngineConfigError("pipeline, loss_fn or tied was passed, and model is no PipelineStage")
         ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization.stage)
         trained = model
     else:
         ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization.stage)
-        trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks)
+        trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     engine = Engine(trained, optimizer, lr_scheduler, checked, ranks)
     curriculum = _curriculum(checked, difficulties)
     if training_data is not None:
@@ -91,7 +94,11 @@ def initialize(
 
 
 def _pipeline(
-    stages: list[Stage], make: ScheduleFactory | None, loss_fn: LossFunction | None, ranks: Ranks
+    stages: list[Stage],
+    make: ScheduleFactory | None,
+    loss_fn: LossFunction | None,
+    ranks: Ranks,
+    tied: Mapping[str, str],
 ) -> Pipeline:
     if make is None or loss_fn is None:
         raise EngineConfigError("a model of stages needs pipeline=, such as Schedule1F1B, and loss_fn=")
@@ -101,7 +108,7 @@ def _pipeline(
             "schedule, because it decides the number of micro-batches and scales the loss"
         )
     assert ranks.pipeline is not None
-    return Pipeline(stages, make, loss_fn, ranks.pipeline)
+    return Pipeline(stages, make, loss_fn, ranks.pipeline, tied)
 
 
 def _curriculum(config: EngineConfig, difficulties: Mapping[str, Any] | None) -> Curriculum | None:

@@ -31,7 +31,7 @@ from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import random_state
-from terrazzo.engine.stages import of_all_stages
+from terrazzo.engine.stages import of_all_stages, without_copies
 from terrazzo.errors import StateNameError
 from terrazzo.layout import Shard
 from terrazzo.layout.chunking import chunk_sizes
@@ -76,11 +76,11 @@ def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: 
     """Everything that a checkpoint of the engine holds."""
     check_client_names(client_state)
     reshard(engine.module)
-    frozen = None if exclude_frozen else frozen_parameters(engine.module)
+    frozen = None if exclude_frozen else frozen_parameters(engine)
     state = {
         "module": own_tensors(engine, exclude_frozen=exclude_frozen),
         "buffer_names": buffer_names(engine.module),
-        "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer),
+        "optimizer": without_copies(get_optimizer_state_dict(engine.module, engine.optimizer), engine.shared_params),
         "param_shapes": param_shapes(engine),
         "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
         "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.stage),
@@ -143,14 +143,19 @@ def param_shapes(engine: Engine) -> list[list[list[Any]]]:
     """Names and shapes of the trainable parameters, by param group of the optimizer."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     return [
-        [[names[id(p)], list(p.shape)] for p in group["params"] if p.requires_grad]
+        [
+            [names[id(p)], list(p.shape)]
+            for p in group["params"]
+            if p.requires_grad and names[id(p)] not in engine.shared_params
+        ]
         for group in engine.optimizer.param_groups
     ]
 
 
-def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def frozen_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """By name."""
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    named = engine.module.named_parameters()
+    return {name: p for name, p in named if not p.requires_grad and name not in engine.shared_params}
 
 
 def _fragments(frozen: Mapping[str, nn.Parameter], stage: int) -> list[list[Any]]:

@@ -68,7 +68,7 @@ class Engine:
         self.pipeline = model if isinstance(model, Pipeline) else None
         whole = model.module if isinstance(model, Pipeline) else model
         names = {id(p): name for name, p in whole.named_parameters()}
-        self.shared_params = _shared_names(whole)
+        self.shared_params = _shared_names(whole) | (self.pipeline.tied.first if self.pipeline is not None else {})
         self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
         for part in model.parts if isinstance(model, Pipeline) else [whole]:
             shard_model(part, config, ranks, self.sparse.weights if self.sparse is not None else set())
@@ -159,8 +159,13 @@ class Engine:
     def _end_step(self) -> None:
         if self.sparse is not None:
             self.sparse.reduce(self.ranks.data)
+        copies: set[nn.Parameter] = set()
+        if self.pipeline is not None:
+            self.pipeline.tied.add_gradients(self.module)
+            copies = self.pipeline.tied.uncounted(self.module)
         prepared = prepare_gradients(
             self.optimizer,
+            uncounted=copies,
             scale=self.loss_scale.value,
             limit=self.config.gradient_clipping,
             may_overflow=self.config.fp16.enabled,

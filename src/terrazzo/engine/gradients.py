@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ def prepare_gradients(
     scale: float,
     limit: float,
     may_overflow: bool,
+    uncounted: Collection[torch.Tensor],
     combine: Callable[[float], float] | None,
 ) -> Prepared:
     """Divide the gradients by the loss scale, and clip their norm.
@@ -33,13 +34,15 @@ def prepare_gradients(
     Args:
         limit: of the norm; 0 for none.
         may_overflow: whether to look for gradients that are not finite.
+        uncounted: parameters whose gradients are not part of the norm.
         combine: from this rank's norm makes that of all stages of a pipeline, which is called on all of them.
     """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in trained]
     norm: float | None = None
     factor = 1.0 / scale
     if limit or may_overflow:
-        norm = _norm(gradients)
+        norm = _norm([p.grad for p in trained if p not in uncounted] if uncounted else gradients)
         if combine is not None:
             norm = combine(norm)
         norm /= scale

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from terrazzo.comm import Axis, ControlPlane, collectives
+from terrazzo.comm import Axis, collectives
 from terrazzo.engine.config import Batch
+from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
+from terrazzo.engine.tied import TiedParameters
 from terrazzo.errors import EngineConfigError, EngineError
 
 LossFunction = Callable[..., Tensor]
@@ -75,14 +76,24 @@ class Pipeline:
         parts: the modules of the stages.
         schedule: PyTorch's.
         elsewhere: names in the state dicts of other ranks' stages.
+        tied: parameters of which other stages have copies.
     """
 
-    def __init__(self, stages: Sequence[Stage], make: ScheduleFactory, loss_fn: LossFunction, axis: Axis) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        make: ScheduleFactory,
+        loss_fn: LossFunction,
+        axis: Axis,
+        tied: Mapping[str, str],
+    ) -> None:
         _check_stages(stages, axis)
         self.axis = axis
         self.parts = [stage.submod for stage in stages]
         self.module = self.parts[0] if len(self.parts) == 1 else StageModules(self.parts)
         self.elsewhere = _names_elsewhere(self.module, axis)
+        self.tied = TiedParameters(self.module, tied, axis)
+        self.tied.make_equal(self.module)
         self._stages, self._make, self._loss_fn = list(stages), make, loss_fn
         self._first = any(stage.stage_index == 0 for stage in stages)
         self._last = any(stage.stage_index == stage.num_stages - 1 for stage in stages)
@@ -188,13 +199,6 @@ def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
     return given
 
 
-def gather_over(axis: Axis, value: Any) -> list[Any]:
-    """A value of plain data of each rank of an axis."""
-    plane = ControlPlane.for_group(axis.group) if axis.group is not None else None
-    encoded = msgspec.json.encode(value)
-    return [msgspec.json.decode(data) for data in (plane.all_gather(encoded) if plane is not None else [encoded])]
-
-
 # ------------------------------------------------------------------ checks
 
 
@@ -223,7 +227,7 @@ def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
         raise EngineConfigError(
             f"{len(twice)} parameters are in several stages: {said}. The parts of a stage have the names that they "
             "have in the whole model: put nn.Identity in the places of layers that are on other stages, or keep layers "
-            "in an nn.ModuleDict by number. A parameter that stages share cannot be trained; give each its own"
+            "in an nn.ModuleDict by number. A parameter that stages share has another name in each, and tied= says so"
         )
     return frozenset(name for index, (names, _) in enumerate(found) if index != axis.index for name in names)
 

@@ -152,13 +152,16 @@ def load_engine(
     groups: list[dict[str, Any]] = []
     if optimizer and not module_only:
         own = get_optimizer_state_dict(engine.module, engine.optimizer)
-        wanted["optimizer"] = {"state": own["state"]}
+        stored_as = _tied(engine)
+        wanted["optimizer"] = {"state": {stored_as.get(name, name): entry for name, entry in own["state"].items()}}
         groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), own["param_groups"])
     load(wanted, storage_reader=reader, checkpoint_id=path)
     _finish_module(engine, state, copies)
     if not module_only:
         if optimizer:
-            loaded = {**wanted["optimizer"], "param_groups": groups}
+            here = {first: name for name, first in _tied(engine).items()}
+            entries = {here.get(name, name): entry for name, entry in wanted["optimizer"]["state"].items()}
+            loaded = {"state": entries, "param_groups": groups}
             set_optimizer_state_dict(engine.module, engine.optimizer, loaded)
             if values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
                 engine.loss_scale.load_state_dict(values["loss_scaler"])
@@ -190,13 +193,16 @@ def _module_targets(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What of the model to load in place, and which tensors are copies of others because they once were shared."""
     state = own_tensors(engine)
+    if tied := _tied(engine):
+        whole = engine.module_state_dict()
+        state |= {first: whole[name] for name, first in tied.items()}
     elsewhere: frozenset[str] = frozenset() if engine.pipeline is None else engine.pipeline.elsewhere
     stored = {name.removeprefix("module.") for name in checkpoint if name.startswith("module.")}
     shared = values.get("shared_params") or {}
     missing = [name for name in state if name not in stored]
     copies = {name: shared[name] for name in missing if shared.get(name) in state}
     # A checkpoint without frozen parameters was meant to leave them as they are.
-    left_out = frozen_parameters(engine.module) if values.get("frozen_param_shapes") is None else {}
+    left_out = frozen_parameters(engine) if values.get("frozen_param_shapes") is None else {}
     lacking = tuple(name for name in missing if name not in copies and name not in left_out)
     known = (state, engine.shared_params, elsewhere)
     unexpected = sorted(name for name in stored if not any(name in names for names in known))
@@ -217,15 +223,20 @@ def _param_groups(engine: Engine, stored: list[dict[str, Any]], live: list[dict[
     They need not be as many as those of this run: each parameter finds its options by its name.
     """
     elsewhere: frozenset[str] = frozenset() if engine.pipeline is None else engine.pipeline.elsewhere
+    here = {first: name for name, first in _tied(engine).items()}
     own = {name for group in live for name in group["params"]}
     options = {key for group in live for key in group}
-    return [
-        {
-            **{key: value for key, value in group.items() if key in options},
-            "params": [name for name in group["params"] if name in own or name not in elsewhere],
-        }
-        for group in stored
-    ]
+    kept = []
+    for group in stored:
+        names = (here.get(name, name) for name in group["params"])
+        known = {key: value for key, value in group.items() if key in options}
+        kept.append({**known, "params": [name for name in names if name in own or name not in elsewhere]})
+    return kept
+
+
+def _tied(engine: Engine) -> dict[str, str]:
+    """Parameters that are here, and stored by another stage under its name for them."""
+    return {} if engine.pipeline is None else engine.pipeline.tied.first
 
 
 @torch.no_grad()

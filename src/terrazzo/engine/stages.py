@@ -5,15 +5,26 @@ Tensors need none of this: each has its name in the whole model, and is saved by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from terrazzo.comm import Axis
-from terrazzo.engine.pipeline import gather_over
+from terrazzo.engine.gathering import gather_over
 
 _LISTS = ("buffer_names", "frozen_param_shapes", "frozen_param_fragments", "sparse_tensor_module_names")
+
+
+def without_copies(optimizer: Mapping[str, Any], copies: Collection[str]) -> dict[str, Any]:
+    """An optimizer's state without that of parameters that another stage saves."""
+    return {
+        "state": {name: state for name, state in optimizer["state"].items() if name not in copies},
+        "param_groups": [
+            {**group, "params": [name for name in group["params"] if name not in copies]}
+            for group in optimizer["param_groups"]
+        ],
+    }
 
 
 def of_all_stages(state: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
