@@ -219,9 +219,13 @@ def test_checkpoints_are_those_of_the_whole_model(tmp_path):
     expected = train_plainly(STEPS)[0][BEFORE:]
     run_ranks(1, save_unpipelined, str(tmp_path / "whole"), 0)
     reference = Checkpoint(tmp_path / "whole" / f"global_step{BEFORE}").state_dict()
-    saved = {"whole": None, "2x2": (4, 2, 1, Schedule1F1B), "4": (4, 4, 0, ScheduleGPipe)}
-    saved["2"] = (2, 2, 3, ScheduleInterleaved1F1B)
-    for name, how in saved.items():
+    saved = {
+        "whole": (None, [(4, 2, 2, ScheduleGPipe), (2, 2, 1, ScheduleInterleaved1F1B), (4, 4, 3, Schedule1F1B)]),
+        "2x2": ((4, 2, 1, Schedule1F1B), [None, (4, 4, 2, Schedule1F1B)]),
+        "4": ((4, 4, 0, ScheduleGPipe), [None, (2, 2, 3, Schedule1F1B)]),
+        "2": ((2, 2, 3, ScheduleInterleaved1F1B), [None, (4, 2, 0, Schedule1F1B)]),
+    }
+    for name, (how, others) in saved.items():
         folder = str(tmp_path / name)
         if how is not None:
             run_ranks(how[0], save_pipelined, folder, *how[1:])
@@ -229,15 +233,17 @@ def test_checkpoints_are_those_of_the_whole_model(tmp_path):
             stored = Checkpoint(tmp_path / name / f"global_step{BEFORE}").state_dict()
             assert stored["module"].keys() == reference["module"].keys()
             assert stored["optimizer"]["state"].keys() == reference["optimizer"]["state"].keys()
-            assert len(stored["optimizer"]["param_groups"]) == 1
-            for key in ("param_shapes", "frozen_param_shapes", "buffer_names"):
-                ours, theirs = (s[key][0] if key == "param_shapes" else s[key] for s in (stored, reference))
-                assert sorted(ours) == sorted(theirs), key
+            assert len(stored["optimizer"]["param_groups"]) == len(stored["param_shapes"]) == 1
+            assert sorted(stored["param_shapes"][0]) == sorted(reference["param_shapes"][0])
+            assert stored["frozen_param_shapes"] == reference["frozen_param_shapes"]
+            assert stored["buffer_names"] == reference["buffer_names"]
             assert stored["mp_world_size"] == how[1]
-        for losses in run_ranks(2, resume_unpipelined, folder, 3):
-            close(losses, expected)
-        for world, *other in ((4, 2, 2, ScheduleGPipe), (2, 2, 1, ScheduleInterleaved1F1B), (4, 4, 3, Schedule1F1B)):
-            for losses in run_ranks(world, resume_pipelined, folder, *other):
+        for other in others:
+            if other is None:
+                resumed = run_ranks(2, resume_unpipelined, folder, 3)
+            else:
+                resumed = run_ranks(other[0], resume_pipelined, folder, *other[1:])
+            for losses in resumed:
                 close(losses, expected)
 
 
@@ -337,6 +343,66 @@ def test_parameters_that_stages_share(tmp_path):
         assert "head.weight" not in stored["module"] and "head.weight" not in stored["optimizer"]["state"]
         close(run_ranks(2, resume_tied, str(tmp_path / f"tied{stage}"), False)[0], expected)
         close(run_ranks(2, resume_tied, str(tmp_path / f"tied{stage}"), True)[0], expected)  # of the one saved last
+
+
+# ------------------------------------------------------------------ sparse gradients, several param groups
+
+
+class Words(nn.Module):
+    """Made of an embedding and a head, either of which another stage may have."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words: nn.Module = nn.Embedding(11, 5, sparse=sparse)
+        self.head: nn.Module = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x))
+
+
+def check_sparse(folder: str) -> None:
+    """In two param groups, of which the second stage has one only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    here, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    tokens = torch.randint(0, 11, (5, 8, 3), generator=torch.Generator().manual_seed(3))
+    target = torch.randn(5, 8, 3, 2, generator=torch.Generator().manual_seed(4))
+    plain, module = Words(sparse=False), Words(sparse=True)
+    setattr(module, "words" if here else "head", nn.Identity())
+
+    def optimizer(model: Words, rate: float) -> torch.optim.Optimizer:
+        parts = [(model.head, 0.1), (model.words, 0.0)]
+        groups = [{"params": list(m.parameters()), "weight_decay": decay} for m, decay in parts]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate)
+
+    options = config(0, sparse_gradients=True, gradient_accumulation_steps=2)
+    del options["optimizer"], options["scheduler"]
+    stage = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    passed = {"pipeline": ScheduleGPipe, "loss_fn": loss_fn, "mesh": mesh, "config": options}
+    engine, reference = initialize(stage, optimizer(module, 0.02), **passed), optimizer(plain, 0.02)
+    for step, (x, y) in enumerate(zip(tokens, target, strict=True)):
+        if step == 3:
+            engine.save_checkpoint(folder)
+            for group in engine.optimizer.param_groups:
+                group["weight_decay"], group["lr"] = 0.5, 0.0
+            engine.load_checkpoint(folder)
+        own = slice(4 * data, 4 * data + 4)
+        loss = loss_fn(plain(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        assert engine.train_batch(x[own], target=y[own]).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_sparse_gradients_and_stages_with_some_of_the_param_groups(tmp_path):
+    run_ranks(4, check_sparse, str(tmp_path))
+    stored = Checkpoint(tmp_path / "global_step3").state_dict()
+    groups = stored["optimizer"]["param_groups"]
+    found = {tuple(group["params"]): group["weight_decay"] for group in groups}
+    assert found == {("words.weight",): 0.0, ("head.weight", "head.bias"): 0.1}
+    assert [[name for name, _ in shapes] for shapes in stored["param_shapes"]] == [list(names) for names in found]
+    assert stored["sparse_tensor_module_names"] == ["words"]
 
 
 # ------------------------------------------------------------------ data, evaluation, what is refused

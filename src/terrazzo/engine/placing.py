@@ -41,7 +41,8 @@ class Ranks:
     @staticmethod
     def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, stage: int) -> Ranks:
         """From the user's mesh, whose dims have these names; None: all ranks, in a pipeline if there is one."""
-        prepare_process_group()
+        if not dist.is_initialized():
+            _initialise()
         if mesh is None:
             dims = (data_dim,) if pipeline_dim is None else (pipeline_dim, data_dim)
             shape = (dist.get_world_size(), 1)[: len(dims)]
@@ -70,12 +71,6 @@ def _replicas(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._unflatten(0, (mesh.size(), 1), (f"{name}_replicate", f"{name}_shard"))
 
 
-def prepare_process_group() -> None:
-    """Under torchrun all its processes; otherwise this process alone; nothing if the user has done it."""
-    if not dist.is_initialized():
-        _initialise()
-
-
 def _initialise() -> None:
     """Under torchrun all its processes; otherwise this process alone."""
     if dist.is_torchelastic_launched():
@@ -101,7 +96,8 @@ def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: s
         _prepare_precision(model)
     _same_everywhere(model, ranks.data)
     reshard = None if config.zero_optimization.stage == 3 else False
-    for module in (*gathered_together(model, config.zero_optimization.wrap), model):
+    chosen = gathered_together(model, config.zero_optimization.wrap, all_classes=ranks.pipeline is None)
+    for module in (*chosen, model):
         fully_shard(
             module,
             mesh=ranks.mesh,
@@ -135,10 +131,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered_together(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
+def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_classes: bool = True) -> list[nn.Module]:
     """The modules whose parameters are gathered and reduced together: by class, or the items of module lists.
 
-    One that shares a parameter with the rest of the model is left out: that parameter has to stay with the whole.
+    One that shares a parameter with the rest of the model is left out: that parameter has to stay with the whole. With
+    `all_classes`, a class that the model does not have is an error; the stages of a pipeline need not have all.
 
     >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     >>> len(gathered_together(nn.Sequential(nn.Linear(2, 2), blocks), ()))
@@ -147,7 +144,7 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...]) -> list[nn
     chosen = list(_by_class(model, class_names) if class_names else _items_of_lists(model))
     found = {type(module).__name__ for module in chosen}
     absent = [name for name in class_names if name not in found]
-    if absent:
+    if absent and all_classes:
         raise EngineConfigError(
             f"zero_optimization.wrap names {', '.join(absent)}: the model has no module of that class inside"
         )
