@@ -39,7 +39,7 @@ def check_and_export(plan: Plan, resumed_from: int, expected: float | None, scre
     screen.say(
         f"   {exported.name} in plain PyTorch: loss {found:.4f} on a probe; the uninterrupted model: {expected:.4f}"
     )
-    screen.say(Text.assemble("   it writes: ", (beginning, "bold"), (written, "italic")))
+    screen.say(Text.assemble(f"   after {plan.steps} steps it writes: ", (beginning, "bold"), (written, "italic")))
     return whole and expected is not None and abs(found - expected) <= TOLERANCE
 
 

@@ -131,7 +131,7 @@ def _train_until_killed(plan: Plan, first: Run, alone: Run, screen: Screen) -> t
                 break
         while not first.ended:  # what was said before the end
             first.take()
-    _tell_size(first, screen)
+    _tell_size(first, plan, screen)
     return saving, rest
 
 
@@ -168,19 +168,19 @@ def _train_to_the_end(plan: Plan, second: Run, alone: Run, resumed_from: int, sc
             for run in (second, alone):
                 if run.ended:
                     run.ranks.join(30)
-    _tell_size(second, screen)
+    _tell_size(second, plan, screen)
     if second.ready is None or second.ready.step != resumed_from or second.step != plan.steps:
         raise DemoError(f"{SECOND.title}: went from {second.ready} to step {second.step}, not from {resumed_from}")
 
 
-def _tell_size(run: Run, screen: Screen) -> None:
+def _tell_size(run: Run, plan: Plan, screen: Screen) -> None:
     if run.ready is not None:
         saved = ", ".join(map(str, run.saved))
         screen.say(
             f"   {run.ready.parameters:,} parameters, of which a rank holds {run.ready.held:,}; saved in steps {saved}"
         )
     for warning in run.warnings:
-        screen.say(f"   the library says: {warning}")
+        screen.say(f"   the library says: {warning.removeprefix(f'{plan.checkpoints}/')}")
 
 
 def _listen(runs: Sequence[Run], show: Show, patience: float) -> None:
