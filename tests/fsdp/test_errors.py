@@ -139,10 +139,9 @@ def check_skipped() -> str:
 
 
 def test_a_rank_that_skips_a_module_is_named():
-    outcomes = run_fresh(2, check_skipped)
-    for outcome in outcomes:
+    for outcome in run_fresh(2, check_skipped):
         assert outcome.ok, outcome
-        assert "rank 0 was at collective" in outcome.value and "rank 1 was at collective" in outcome.value
+        assert "ranks ran different modules" in outcome.value and "rank 0 run blocks.1, rank 1 " in outcome.value
 
 
 class Swapping(Model):
@@ -172,7 +171,32 @@ def check_swapped() -> str:
 def test_ranks_that_run_modules_in_another_order_are_told():
     for outcome in run_fresh(2, check_swapped):
         assert outcome.ok, outcome
-        assert "rank 0 was at collective" in outcome.value and "rank 1 was at collective" in outcome.value
+        assert "ranks ran different modules" in outcome.value and "rank 0 run blocks.0, rank 1 " in outcome.value
+
+
+def check_small(in_first_step: bool) -> str:
+    short_group()
+    model = Forking()
+    model.blocks[1] = Block(7, 33)  # what rank 1 leaves out is larger than what it asks for instead
+    shard_blocks(model)
+    x, y = next(batches(1))
+    if not in_first_step:
+        loss_of(model, mine(x), mine(y)).backward()
+    model.skipped = 1
+    with pytest.raises(DivergedRanksError) as caught:
+        loss_of(model, mine(x), mine(y)).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("in_first_step", [False, True])
+def test_small_groups_are_not_mixed_up_and_end_no_process(in_first_step):
+    """gloo would end the process in which a collective meets one of another size."""
+    for outcome in run_fresh(2, check_small, in_first_step):
+        assert outcome.ok, outcome
+        if in_first_step:
+            assert "then unshard blocks.1" in outcome.value and "then unshard blocks.2" in outcome.value
+        else:
+            assert "rank 0 run blocks.1, rank 1 run blocks.2" in outcome.value
 
 
 def check_absent() -> str:
@@ -192,4 +216,4 @@ def test_a_rank_that_does_not_come_is_named():
     first, second = run_fresh(2, check_absent)
     assert first.ok and second.ok, (first, second)
     assert "rank 1 does not wait for a collective of this model" in first.value
-    assert "rank 0 was at collective" in first.value and "unshard Model" in first.value
+    assert "rank 0 was at event" in first.value and "unshard Model" in first.value

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -76,6 +76,14 @@ def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
         found = default, Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type)
         _axes_over[ranks, device_type] = found
     return found[1]
+
+
+def axis_beside(axis: Axis) -> Axis:
+    """The same ranks with connections of their own: collectives of one axis never meet those of the other.
+
+    The first time, all ranks of the axis ask for it together.
+    """
+    return replace(axis, group=_own_group(axis.device_type, axis.ranks)) if axis.size > 1 else axis
 
 
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:

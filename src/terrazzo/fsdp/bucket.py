@@ -173,11 +173,11 @@ class Bucket:
         """Whether the tensor lies in memory that `free` gives back."""
         return self._memory is not None and self._memory.owns(tensor)
 
-    def start_gather(self, buffer: Tensor, plan: FlatPlan, axis: Axis) -> Pending[Tensor]:
+    def start_gather(self, buffer: Tensor, plan: FlatPlan, axis: Axis, careful: bool) -> Pending[Tensor]:
         """Begin to collect from `axis` what is cut by `plan`, this rank's part being `buffer`."""
         if buffer.dtype is not self.compute_dtype or buffer.device != self.settings.mesh.device:
             buffer = buffer.to(self.settings.mesh.device, self.compute_dtype, non_blocking=True)
-        return start_gather(buffer, axis, plan.sizes, self.tag)
+        return start_gather(buffer, axis, plan.sizes, self.tag, careful)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters whole from what was gathered."""

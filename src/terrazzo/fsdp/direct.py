@@ -38,11 +38,15 @@ class _Messages:
             work.wait()
 
 
-def start_gather(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int) -> Pending[Tensor]:
-    """Begin to collect the flat parts of all ranks, of the given sizes, one after the other."""
+def start_gather(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int, careful: bool = False) -> Pending[Tensor]:
+    """Begin to collect the flat parts of all ranks, of the given sizes, one after the other.
+
+    `careful` sends small ones as messages too: it is not known yet that ranks agree about what comes next.
+    """
     n, own = axis.size, axis.index
     nbytes = sum(sizes) * part.element_size()
-    if n == 1 or nbytes <= _SMALL or axis.device_type != "cpu":
+    small = nbytes <= _SMALL and not careful
+    if n == 1 or small or axis.device_type != "cpu":
         return all_gather_start(part, axis, 0, sizes)
     if observe.observers:
         observe.report("all_gather", axis, (n - 1) * nbytes // n, None, True)

@@ -182,21 +182,24 @@ class Group:
         ]
         return sum((axis.size - 1) * total // axis.size for total in totals)
 
-    def start_unshard(self) -> bool:
-        """Begin to make the parameters whole; False if they are, or will be without more ado."""
+    def start_unshard(self, careful: bool = False) -> bool:
+        """Begin to make the parameters whole; False if they are, or will be without more ado.
+
+        `careful` if ranks may want different groups now: then they wait for each other, and nothing is mixed up.
+        """
         if self.state is State.WHOLE or self._pending is not None:
             return False
         self._check_ready()
         if self.state is State.INNER:
             assert self.inner is not None
             self._pending = [
-                bucket.start_gather(buffer, plan, self.inner.axis)
+                bucket.start_gather(buffer, plan, self.inner.axis, careful)
                 for bucket, (buffer, plan, _) in zip(self.buckets, self._inner_buffers, strict=True)
             ]
         else:
             self._version = self.version
             axis = self.settings.mesh.shard
-            self._pending = [b.start_gather(b.shard, b.plan, axis) for b in self.buckets if not b.aliased]
+            self._pending = [b.start_gather(b.shard, b.plan, axis, careful) for b in self.buckets if not b.aliased]
         return True
 
     def finish_unshard(self) -> None:

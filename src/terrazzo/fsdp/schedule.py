@@ -99,6 +99,8 @@ class Schedule:
 
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward begins, and its parameters are there."""
+        if not in_backward():
+            self.watch.note(unit, "run")
         if unit.forward_prefetch is not None:
             for other in unit.forward_prefetch:
                 self.start_unshard(other, "prefetch")
@@ -129,6 +131,7 @@ class Schedule:
     def begin_backward(self) -> None:
         """Once per backward."""
         if not self.backward_running:
+            self.watch.settle()
             self.backward_running = True
             Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -168,7 +171,7 @@ class Schedule:
         self.watch.note(unit, "unshard")
         began = perf_counter() if self.trace is not None else 0.0
         if self.stream is None:
-            group.start_unshard()
+            group.start_unshard(careful=not self.watch.has_agreed)
         else:
             unit.gather_event = self.stream.start(group.start_unshard)
         if self.trace is not None:

@@ -1,11 +1,13 @@
-"""Which collectives a rank asked for, so that ranks that took different paths can be told so.
+"""Which modules a rank ran and which collectives it asked for, so that ranks that took different paths can be told so.
 
 Ranks that disagree about the next collective wait for each other, until the process group's time limit; or, worse,
-their collectives match by size and mix up parameters.
+their collectives match and mix up parameters, or match but for their sizes, and gloo ends the process.
 
-Against the second, ranks compare the order of their collectives.  On CPU a checksum of it travels with every forward
-and every backward: sixteen bytes that nobody waits for, looked at when the next ones leave.  On accelerators, where
-looking would make the host wait, ranks compare when the order is new to them, as in the first step.
+Against the second, ranks compare what they did.  On CPU a checksum of it travels after every forward and every
+backward: sixteen bytes on connections of their own, which nobody waits for.  They are looked at before the next
+backward or forward, that is before anything could be mixed up; the first forward of all gathers by messages, which
+cannot be.  On accelerators, where looking would make the host wait, ranks compare when the order is new to them, as in
+the first step.
 
 Against the first, a rank whose collective failed writes down where it was, looks what the others wrote, and names who
 was elsewhere.
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from terrazzo.comm import wire
-from terrazzo.comm.axis import Axis
+from terrazzo.comm.axis import Axis, axis_beside
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp.meshes import DataMesh
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
     from terrazzo.fsdp.unit import Unit
 
 _ROLL_CALL_SECONDS = 5.0
-_SHOWN = 3  # collectives of a rank that a message shows
-_KEPT = 4096  # collectives that are remembered
+_SHOWN = 3  # events of a rank that a message shows
+_KEPT = 4096  # events that are remembered
 
 
 class _Position(msgspec.Struct, frozen=True):
-    """Where a rank is: how many collectives it asked for, and the last ones."""
+    """Where a rank is: how many events there were, and the last ones."""
 
     count: int
     last: list[str]
@@ -54,26 +56,32 @@ class _Comparing:
     names: list[str]  # what this rank's checksum is of
 
 
+_CODES = {"run": 1, "unshard": 2, "reduce": 3}
+
+
 class Watch:
-    """The collectives of one root on this rank."""
+    """The modules run and the collectives of one root on this rank."""
 
     def __init__(self, mesh: DataMesh | None) -> None:
         self._axis: Axis | None = mesh.shard if mesh is not None and mesh.shard.size > 1 else None
+        on_cpu = self._axis is not None and self._axis.device_type == "cpu"
+        self._beside = axis_beside(self._axis) if on_cpu and self._axis is not None else None
         self._log: deque[tuple[str, Unit]] = deque(maxlen=_KEPT)
         self._count = 0
-        self._in_part = 0  # collectives since the last comparison
+        self._in_part = 0  # events since the last comparison
         self._checksum = 0  # of these
         self._agreed: set[int] = set()
         self._comparing: _Comparing | None = None
+        self.has_agreed = self._axis is None  # whether ranks are known to have done the same once
 
     def note(self, unit: Unit, what: str) -> None:
-        """This rank is about to ask for a collective."""
+        """This rank is about to run a unit's module, or to ask for a collective."""
         if self._axis is None:
             return
         self._count += 1
         self._in_part += 1
         self._log.append((what, unit))
-        self._checksum = (self._checksum * 1000003 + unit.index * 2 + (what == "reduce") + 1) & 0x7FFFFFFFFFFFFFFF
+        self._checksum = (self._checksum * 1000003 + unit.index * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
 
     def compare(self) -> None:
         """At the end of a forward or backward: begin to see whether all ranks did the same since the last."""
@@ -84,9 +92,9 @@ class Watch:
         checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
         self._checksum = self._in_part = 0
         names = [f"{what} {unit.name}" for what, unit in recent]
-        if axis.device_type == "cpu":
+        if self._beside is not None:
             both = torch.tensor([checksum, -checksum])
-            self._comparing = _Comparing(wire.all_reduce(axis, both, "max"), both, names)
+            self._comparing = _Comparing(wire.all_reduce(self._beside, both, "max"), both, names)
         elif checksum not in self._agreed:
             plane = ControlPlane.for_group(axis.group, _time_limit(axis))
             if len(set(plane.all_gather(checksum.to_bytes(8, "little")))) > 1:
@@ -105,6 +113,7 @@ class Watch:
         largest, smallest = comparing.both.tolist()
         if largest != -smallest:
             self._raise_difference(self._axis, comparing.names)
+        self.has_agreed = True
 
     def forget(self) -> None:
         """A forward or backward failed here: there is nothing to compare."""
@@ -134,7 +143,7 @@ class Watch:
                     f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else"
                 )
             else:
-                lines.append(f"rank {rank} was at collective {position.count}: {', then '.join(position.last)}")
+                lines.append(f"rank {rank} was at event {position.count}: {', then '.join(position.last)}")
         return DivergedRanksError(
             f"rank {here}: a collective of fully_shard failed.\n  "
             + "\n  ".join(lines)
@@ -174,7 +183,7 @@ def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:
         if len(set(at)) > 1:
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
-                f"ranks ran different modules: collective {i + 1} of a forward or backward was {which}. What came of "
+                f"ranks ran different modules: event {i + 1} of a forward or backward was {which}. What came of "
                 "it may be mixed up. All ranks have to run the same modules in the same order"
             )
     return "ranks ran different modules in this step"
