@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,28 @@ def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
     for command in (["ls"], ["verify"], ["show", "x"]):
         result = run(command[0], str(tmp_path / "absent"), *command[1:])
         assert result.exit_code == 2 and result.output.startswith("error: ")
+
+
+def test_train_shows_the_line_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run.toml").write_text('script = "train.py"\narguments = ["a b"]\n[ranks]\nper_host = 4')
+    shown = run("train", str(tmp_path / "run.toml"), "--show", "--per-host", "2", "--restarts", "1")
+    assert shown.exit_code == 0
+    line = shlex.split(shown.stdout)
+    assert line[line.index("torchrun") + 1 :] == [
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--standalone",
+        str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "a b",
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_started_is_one_line_and_status_two(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[ranks]\nhosts = 0")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    for command in (
+        ["train", str(tmp_path / "absent.toml")],
+        ["train", str(tmp_path / "run.toml")],
+        ["demo", "--out", str(tmp_path / "out")],
+    ):
+        result = run(*command)
+        assert result.exit_code == 2 and result.output.startswith("error: ") and len(result.output.splitlines()) == 1

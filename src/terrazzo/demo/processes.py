@@ -31,7 +31,7 @@ class Ranks:
         self.title = title
         self.connection, theirs = context.Pipe(duplex=False)
         self._processes = [
-            context.Process(target=work, args=(rank, *arguments, theirs if rank == 0 else None), daemon=True)
+            context.Process(target=_work, args=(work, rank, *arguments, theirs if rank == 0 else None), daemon=True)
             for rank in range(count)
         ]
         for process in self._processes:
@@ -90,3 +90,8 @@ def _is_stopped(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True  # it has ended
     return all(state in "TtZX" for state in states)
+
+
+def _work(work: Callable[..., None], *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the terminal's process ends the others
+    work(*arguments)
