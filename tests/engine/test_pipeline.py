@@ -15,6 +15,9 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    SplitPoint,
+    pipeline,
 )
 from torch.utils.data import TensorDataset
 
@@ -73,7 +76,7 @@ def pipelined(depth: int, stage: int, schedule: Any = Schedule1F1B, seed: int = 
     """All ranks, in pipelines of `depth` ranks; schedules of several stages per rank get two."""
     ranks = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (depth, ranks // depth), mesh_dim_names=("pp", "dp"))
-    per_rank = 2 if schedule is ScheduleInterleaved1F1B else 1
+    per_rank = 2 if schedule in (ScheduleInterleaved1F1B, ScheduleLoopedBFS) else 1
     count, here = depth * per_rank, mesh.get_local_rank("pp")
     stages = [
         PipelineStage(part(whole(seed), i, count), i, count, torch.device("cpu"), group=mesh.get_group("pp"))
@@ -132,13 +135,29 @@ def check_training(depth: int, runs: list[tuple[Any, int]]) -> None:
 @pytest.mark.parametrize(
     ("world", "depth", "schedules"),
     [
-        (2, 2, [(ScheduleGPipe, 0), (ScheduleGPipe, 3), (ScheduleInterleaved1F1B, 1), (ScheduleInterleaved1F1B, 3)]),
+        (2, 2, [(ScheduleGPipe, 0), (ScheduleGPipe, 3), (ScheduleInterleaved1F1B, 1), (ScheduleLoopedBFS, 3)]),
         (4, 2, [(Schedule1F1B, 0), (Schedule1F1B, 1), (Schedule1F1B, 2), (Schedule1F1B, 3)]),
         (4, 4, [(Schedule1F1B, 1)]),
     ],
 )
 def test_every_stage_and_schedule_trains_like_one_process(world, depth, schedules):
     run_ranks(world, check_training, depth, schedules, timeout=120)
+
+
+def check_traced() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    split = {"blocks.2": SplitPoint.BEGINNING}
+    pipe = pipeline(whole(), mb_args=(torch.zeros(TOTAL // 2, INPUTS),), split_spec=split)
+    stage = pipe.build_stage(mesh.get_local_rank("pp"), torch.device("cpu"), mesh.get_group("pp"))
+    options = config(2, gradient_accumulation_steps=2)
+    engine = initialize(stage, pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=mesh, config=options)
+    close(train(engine, STEPS), train_plainly(STEPS)[0])
+    state = engine.module_state_dict()
+    assert ("head.weight" in state) is (mesh.get_local_rank("pp") == 1) and state.keys() <= whole().state_dict().keys()
+
+
+def test_stages_that_pytorch_has_cut_out_of_the_whole_model():
+    run_ranks(2, check_traced, timeout=120)
 
 
 def check_sixteen_bits() -> None:

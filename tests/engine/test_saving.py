@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from pathlib import Path
@@ -82,6 +83,29 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert stored["ds_config"]["zero_optimization"]["stage"] == 3
     assert stored["version"] == terrazzo.__version__ and stored["mine"] == [1, 2]
     assert "rng@0" in stored and "rng@1" in stored
+
+
+def check_log(folder: str) -> None:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger = logging.getLogger("terrazzo.engine")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        engine = engine_of(3)
+        engine.save_checkpoint(folder, "all")
+        assert logged == ["frozen parameters: 2 on the CPU, 0 on accelerators"]
+        engine.save_checkpoint(folder, "trained", exclude_frozen_parameters=True)
+        assert len(logged) == 1
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def test_where_frozen_parameters_are_is_logged(tmp_path):
+    run_ranks(2, check_log, str(tmp_path))
 
 
 def check_parts(folder: str) -> None:
