@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.deepspeed_cases import BEFORE, STEPS, UNIVERSAL, parsed
-from engine.runs import TOTAL, averaged, batches, loss_of, make_model, param_groups
+from engine.deepspeed_cases import BEFORE, PIPELINE, STEPS, UNIVERSAL, parsed, pipeline_layers
+from engine.runs import TOTAL, WIDTH, averaged, batches, loss_of, make_model, param_groups
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # an optional speed-up, which takes a minute to compile
 # Said to be unsupported on CPUs that have no instructions for it; PyTorch computes it all the same.
@@ -92,10 +93,27 @@ def run(out: Path, case: str) -> list[float]:
     return losses
 
 
+def run_pipeline(out: Path) -> list[float]:
+    """The same in two stages of layers."""
+    torch.manual_seed(0)
+    first, _, rest = pipeline_layers()
+    tied = [TiedLayerSpec("twice", torch.nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    model = PipelineModule([first, *tied, *rest], num_stages=2, loss_fn=lambda x, y: loss_of(lambda x: x, x, y))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    chosen = {**settings(1, "fp32", ""), "train_micro_batch_size_per_gpu": TOTAL // 2}
+    engine = deepspeed.initialize(model=model, model_parameters=parameters, config=chosen)[0]
+    losses = []
+    for step, (x, y) in enumerate(batches(STEPS)):
+        losses.append(float(engine.train_batch(iter(zip(x.chunk(2), y.chunk(2), strict=True)))))
+        if step == BEFORE - 1:
+            engine.save_checkpoint(str(out), PIPELINE, client_state={"mine": [1, 2]})
+    return losses
+
+
 def main() -> None:
     out, *cases = sys.argv[1:]
     deepspeed.init_distributed("gloo")
-    losses = {case: run(Path(out), case) for case in cases}
+    losses = {case: run_pipeline(Path(out)) if case == PIPELINE else run(Path(out), case) for case in cases}
     if dist.get_rank() == 0:
         (Path(out) / "losses.json").write_text(json.dumps(losses))
     dist.barrier()

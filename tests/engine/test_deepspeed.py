@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.deepspeed_cases import BEFORE, CASES, STEPS, UNIVERSAL, parsed
+from engine.deepspeed_cases import BEFORE, CASES, PIPELINE, STEPS, UNIVERSAL, parsed, pipeline_layers
 from engine.runs import config, make_model, param_groups, train
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         tag = f"converted-{case}"
         convert(folder / "wide" / f"native-{saved_as}", folder / tag, "deepspeed", stage=int(case[0]), ranks=2)
         resumed.append(f"{case}@{tag}")
-    deepspeed_runs(folder, [*CASES, *resumed])
+    deepspeed_runs(folder, [*CASES, *resumed, PIPELINE])
     return Runs(folder, json.loads((folder / "losses.json").read_text()), expected)
 
 
@@ -185,6 +185,23 @@ def test_universal_checkpoints(runs, case, tmp_path):
     assert_same(Checkpoint(tmp_path), Checkpoint(runs.folder / case))
     losses = run_ranks(4, resume, str(tmp_path), None, f"3-{parsed(case)[1]}")[0]
     assert_close(losses, runs.losses[case][BEFORE:], case)
+
+
+def resume_pipeline(folder: str, stage: int) -> list[float]:
+    first, twice, rest = pipeline_layers()
+    engine = initialize(torch.nn.Sequential(first, twice, twice, *rest), config=config(stage))
+    assert engine.load_checkpoint(folder, PIPELINE)[1]["mine"] == [1, 2]
+    assert torch.equal(engine.module[3].shift, torch.linspace(-1, 1, 7)) and engine.global_steps == BEFORE
+    return train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+@needs_deepspeed
+def test_a_pipeline(runs, tmp_path):
+    for world, stage in ((1, 0), (2, 2)):
+        for losses in run_ranks(world, resume_pipeline, str(runs.folder), stage):
+            assert_close(losses, runs.losses[PIPELINE][BEFORE:], "fp32")
+    convert(runs.folder / PIPELINE, tmp_path / "native", "native")
+    assert_same(Checkpoint(runs.folder / PIPELINE), Checkpoint(tmp_path / "native"))
 
 
 @needs_deepspeed

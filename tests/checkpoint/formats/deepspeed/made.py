@@ -82,3 +82,40 @@ def write_universal(folder: Path, stage: int) -> dict[str, Any]:
 def plain(file: Path) -> Any:
     """What a file holds, objects as dicts."""
     return OpenFile(file.parent, file.name).archive.materialised()
+
+
+def write_pipeline(folder: Path) -> None:
+    """Two stages of two layers each; the first and the last are one module to DeepSpeed, with a weight in common."""
+    weight, biases = torch.randn(3, 3), (torch.randn(3), torch.randn(3))
+    layers = [{"weight": weight, "bias": biases[0]}, {"gain": torch.randn(2), "buffer": torch.arange(2)}]
+    layers += [{"gain": torch.randn(2), "frozen": torch.randn(4)}, {"weight": weight, "bias": biases[1]}]
+    tag = folder / "tag"
+    tag.mkdir()
+    for number, layer in enumerate(layers):
+        stored = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in layer.items()}
+        torch.save(stored, tag / f"layer_{number:02d}-model_states.pt")
+    for stage, inner in enumerate((1, 2)):
+        named = {"tied_modules.t.weight": weight, "tied_modules.t.bias": biases[stage]}
+        named[f"{inner}.gain"] = layers[inner]["gain"]
+        flat = torch.cat([tensor.reshape(-1) for tensor in named.values()])
+        optimizer = {
+            "base_optimizer_state": {
+                "state": {0: {"step": 3, "exp_avg": flat + 1, "exp_avg_sq": flat + 2}},
+                "param_groups": [{"lr": 0.1, "params": [0]}],
+            },
+            "single_partition_of_fp32_groups": [flat],
+            "zero_stage": 1,
+            "group_paddings": [0],
+        }
+        torch.save({"optimizer_state_dict": optimizer}, tag / f"zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt")
+        model = {
+            "module": None,
+            "buffer_names": [f"{inner}.buffer"] if stage == 0 else [],
+            "param_shapes": [{name: tensor.shape for name, tensor in named.items()}],
+            "shared_params": {},
+            "global_steps": 3,
+            "dp_world_size": 1,
+            "mp_world_size": 2,
+            "checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1},
+        }
+        torch.save(model, tag / f"mp_rank_0{stage}_model_states.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.formats.deepspeed.made import plain, write, write_universal
+from checkpoint.formats.deepspeed.made import plain, write, write_pipeline, write_universal
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats import DeepSpeedReader
 from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafePickleError
@@ -69,6 +70,25 @@ def test_more_files_than_may_be_open(tmp_path):
         read(tmp_path / "tag")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_pipelines(tmp_path):
+    write_pipeline(tmp_path)
+    found = read(tmp_path / "tag")
+    names = {"0.weight", "0.bias", "1.gain", "1.buffer", "2.gain", "2.frozen", "3.bias"}
+    assert found["module"].keys() == names and found["shared_params"] == {"3.weight": "0.weight"}
+    trained = ["0.weight", "0.bias", "1.gain", "3.bias", "2.gain"]
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "params": trained}]
+    assert [name for name, _ in found["param_shapes"][0]] == trained and found["buffer_names"] == ["1.buffer"]
+    for name in trained:
+        weight, state = found["module"][name], found["optimizer"]["state"][name]
+        assert weight.dtype is torch.float32 and state["step"] == 3
+        assert torch.equal(state["exp_avg"], weight + 1) and torch.equal(state["exp_avg_sq"], weight + 2)
+    layer = torch.load(tmp_path / "tag" / "layer_03-model_states.pt")
+    assert torch.equal(found["module"]["3.bias"].bfloat16(), layer["bias"])
+    (tmp_path / "tag" / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="model states of 1 model ranks"):
+        read(tmp_path / "tag")
 
 
 # ------------------------------------------------------------------ what cannot be read
@@ -134,14 +154,17 @@ def test_other_kinds_of_parallelism_are_named(tmp_path):
     write(tmp_path, 2)
     tag = tmp_path / "tag"
     for name, what in (
-        ("layer_00-model_00-model_states.pt", "pipeline stages"),
+        ("layer_00-model_01-model_states.pt", "tensor-parallel"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture of experts"),
-        ("mp_rank_01_model_states.pt", "tensor-parallel"),
     ):
         (tag / name).write_bytes(b"")
         with pytest.raises(CheckpointFormatError, match=what):
             read(tag)
         (tag / name).unlink()
+    for file in list(tag.iterdir()):
+        shutil.copy(file, file.with_name(file.name.replace("mp_rank_00", "mp_rank_01")))
+    with pytest.raises(CheckpointFormatError, match="tensor-parallel"):
+        read(tag)
     (tmp_path / "latest").write_text("gone")
     with pytest.raises(CheckpointNotFoundError, match="gone"):
         DeepSpeedReader(tmp_path).read_metadata()

@@ -23,6 +23,7 @@ from terrazzo.errors import CheckpointFormatError
 _TAKEN_APART: Final = frozenset(
     {
         "module",
+        "buffer_names",
         "optimizer",
         "param_shapes",
         "frozen_param_shapes",
@@ -77,12 +78,26 @@ class Contents:
             plain = WholeTensor(file, value) if whole else replace_tensors(value, file.archive.tensor)
             self.add(("module", name), plain)
 
-    def add_rest(self, file: OpenFile) -> None:
-        """All that is neither the model nor the optimizer."""
-        model = file.value
-        self.add(("param_shapes",), [_pairs(named) for named in model.get("param_shapes") or []])
-        frozen = model.get("frozen_param_shapes")  # None: parameters that are not trained may have been left out
-        self.add(("frozen_param_shapes",), None if frozen is None else _pairs(frozen))
+    def add_rest(self, files: Sequence[OpenFile], renamed: Sequence[Mapping[str, str]] | None = None) -> None:
+        """All that is neither the model nor the optimizer; of a pipeline, the lists of names of all stages together.
+
+        Args:
+            files: a file of each stage.
+            renamed: for each stage, other names for some.
+        """
+        stages = [file.value for file in files]
+        with_names = list(zip(stages, renamed or [{}] * len(stages), strict=True))
+        shapes: dict[int, dict[str, Any]] = {}
+        for stage, names in with_names:
+            for number, named in enumerate(stage.get("param_shapes") or []):
+                shapes.setdefault(number, {}).update((names.get(name, name), shape) for name, shape in named.items())
+        self.add(("param_shapes",), [_pairs(shapes[number]) for number in sorted(shapes)])
+        frozen = [stage.get("frozen_param_shapes") for stage in stages]  # None: those not trained may be left out
+        together = {name: shape for named in frozen if named is not None for name, shape in named.items()}
+        self.add(("frozen_param_shapes",), None if None in frozen else _pairs(together))
+        buffers = [names.get(name, name) for stage, names in with_names for name in stage.get("buffer_names") or []]
+        self.add(("buffer_names",), list(dict.fromkeys(buffers)))
+        file, model = files[0], stages[0]
         scheduler = model.get("lr_scheduler")
         if isinstance(scheduler, dict) and scheduler:
             for key, value in scheduler.items():

@@ -21,17 +21,13 @@ Result = TypeVar("Result")
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
-_REFUSED: Final = {
-    re.compile(r"layer_\d+.*-model_states\.pt"): (
-        "the model was cut into pipeline stages; make a universal checkpoint of it with DeepSpeed's ds_to_universal"
-    ),
-    re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*"): "the model has a mixture of experts, which cannot be read",
-}
+_LAYER: Final = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt")
+_EXPERT: Final = re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*")
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The names of a checkpoint's files, by data-parallel rank."""
+    """The names of a model rank's files, by data-parallel rank."""
 
     model: tuple[str, ...]
     optim: tuple[str, ...]
@@ -43,25 +39,41 @@ class Files:
         return match is not None and match["dp"] is not None
 
 
-def find_files(folder: Path) -> Files:
-    """The files of a tag's folder; what they are of is known from their names."""
+def find_files(folder: Path) -> list[Files]:
+    """The files of a tag's folder, by model rank: of a pipeline, by stage."""
     names = sorted(os.listdir(folder))
-    for pattern, what in _REFUSED.items():
-        for name in names:
-            if pattern.fullmatch(name):
-                raise CheckpointFormatError(f"{folder / name}: {what}")
-    by_pattern = []
-    for pattern in (_MODEL, _OPTIM):
-        by_model_rank = _by_rank(folder, names, pattern)
-        if len(by_model_rank) > 1:
-            raise CheckpointFormatError(
-                f"{folder}: the model was tensor-parallel ({by_model_rank[1][0]}), and its files do not say how it "
-                "was cut; make a universal checkpoint of it with DeepSpeed's ds_to_universal"
-            )
-        by_pattern.append(by_model_rank[0] if by_model_rank else ())
-    if not by_pattern[0]:
+    for name in names:
+        if _EXPERT.fullmatch(name):
+            raise CheckpointFormatError(f"{folder / name}: the model has a mixture of experts, which cannot be read")
+    models, optims = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
+    if not models:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
-    return Files(by_pattern[0], by_pattern[1])
+    if optims and len(optims) != len(models):
+        raise CheckpointNotFoundError(
+            f"{folder}: there are model states of {len(models)} model ranks, and optimizer states of {len(optims)}"
+        )
+    return [Files(model, optim) for model, optim in zip(models, optims or [()] * len(models), strict=True)]
+
+
+def layer_files(folder: Path) -> dict[int, str]:
+    """The names of the files with a pipeline's layers, by number; none if the model is in other files."""
+    found: dict[int, str] = {}
+    for name in sorted(os.listdir(folder)):
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            continue
+        if int(match["mp"] or 0) != 0:
+            raise tensor_parallel(folder / name)
+        found[int(match["layer"])] = name
+    return found
+
+
+def tensor_parallel(where: Path) -> CheckpointFormatError:
+    """The error for a model that was tensor-parallel."""
+    return CheckpointFormatError(
+        f"{where}: the model was tensor-parallel, and its files do not say how it was cut; make a universal checkpoint "
+        "of it with DeepSpeed's ds_to_universal"
+    )
 
 
 def model_files(folder: Path) -> list[tuple[str, ...]]:

@@ -61,7 +61,7 @@ def read_universal(folder: Path) -> Contents:
     if first[0].value.get("module") is not None:  # of pipelines the model is in files that are not taken over
         _refuse_cut(by_model_rank, known)
         contents.add_untrained(first[0], known)
-    contents.add_rest(first[0])
+    contents.add_rest([files[0] for files in by_model_rank])
     return contents
 
 

@@ -15,26 +15,68 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     shapes_of,
     steps_in,
 )
-from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files
+from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files, layer_files, tensor_parallel
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
-from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, WholeTensor
+from terrazzo.checkpoint.formats.deepspeed.pipeline import TIED, add_layers, tied_names
+from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, Readable, WholeTensor
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
 def read_partitioned(folder: Path) -> Contents:
     """The contents of a tag's folder."""
-    files = find_files(folder)
-    models = [OpenFile(folder, name) for name in files.model]
-    optims = [OpenFile(folder, name) for name in files.optim]
-    _check_ranks(folder, files, models[0].value)
+    layers = {number: OpenFile(folder, name) for number, name in layer_files(folder).items()}
+    stages = [_Stage.of(folder, files) for files in find_files(folder)]
+    _check_model_ranks(folder, stages, layers)
+    renamed, shared = tied_names([stage.tied() for stage in stages], layers)
     contents = Contents()
-    partitions = _Partitions.of(models[0], optims) if optims else None
-    _add_model(contents, models, partitions)
-    if partitions is not None:
-        _add_optimizer(contents, partitions)
-    contents.add_rest(models[0])
+    known: set[str] = set()
+    for stage, names in zip(stages, renamed, strict=True):
+        known |= _add_weights(contents, stage, names)
+        _add_optimizer(contents, stage, names)
+    _add_param_groups(contents, stages, renamed)
+    contents.add_rest([stage.models[0] for stage in stages], renamed)
+    if layers:
+        add_layers(contents, layers, shared)
+    else:
+        contents.add_untrained(stages[0].models[0], known)
     return contents
+
+
+def _check_model_ranks(folder: Path, stages: Sequence[_Stage], layers: Mapping[int, OpenFile]) -> None:
+    """Several model ranks are the stages of a pipeline, whose layers are in files of their own."""
+    cut = stages[0].models[0].value.get("checkpoint_parallel_dimensions")
+    ranks = cut.get("tp_degree", 1) if isinstance(cut, dict) else 1
+    if ranks != 1 or len(stages) > 1 and not layers:
+        raise tensor_parallel(folder)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The open files of a model rank."""
+
+    models: Sequence[OpenFile]
+    partitions: _Partitions | None
+
+    @staticmethod
+    def of(folder: Path, files: Files) -> _Stage:
+        models = [OpenFile(folder, name) for name in files.model]
+        _check_ranks(folder, files, models[0].value)
+        optims = [OpenFile(folder, name) for name in files.optim]
+        return _Stage(models, _Partitions.of(models[0], optims) if optims else None)
+
+    def groups(self) -> Sequence[_Group]:
+        """Those of the partitions, if there are any."""
+        return () if self.partitions is None else self.partitions.groups
+
+    def tied(self) -> dict[str, Readable]:
+        """The weights of modules that layers of a pipeline share."""
+        return {
+            placed.name: _joined(placed, group.weights)
+            for group in self.groups()
+            for placed in group.placed
+            if placed.name.startswith(TIED)
+        }
 
 
 def _check_ranks(folder: Path, files: Files, model: Mapping[str, Any]) -> None:
@@ -160,16 +202,18 @@ def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> JoinedTe
 # ------------------------------------------------------------------ the model
 
 
-def _add_model(contents: Contents, models: Sequence[OpenFile], partitions: _Partitions | None) -> None:
+def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> set[str]:
+    """Add the parameters that the ranks have parts of; their names."""
     known: set[str] = set()
-    for group in partitions.groups if partitions is not None else ():
+    for group in stage.groups():
         for placed in group.placed:
-            contents.add(("module", placed.name), _joined(placed, group.weights))
-            known.add(placed.name)
-    for name, tensor in frozen_tensors(models):
+            name = names.get(placed.name, placed.name)
+            contents.add(("module", name), _joined(placed, group.weights))
+            known.add(name)
+    for name, tensor in frozen_tensors(stage.models):
         contents.add(("module", name), tensor)
         known.add(name)
-    contents.add_untrained(models[0], known)
+    return known
 
 
 def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
@@ -186,13 +230,26 @@ def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------ the optimizer
 
 
-def _add_optimizer(contents: Contents, partitions: _Partitions) -> None:
-    for group in partitions.groups:
+def _add_optimizer(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> None:
+    for group in stage.groups():
         for placed in group.placed:
-            for key, value in _state_of(placed, group, partitions.optims):
-                contents.add(("optimizer", "state", placed.name, key), value)
-    contents.add_param_groups(partitions.param_groups, partitions.names)
-    contents.add_loss_scaler(partitions.scaler)
+            name = names.get(placed.name, placed.name)
+            for key, value in _state_of(placed, group, stage.partitions.optims if stage.partitions else ()):
+                contents.add(("optimizer", "state", name, key), value)
+
+
+def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Sequence[Mapping[str, str]]) -> None:
+    """Of a pipeline, those of each stage together; a parameter that stages share comes once."""
+    found = [(stage.partitions, names) for stage, names in zip(stages, renamed, strict=True) if stage.partitions]
+    if not found:
+        return
+    members: dict[int, dict[str, None]] = {}
+    for partitions, names in found:
+        for number, group in enumerate(partitions.names):
+            members.setdefault(number, {}).update(dict.fromkeys(names.get(name, name) for name in group))
+    longest = max((partitions.param_groups for partitions, _ in found), key=len)
+    contents.add_param_groups(longest, [list(members[number]) for number in range(len(members))])
+    contents.add_loss_scaler(found[0][0].scaler)
 
 
 def _state_of(placed: Placed, group: _Group, optims: Sequence[OpenFile]) -> Iterable[tuple[str, Any]]:

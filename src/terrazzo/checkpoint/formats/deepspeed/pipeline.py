@@ -1,0 +1,94 @@
+"""Models that DeepSpeed has cut into pipeline stages: each layer is in a file of its own, `layer_03-model_states.pt`.
+
+The partitions name a parameter by the layer's number, `3.weight`.  The parameters of a module that several layers
+share, as DeepSpeed's `TiedLayerSpec` makes it, are `tied_modules.<key>.weight` there, and are in the file of each of
+the layers; here they have the number of the first of them, as in an `nn.Sequential` in which a module occurs more than
+once.  Stages have only some of its parameters in common, so the values decide which are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from terrazzo.checkpoint.formats.deepspeed.contents import Contents
+from terrazzo.checkpoint.formats.deepspeed.files import OpenFile
+from terrazzo.checkpoint.formats.deepspeed.tensors import Readable, WholeTensor
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.native.datafile import row_major_windows
+
+TIED = "tied_modules."
+_WINDOW = 1 << 20  # elements that are compared at a time
+
+
+def tied_names(
+    stages: Sequence[Mapping[str, Readable]], layers: Mapping[int, OpenFile]
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """New names for what is in modules that layers share, for each stage; and the further names of parameters.
+
+    Args:
+        stages: the tied parameters of each stage, by their names in it.
+    """
+    known: dict[str, list[tuple[str, Readable]]] = {}
+    renamed: list[dict[str, str]] = []
+    shared: dict[str, str] = {}
+    for tied in stages:
+        names: dict[str, str] = {}
+        for key, module in _by_module(tied).items():
+            holding = [number for number, layer in sorted(layers.items()) if _holds(layer, module)]
+            if not holding:
+                continue
+            names |= {f"{TIED}{key}.{inner}": f"{holding[0]}.{inner}" for inner in layers[holding[0]].value}
+            for inner, tensor in module.items():
+                outer, own = f"{TIED}{key}.{inner}", f"{holding[0]}.{inner}"
+                first = next((name for name, other in known.get(outer, ()) if _equal(tensor, other)), own)
+                if first == own:
+                    known.setdefault(outer, []).append((own, tensor))
+                names[outer] = first
+                shared |= {f"{n}.{inner}": first for n in holding if f"{n}.{inner}" != first}
+        renamed.append(names)
+    return renamed, shared
+
+
+def add_layers(contents: Contents, layers: Mapping[int, OpenFile], shared: Mapping[str, str]) -> None:
+    """Add what only the layers' files have: buffers, and parameters that are not trained."""
+    for number, layer in sorted(layers.items()):
+        for inner, value in layer.value.items():
+            name = f"{number}.{inner}"
+            if name in shared or f"module.{name}" in contents.values:
+                continue
+            whole = isinstance(value, StoredTensor)
+            plain = WholeTensor(layer, value) if whole else replace_tensors(value, layer.archive.tensor)
+            contents.add(("module", name), plain)
+    contents.add(("shared_params",), {**(contents.values.get("shared_params") or {}), **shared})
+
+
+def _by_module(tied: Mapping[str, Readable]) -> dict[str, dict[str, Readable]]:
+    found: dict[str, dict[str, Readable]] = {}
+    for name, tensor in tied.items():
+        key, _, inner = name.removeprefix(TIED).partition(".")
+        found.setdefault(key, {})[inner] = tensor
+    return found
+
+
+def _holds(layer: OpenFile, module: Mapping[str, Readable]) -> bool:
+    """Whether a layer is that module: it has its parameters, with the same values."""
+    for name, tensor in module.items():
+        stored = layer.value.get(name)
+        if not isinstance(stored, StoredTensor) or not _equal(tensor, WholeTensor(layer, stored)):
+            return False
+    return True
+
+
+def _equal(tensor: Readable, other: Readable) -> bool:
+    """Whether two tensors have the same values, in the precision of the second."""
+    if tensor.shape != other.shape:
+        return False
+    for window in row_major_windows(tensor.shape, _WINDOW):
+        one, two = (torch.empty(window.lengths, dtype=source.dtype) for source in (tensor, other))
+        tensor.read_box(window, one)
+        other.read_box(window, two)
+        if not torch.equal(one.to(two.dtype), two):
+            return False
+    return True
