@@ -45,6 +45,6 @@ def errors() -> Iterator[None]:
 def progress(what: str, total: int, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
     """A progress bar in bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=ERR, transient=True, disable=hidden) as bars:
+    with Progress(*columns, console=ERR, transient=True, disable=hidden or not ERR.is_terminal) as bars:
         task = bars.add_task(what, total=total)
         yield lambda nbytes: bars.advance(task, nbytes)
