@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.deepspeed_cases import BEFORE, CASES, PIPELINE, STEPS, UNIVERSAL, parsed, pipeline_layers
-from engine.runs import config, make_model, param_groups, train
+from engine.runs import config, make_model, param_groups, train, weights
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint import Checkpoint, PerRank
 from terrazzo.checkpoint.compare import compare
 from terrazzo.checkpoint.formats import Format, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.engine import initialize
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, EngineError
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -212,3 +213,35 @@ def test_a_checkpoint_that_lacks_a_file(runs, tmp_path):
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="data-parallel rank"):
         list(Checkpoint(tmp_path))
+
+
+def check_saving(folder: str) -> None:
+    rank = dist.get_rank()
+    engine = engine_like("3-bf16")
+    train(engine, 1)
+    engine.save_checkpoint(folder, "all", {"own": PerRank([rank]), "mine": 1}, layout="deepspeed")
+    engine.save_checkpoint(folder, "thin", layout="deepspeed", exclude_frozen_parameters=True, save_latest=False)
+    assert (Path(folder) / "latest").read_text() == "all"
+    other = engine_like("2-bf16", seed=5)
+    assert other.load_checkpoint(folder)[1] == {"own": [rank], "mine": 1}
+    saved, loaded = weights(engine), weights(other)
+    for name, value in loaded.items():
+        # Stage 3 keeps what is not trained in the precision of forward.
+        frozen = name.startswith("blocks.1.up")
+        assert torch.equal(value, saved[name].bfloat16().float() if frozen else saved[name]), name
+    untrained = engine_like("1-bf16", seed=6)
+    before = weights(untrained)
+    untrained.load_checkpoint(folder, "thin")
+    for name, value in weights(untrained).items():
+        assert torch.equal(value, before[name] if name.startswith("blocks.1.up") else saved[name]), name
+    with pytest.raises(CheckpointError, match="not written over"):
+        engine.save_checkpoint(folder, "all", layout="deepspeed")
+    with pytest.raises(EngineError, match="not written in the background"):
+        engine.save_checkpoint(folder, "later", layout="deepspeed", async_op=True)
+    with pytest.raises(EngineError, match="stage 0"):
+        engine_like("0-fp32").save_checkpoint(folder, "whole", layout="deepspeed")
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["all", "latest", "thin"]
+
+
+def test_saving_in_deepspeeds_layout(tmp_path):
+    run_ranks(2, check_saving, str(tmp_path))

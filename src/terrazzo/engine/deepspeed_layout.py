@@ -53,14 +53,12 @@ def save_in_deepspeed_layout(
         )
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
+    if b"1" in plane.all_gather(b"1" if (folder / tag).exists() else b"0"):
+        raise CheckpointExistsError(f"{folder / tag} exists; DeepSpeed's layout is not written over a checkpoint")
     temporary = folder / f".{tag}.tmp"
 
     def prepare() -> None:
         if rank == 0:
-            if (folder / tag).exists():
-                raise CheckpointExistsError(
-                    f"{folder / tag} exists; DeepSpeed's layout is not written over a checkpoint"
-                )
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
