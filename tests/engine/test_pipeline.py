@@ -25,7 +25,7 @@ from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches,
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.engine import Engine, WarmupLR, initialize
-from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.errors import CheckpointMismatchError, EngineConfigError, EngineError, RankError
 from terrazzo.tensor import init_device_mesh
 
 STEPS, BEFORE = 4, 2
@@ -264,6 +264,23 @@ def test_checkpoints_are_those_of_the_whole_model(tmp_path):
                 resumed = run_ranks(other[0], resume_pipelined, folder, *other[1:])
             for losses in resumed:
                 close(losses, expected)
+
+
+def check_misfits(folder: str) -> None:
+    """What the checkpoint lacks of one stage is an error on all."""
+    model = whole()
+    model.head = nn.Linear(WIDTH, OUTPUTS, bias=False)
+    initialize(model, config=config(1)).save_checkpoint(folder)
+    engine = pipelined(2, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"head.bias: not in the checkpoint"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(RankError, match=r"head.bias.exp_avg: not in the checkpoint"):
+        engine.load_checkpoint(folder, load_module_strict=False)
+    engine.load_checkpoint(folder, load_module_only=True, load_module_strict=False)
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    run_ranks(2, check_misfits, str(tmp_path))
 
 
 # ------------------------------------------------------------------ parameters that stages share

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,7 @@ from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
+from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
@@ -148,23 +150,27 @@ def load_engine(
     values = _values(checkpoint)
     reshard(engine.module)
     state, copies = _module_targets(engine, checkpoint, values, strict=strict)
-    wanted: dict[str, Any] = {"module": state}
-    groups: list[dict[str, Any]] = []
-    if optimizer and not module_only:
-        own = get_optimizer_state_dict(engine.module, engine.optimizer)
-        stored_as = _tied(engine)
-        wanted["optimizer"] = {"state": {stored_as.get(name, name): entry for name, entry in own["state"].items()}}
-        groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), own["param_groups"])
-    load(wanted, storage_reader=reader, checkpoint_id=path)
-    _finish_module(engine, state, copies)
-    if not module_only:
-        if optimizer:
+
+    def restore() -> None:
+        wanted: dict[str, Any] = {"module": state}
+        live = get_optimizer_state_dict(engine.module, engine.optimizer) if optimizer and not module_only else None
+        if live is not None:
+            wanted["optimizer"] = {"state": _renamed(live["state"], _tied(engine))}
+        load(wanted, storage_reader=reader, checkpoint_id=path)
+        _finish_module(engine, state, copies)
+        if live is not None:
             here = {first: name for name, first in _tied(engine).items()}
-            entries = {here.get(name, name): entry for name, entry in wanted["optimizer"]["state"].items()}
-            loaded = {"state": entries, "param_groups": groups}
+            groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), live["param_groups"])
+            loaded = {"state": _renamed(wanted["optimizer"]["state"], here), "param_groups": groups}
             set_optimizer_state_dict(engine.module, engine.optimizer, loaded)
-            if values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
-                engine.loss_scale.load_state_dict(values["loss_scaler"])
+
+    if engine.pipeline is None:
+        restore()
+    else:  # what does not fit may do so on one stage only, and is an error on all
+        ControlPlane.for_group().run_together(restore, f"loading {path}")
+    if not module_only:
+        if optimizer and values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
+            engine.loss_scale.load_state_dict(values["loss_scaler"])
         _restore_parts(engine, values, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
     return {name: value for name, value in values.items() if name not in OWN_NAMES}
@@ -203,16 +209,19 @@ def _module_targets(
     copies = {name: shared[name] for name in missing if shared.get(name) in state}
     # A checkpoint without frozen parameters was meant to leave them as they are.
     left_out = frozen_parameters(engine) if values.get("frozen_param_shapes") is None else {}
-    lacking = tuple(name for name in missing if name not in copies and name not in left_out)
+    lacking = [name for name in missing if name not in copies and name not in left_out]
     known = (state, engine.shared_params, elsewhere)
     unexpected = sorted(name for name in stored if not any(name in names for names in known))
+    if engine.pipeline is not None:  # what one stage lacks all refuse: the others would wait for it
+        faults = gather_over(engine.pipeline.axis, [lacking, unexpected])
+        lacking, unexpected = (list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*faults, strict=True))
     if strict and (lacking or unexpected):
         lines = [f"{name}: not in the checkpoint" for name in lacking]
         lines += [f"{name}: not in the model" for name in unexpected]
         raise CheckpointMismatchError(
             "the checkpoint does not fit the model (load_module_strict=False loads what does):\n  "
             + "\n  ".join(lines),
-            missing=lacking,
+            missing=tuple(lacking),
         )
     return {name: value for name, value in state.items() if name in stored}, copies
 
@@ -232,6 +241,10 @@ def _param_groups(engine: Engine, stored: list[dict[str, Any]], live: list[dict[
         known = {key: value for key, value in group.items() if key in options}
         kept.append({**known, "params": [name for name in names if name in own or name not in elsewhere]})
     return kept
+
+
+def _renamed(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): entry for name, entry in entries.items()}
 
 
 def _tied(engine: Engine) -> dict[str, str]:
