@@ -26,7 +26,7 @@ from terrazzo.errors import CheckpointError, EngineError
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed: pip install --no-build-isolation 'terrazzo[deepspeed]'",
+    reason="DeepSpeed is not installed: run make deepspeed, or pip install --no-build-isolation 'terrazzo[deepspeed]'",
 )
 
 

@@ -108,7 +108,8 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Partitions:
-    optims: Sequence[OpenFile]
+    """What the optimizer of a model rank keeps, in the files of its data-parallel ranks."""
+
     groups: tuple[_Group, ...]
     param_groups: Sequence[Mapping[str, Any]]
     names: list[list[str]]  # by param group
@@ -123,7 +124,7 @@ class _Partitions:
         names = names_by_group(shapes, param_groups, optims[0].where)
         if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
             names = [out_of_turns(members, len(optims)) for members in names]
-        return _Partitions(optims, tuple(groups), param_groups, names, states[0].get("loss_scaler"))
+        return _Partitions(tuple(groups), param_groups, names, states[0].get("loss_scaler"))
 
 
 def _in_turns(model: Mapping[str, Any]) -> bool:
@@ -234,7 +235,7 @@ def _add_optimizer(contents: Contents, stage: _Stage, names: Mapping[str, str]) 
     for group in stage.groups():
         for placed in group.placed:
             name = names.get(placed.name, placed.name)
-            for key, value in _state_of(placed, group, stage.partitions.optims if stage.partitions else ()):
+            for key, value in _state_of(placed, group):
                 contents.add(("optimizer", "state", name, key), value)
 
 
@@ -252,13 +253,17 @@ def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Seq
     contents.add_loss_scaler(found[0][0].scaler)
 
 
-def _state_of(placed: Placed, group: _Group, optims: Sequence[OpenFile]) -> Iterable[tuple[str, Any]]:
+def _state_of(placed: Placed, group: _Group) -> Iterable[tuple[str, Any]]:
     """A parameter's part of what the optimizer keeps of its group."""
+    files = [file for file, _ in group.weights]
     for key, value in group.states[0].items():
         if key == "step":
             continue
         if isinstance(value, StoredTensor) and len(value.shape) == 1:
-            yield key, _joined(placed, [(f, s.get(key)) for f, s in zip(optims, group.states, strict=True)])
+            yield (
+                key,
+                _joined(placed, [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]),
+            )
         else:
-            yield key, replace_tensors(value, optims[0].archive.tensor)
-    yield from steps_in(group.states[0], group.options, optims[0])
+            yield key, replace_tensors(value, files[0].archive.tensor)
+    yield from steps_in(group.states[0], group.options, files[0])
