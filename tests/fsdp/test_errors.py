@@ -217,3 +217,26 @@ def test_a_rank_that_does_not_come_is_named():
     assert first.ok and second.ok, (first, second)
     assert "rank 1 does not wait for a collective of this model" in first.value
     assert "rank 0 was at event" in first.value and "unshard Model" in first.value
+
+
+def check_absent_from_a_grid() -> str:
+    short_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():  # which do not take over the default group's limit
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+    model = shard_blocks(Model(), mesh=mesh)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    if dist.get_rank() == 3:
+        time.sleep(10)
+        return ""
+    with pytest.raises(DivergedRanksError) as caught:
+        loss_of(model, mine(x), mine(y)).backward()
+    return str(caught.value)
+
+
+def test_other_replicas_name_it_too():
+    for outcome in run_fresh(4, check_absent_from_a_grid)[:3]:
+        assert outcome.ok, outcome
+        assert "rank 3 does not wait for a collective of this model" in outcome.value
+        assert all(f"rank {rank} was at event" in outcome.value for rank in (0, 1, 2))

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, distributed_c10d
 
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
@@ -63,7 +64,10 @@ class Watch:
     """The modules run and the collectives of one root on this rank."""
 
     def __init__(self, mesh: DataMesh | None) -> None:
+        # Those that run the same modules step by step, and those that wait for each other at all: replicas may
+        # accumulate gradients of other numbers of batches.
         self._axis: Axis | None = mesh.shard if mesh is not None and mesh.shard.size > 1 else None
+        self._ranks: list[int] = mesh.mesh.mesh.flatten().tolist() if mesh is not None else []
         on_cpu = self._axis is not None and self._axis.device_type == "cpu"
         self._beside = axis_beside(self._axis) if on_cpu and self._axis is not None else None
         self._log: deque[tuple[str, Unit]] = deque(maxlen=_KEPT)
@@ -76,7 +80,7 @@ class Watch:
 
     def note(self, unit: Unit, what: str) -> None:
         """This rank is about to run a unit's module, or to ask for a collective."""
-        if self._axis is None:
+        if len(self._ranks) < 2:
             return
         self._count += 1
         self._in_part += 1
@@ -131,13 +135,11 @@ class Watch:
 
     def explain(self, error: CommError) -> CommError:
         """The error of a collective that failed, with where every rank was."""
-        axis = self._axis
-        if axis is None or isinstance(error, DivergedRanksError):
+        if len(self._ranks) < 2 or isinstance(error, DivergedRanksError):
             return error
-        positions = self._call_roll(axis)
-        here = axis.ranks[axis.index]
+        here = dist.get_rank()
         lines = []
-        for rank, position in zip(axis.ranks, positions, strict=True):
+        for rank, position in self._call_roll(here).items():
             if position is None:
                 lines.append(
                     f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else"
@@ -151,18 +153,17 @@ class Watch:
             f"is the usual cause). The first error was: {error}"
         )
 
-    def _call_roll(self, axis: Axis) -> list[_Position | None]:
-        assert axis.group is not None
+    def _call_roll(self, here: int) -> dict[int, _Position | None]:
         mine = _Position(self._count, [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]])
-        found: list[_Position | None] = [mine if i == axis.index else None for i in range(axis.size)]
+        found: dict[int, _Position | None] = {rank: mine if rank == here else None for rank in self._ranks}
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         try:
-            store = PrefixStore("terrazzo/fsdp", axis.group.get_group_store())
-            store.set(str(axis.index), msgspec.json.encode(mine).decode())
-            while None in found and time.monotonic() < deadline:
-                for i, known in enumerate(found):
-                    if known is None and store.check([str(i)]):
-                        found[i] = msgspec.json.decode(store.get(str(i)), type=_Position)
+            store = PrefixStore("terrazzo/fsdp", distributed_c10d._get_default_store())
+            store.set(str(here), msgspec.json.encode(mine).decode())
+            while None in found.values() and time.monotonic() < deadline:
+                for rank, known in found.items():
+                    if known is None and store.check([str(rank)]):
+                        found[rank] = msgspec.json.decode(store.get(str(rank)), type=_Position)
                 time.sleep(0.05)
         except RuntimeError:
             pass  # the store went with the rank that hosts it: then nobody can be heard of
