@@ -457,8 +457,10 @@ def check_data_and_evaluation(folder: str) -> None:
         return initialize(stage, training_data=data, pipeline=make, loss_fn=loss_fn, mesh=mesh, config=options)
 
     engine, plain = build(), whole()
+    engine.module.blocks[2 * here].norm.eval()
     before = loss_fn(plain(x[:8]), x[:8, :OUTPUTS])
     assert engine.eval_batch(x[:8], target=x[:8, :OUTPUTS]).item() == pytest.approx(before.item(), rel=1e-5)
+    assert engine.module.training and not engine.module.blocks[2 * here].norm.training
     batches = iter(engine.training_dataloader)
     for _ in range(2):
         inputs, target = next(batches)
@@ -507,6 +509,9 @@ def check_refusals() -> None:
         build(stage(own), loss=None)
     with pytest.raises(EngineConfigError, match="pass the class of the schedule"):
         build(stage(own), ScheduleGPipe(stage(own), 1))
+    with pytest.raises(EngineConfigError, match=rf"communicates with ranks \[{here}\].*get_group\('pp'\)"):
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")).get_group("dp")
+        build(PipelineStage(own, here, 2, torch.device("cpu"), group=alone))
     with pytest.raises(EngineConfigError, match="hold each stage once"):
         build(stage(own, 0, 3))
     with pytest.raises(EngineConfigError, match="no PipelineStage"):

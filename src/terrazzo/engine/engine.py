@@ -43,7 +43,8 @@ class Engine:
     them have come together.
 
     Attributes:
-        module: the model, its parameters sharded as the ZeRO stage says.
+        module: the model, its parameters sharded as the ZeRO stage says; of a pipeline, this rank's stage or stages.
+        pipeline: the stages and their schedule, if the model is cut into some.
         optimizer: of the sharded parameters.
         lr_scheduler: stepped after each optimizer step that was not skipped; None if there is none.
         training_dataloader: of the training data that `initialize` was given; None if there was none.
@@ -148,7 +149,7 @@ class Engine:
         return self._averaged(pipeline.total(loss))
 
     def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a batch, on every rank; takes what `train_batch` does, and changes nothing."""
+        """The mean loss of a batch in evaluation mode, on every rank; takes what `train_batch` takes."""
         pipeline = self._needs_pipeline("eval_batch")
         return self._averaged(pipeline.total(pipeline.evaluate(args, target, kwargs)))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -145,9 +146,16 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> Tensor:
-        """Forward alone; this rank's loss."""
+        """Forward alone, in evaluation mode; this rank's loss."""
         self._check_samples(args, target)
-        self._run(self.schedule.eval, args, target, kwargs)
+        modes = [(module, module.training) for part in self.parts for module in part.modules()]
+        try:
+            for part in self.parts:
+                part.eval()
+            self._run(self.schedule.eval, args, target, kwargs)
+        finally:
+            for module, training in modes:
+                module.training = training
         return self._loss()
 
     def _run(self, run: Callable[..., Any], args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> None:
@@ -171,8 +179,7 @@ class Pipeline:
     def _loss(self) -> Tensor:
         # PyTorch computes the loss once more when it first finds out what is sent between the stages.
         found = self._losses[-self._batch.accumulation :]
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        return torch.stack(found).mean() if found else torch.zeros((), device=device)
+        return torch.stack(found).mean() if found else torch.zeros((), device=self.axis.device_type)
 
     # ------------------------------------------------------------------ together
 
@@ -182,7 +189,7 @@ class Pipeline:
 
     def total_norm(self, norm: float) -> float:
         """The norm of all stages' gradients, from that of this rank's."""
-        square = torch.tensor(norm, dtype=torch.float64, device=_device(self.axis)) ** 2
+        square = torch.tensor(norm, dtype=torch.float64, device=self.axis.device_type) ** 2
         return float(self.total(square)) ** 0.5
 
 
@@ -203,6 +210,13 @@ def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
 
 
 def _check_stages(stages: Sequence[Stage], axis: Axis) -> None:
+    for stage in stages:
+        ranks_of_stage = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
+        if tuple(ranks_of_stage) != axis.ranks:
+            raise EngineConfigError(
+                f"stage {stage.stage_index} communicates with ranks {ranks_of_stage}, and the pipeline lies on ranks "
+                f"{list(axis.ranks)} of the mesh: make it with group=mesh.get_group({axis.name!r})"
+            )
     ranks = gather_over(axis, [[stage.stage_index, stage.num_stages] for stage in stages])
     indices = sorted(index for rank in ranks for index, _ in rank)
     counts = {count for rank in ranks for _, count in rank}
@@ -245,7 +259,3 @@ def _refuse_split_backward(schedule: Any) -> None:
 
 def _name_of(make: Any) -> str:
     return getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", None) or repr(make)
-
-
-def _device(axis: Axis) -> torch.device:
-    return torch.device("cpu" if axis.device_type == "cpu" else axis.device_type)

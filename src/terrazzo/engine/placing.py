@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.comm import Axis, axis_of, collectives
@@ -189,4 +189,9 @@ def _prepare_precision(model: nn.Module) -> None:
 def _same_everywhere(model: nn.Module, data: Axis) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(collectives.broadcast(local, data, 0))
+        local.copy_(collectives.broadcast(on_device(local, data), data, 0))
+
+
+def on_device(tensor: Tensor, axis: Axis) -> Tensor:
+    """Where the ranks of an axis communicate; a model may be on the CPU yet, or rest there."""
+    return tensor.to(axis.device_type)

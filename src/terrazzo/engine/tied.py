@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from terrazzo.comm import Axis, axis_over, collectives
 from terrazzo.engine.gathering import gather_over
+from terrazzo.engine.placing import on_device
 from terrazzo.errors import EngineConfigError
 from terrazzo.tensor import DTensor
 
@@ -60,7 +61,7 @@ class TiedParameters:
         """Give all copies the values of the first."""
         for copy, parameter in self._here(module):
             local = _local(parameter)
-            local.copy_(collectives.broadcast(local, copy.holders, copy.source))
+            local.copy_(collectives.broadcast(on_device(local, copy.holders), copy.holders, copy.source))
 
     @torch.no_grad()
     def add_gradients(self, module: nn.Module) -> None:
@@ -70,7 +71,7 @@ class TiedParameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 local = _local(parameter.grad)
-                local.copy_(collectives.all_reduce(local, copy.holders))
+                local.copy_(collectives.all_reduce(on_device(local, copy.holders), copy.holders))
 
     def uncounted(self, module: nn.Module) -> set[nn.Parameter]:
         """The copies whose gradients are counted in the norm of another stage."""
