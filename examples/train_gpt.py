@@ -77,6 +77,7 @@ def main() -> None:
     for passages in engine.training_dataloader:
         if engine.global_steps >= options.steps:
             break
+        passages = passages.to(engine.device)
         loss = F.cross_entropy(engine(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
         engine.backward(loss)
         engine.step()

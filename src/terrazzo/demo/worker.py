@@ -127,9 +127,8 @@ def make_engine(plan: Plan, leg: Leg) -> Engine:
     """The model on this leg's ranks."""
     torch.manual_seed(plan.seed)
     model = GPT(plan.sizes)
-    mesh = None
+    mesh = init_device_mesh("cpu", (leg.data_parallel, leg.tensor_parallel), mesh_dim_names=("data", "tensor"))
     if leg.tensor_parallel > 1:
-        mesh = init_device_mesh("cpu", (leg.data_parallel, leg.tensor_parallel), mesh_dim_names=("data", "tensor"))
         model = tensor_parallel(model, mesh["tensor"])
     data = Passages(plan.sizes.length)
     return initialize(model, training_data=data, config=plan.engine_config(leg), mesh=mesh, data_dim="data")
