@@ -59,6 +59,27 @@ def test_universal(tmp_path, stage):
     assert read(tmp_path)["global_steps"] == 3
 
 
+def test_universal_of_a_model_that_was_tensor_parallel(tmp_path):
+    state = write_universal(tmp_path, 2)
+    file = tmp_path / "tag" / "mp_rank_00_model_states.pt"
+    model = plain(file) | {"frozen_param_shapes": None, "mp_world_size": 2, "shared_params": {}}
+    # Each rank's file has the shapes of its part of the parameters; buffers are the same on all.
+    model["param_shapes"] = [
+        {name: (1, *shape[1:]) for name, shape in group.items()} for group in model["param_shapes"]
+    ]
+    for rank in range(2):
+        only_buffers = {"running": model["module"]["running"]}
+        torch.save(model | {"module": only_buffers}, file.with_name(f"mp_rank_0{rank}_model_states.pt"))
+    found = read(tmp_path / "tag")
+    assert found["module"].keys() == state["module"].keys() - {"f"}
+    for name, kept in state["optimizer"]["state"].items():
+        assert torch.equal(found["module"][name], state["module"][name])
+        assert torch.equal(found["optimizer"]["state"][name]["exp_avg"], kept["exp_avg"])
+    torch.save(model, file)
+    with pytest.raises(CheckpointFormatError, match="tensor-parallel, and .* was not trained"):
+        read(tmp_path / "tag")
+
+
 def test_more_files_than_may_be_open(tmp_path):
     import resource
 
