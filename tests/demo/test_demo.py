@@ -6,13 +6,18 @@ import csv
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.demo.crash import half_saved
+from terrazzo.demo.ending import compare
+from terrazzo.demo.plan import plan_of
+from terrazzo.demo.screen import Screen
 from terrazzo.demo.story import _make_room
 from terrazzo.errors import DemoError
 
@@ -75,3 +80,17 @@ def test_only_what_a_demo_left_is_replaced(tmp_path):
     with pytest.raises(DemoError, match="thesis.tex"):
         _make_room(Path(tmp_path))
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_losses_that_differ_are_not_called_the_same(tmp_path):
+    plan = plan_of(tmp_path, 12)
+    alone = {step: 5.0 - step / 4 for step in range(1, 13)}
+    first = {step: alone[step] for step in range(1, 7)}
+    second = {step: alone[step] for step in range(5, 13)}
+    for wrong, verdict in ((0.0, "by at most 0.0e+00: the same run"), (0.01, "by at most 1.0e-02: NOT the same run")):
+        told = StringIO()
+        screen = Screen(Console(file=told, width=100), plan.steps)
+        same = compare(plan, alone, first, {**second, 9: second[9] + wrong}, 6, 4, screen)
+        assert same == (wrong == 0) and verdict in told.getvalue()
+    rows = list(csv.reader((tmp_path / "loss.csv").open()))
+    assert rows[5] == ["5", "3.75", "3.75", "3.75"] and rows[12] == ["12", "2.0", "", "2.0"]
