@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 # Some tests compare with DeepSpeed.  It comes as sources that import torch when they are built: hence after the rest,
 # and without isolation.  Where it cannot be installed those tests are skipped.
 deepspeed: $(READY)
-	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-build-isolation 'terrazzo[deepspeed]'
+	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-build-isolation deepspeed
 
 $(TRIED_DEEPSPEED): $(READY)
 	$(MAKE) --no-print-directory deepspeed || echo "NOTE: DeepSpeed could not be installed (see above), so the" \
