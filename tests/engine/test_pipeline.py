@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch.distributed.pipelining import (
 from torch.utils.data import TensorDataset
 
 from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches, config
-from ranks import run_ranks
+from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.engine import Engine, WarmupLR, initialize
 from terrazzo.errors import CheckpointMismatchError, EngineConfigError, EngineError, RankError
@@ -215,31 +218,35 @@ def save_pipelined(folder: str, depth: int, stage: int, schedule: Any) -> None:
     engine.save_checkpoint(folder, client_state={"note": "piped"})
 
 
-def save_unpipelined(folder: str, stage: int) -> None:
+def save_unpipelined(folder: str, stage: int, layout: str = "native") -> None:
     engine = initialize(whole(), config=config(stage))
     train_unpipelined(engine, BEFORE)
-    engine.save_checkpoint(folder, client_state={"note": "piped"})
+    engine.save_checkpoint(folder, client_state={"note": "piped"}, layout=layout)
 
 
 def resume_pipelined(folder: str, depth: int, stage: int, schedule: Any) -> list[float]:
     engine = pipelined(depth, stage, schedule, seed=3)
     assert engine.load_checkpoint(folder)[1] == {"note": "piped"}
-    assert engine.global_steps == BEFORE and engine.lr_scheduler.last_batch_iteration == BEFORE - 1
-    return train(engine, STEPS - BEFORE, start=BEFORE)
+    start = engine.global_steps
+    assert engine.lr_scheduler.last_batch_iteration == start - 1
+    return train(engine, STEPS - start, start=start)
 
 
 def resume_unpipelined(folder: str, stage: int) -> list[float]:
     engine = unpipelined(stage)
     assert engine.load_checkpoint(folder)[1] == {"note": "piped"}
-    return train_unpipelined(engine, STEPS - BEFORE, start=BEFORE)
+    start = engine.global_steps
+    return train_unpipelined(engine, STEPS - start, start=start)
 
 
 def test_checkpoints_are_those_of_the_whole_model(tmp_path):
     expected = train_plainly(STEPS)[0][BEFORE:]
     run_ranks(1, save_unpipelined, str(tmp_path / "whole"), 0)
+    run_ranks(2, save_unpipelined, str(tmp_path / "deepspeed"), 2, "deepspeed")
     reference = Checkpoint(tmp_path / "whole" / f"global_step{BEFORE}").state_dict()
     saved = {
         "whole": (None, [(4, 2, 2, ScheduleGPipe), (2, 2, 1, ScheduleInterleaved1F1B), (4, 4, 3, Schedule1F1B)]),
+        "deepspeed": (None, [(4, 2, 1, Schedule1F1B)]),
         "2x2": ((4, 2, 1, Schedule1F1B), [None, (4, 4, 2, Schedule1F1B)]),
         "4": ((4, 4, 0, ScheduleGPipe), [None, (2, 2, 3, Schedule1F1B)]),
         "2": ((2, 2, 3, ScheduleInterleaved1F1B), [None, (4, 2, 0, Schedule1F1B)]),
@@ -264,6 +271,29 @@ def test_checkpoints_are_those_of_the_whole_model(tmp_path):
                 resumed = run_ranks(other[0], resume_pipelined, folder, *other[1:])
             for losses in resumed:
                 close(losses, expected)
+
+
+def train_until_killed(folder: str) -> None:
+    engine = pipelined(2, 1)
+    while True:
+        train(engine, 1, start=engine.global_steps)
+        saving = engine.save_checkpoint(folder, client_state={"note": "piped"}, async_op=True)
+        if engine.global_steps > BEFORE:
+            time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+        saving.result()
+
+
+def test_a_pipeline_that_is_killed_goes_on(tmp_path):
+    outcomes = run_fresh(2, train_until_killed, str(tmp_path), timeout=60)
+    assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGKILL] * 2
+    start = int((tmp_path / "latest").read_text().removeprefix("global_step"))
+    assert start in (BEFORE, BEFORE + 1)  # whether or not the last save was through
+    expected = train_plainly(STEPS)[0][start:]
+    resumed = run_ranks(2, resume_unpipelined, str(tmp_path), 2)
+    resumed += run_ranks(4, resume_pipelined, str(tmp_path), 4, 1, Schedule1F1B)
+    for losses in resumed:
+        close(losses, expected)
 
 
 def check_misfits(folder: str) -> None:
