@@ -23,10 +23,10 @@ from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     Layout,
-    group_of,
     loss_scaler,
     model_states,
     optim_states,
+    param_group,
     write_file,
 )
 from terrazzo.checkpoint.stores import LocalStore
@@ -96,7 +96,7 @@ def _layout(engine: Engine, state: Mapping[str, Any]) -> Layout:
     frozen = None if state["frozen_param_shapes"] is None else dict(state["frozen_param_shapes"])
     kept = state["optimizer"]["state"]
     groups = [
-        group_of(named, options, kept)
+        param_group(named, options, kept)
         for named, options in zip(shapes, state["optimizer"]["param_groups"], strict=True)
         if named
     ]
@@ -117,6 +117,7 @@ def _each_ranks(client_state: Mapping[str, Any], plane: ControlPlane) -> dict[st
     shown: dict[str, Any] = {}
     for name, value in client_state.items():
         if isinstance(value, PerRank):
+            # What this run's own ranks have sent, so it may be unpickled.
             parts = [pickle.loads(data) for data in plane.all_gather(pickle.dumps(value.value))]
             shown |= {f"{name}@{rank}": part for rank, part in enumerate(parts)}
         else:

@@ -18,10 +18,10 @@ from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, boxes_of
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     Layout,
-    group_of,
     loss_scaler,
     model_states,
     optim_states,
+    param_group,
     write_file,
 )
 from terrazzo.checkpoint.formats.source import Source
@@ -135,7 +135,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
     for options in values["optimizer"]["param_groups"]:
         named = {name: shapes[name] for name in options["params"] if name in shapes}
         if named:
-            groups.append(group_of(named, options, kept))
+            groups.append(param_group(named, options, kept))
     model = _model(source)
     buffers = set(values.get("buffer_names") or ())
     frozen = {

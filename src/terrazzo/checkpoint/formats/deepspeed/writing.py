@@ -51,7 +51,7 @@ class Group:
     once: Mapping[str, Any]
 
 
-def group_of(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
+def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
     """A param group from what the optimizer keeps of each parameter: things with a shape, or plain values.
 
     DeepSpeed counts the steps of a group, not of each parameter: the most that any of them has taken.
