@@ -31,7 +31,7 @@ class LossScale:
 
 
 class DynamicLossScale(LossScale):
-    """A factor that is halved after overflows and doubled after `window` steps without any.
+    """A factor that is halved after overflows and doubled in the step that follows `window` steps without any.
 
     `hysteresis - 1` overflows are forgiven before the factor shrinks; they are forgiven anew when the factor grows, and
     with `consecutive` after each step without overflow.
@@ -76,7 +76,8 @@ class DynamicLossScale(LossScale):
         else:
             if self.consecutive:
                 self.left = self.hysteresis
-            if (self.steps - self.last_overflow) % self.window == 0:
+            calm = self.steps - self.last_overflow - 1  # steps since the last overflow, this one not counted
+            if calm > 0 and calm % self.window == 0:
                 self.left = self.hysteresis
                 self.value *= self.factor
         self.steps += 1
