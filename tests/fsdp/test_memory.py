@@ -53,8 +53,8 @@ def outcomes(of: Tensor) -> set[str]:
         for write in WRITES:
             with pytest.raises((RuntimeError, TypeError)):
                 write(of.detach())
-        for read in READS[:2]:  # nobody wrote there
-            assert read(of.detach()).isnan().any()
+        if "nan" in found:  # nobody wrote there
+            assert all(read(of.detach()).isnan().any() for read in READS[:2])
     return found
 
 
@@ -105,8 +105,8 @@ def check_captured() -> set[str]:
 
 def test_parameters_kept_after_their_module_finished():
     for outcome in run_fresh(2, check_captured):
-        assert outcome.ok, outcome
-        assert outcome.value == {"raised", "nan"}
+        assert outcome.ok, outcome.error
+        assert outcome.value == ({"raised"} if memory._HAS_MESSAGES else {"raised", "nan"})
 
 
 class Table(nn.Module):

@@ -12,6 +12,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 _lock = threading.Lock()
 _pauses = 0
@@ -38,7 +39,13 @@ def paused_collector() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
-                if gc.get_freeze_count() == 0:  # otherwise the user has frozen objects, which would be thawed
+                if not _has_frozen():
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
+
+
+@cache
+def _has_frozen() -> bool:
+    """Whether the user has frozen objects, which would be thawed.  Asked once: the answer counts them all."""
+    return gc.get_freeze_count() > 0
