@@ -12,15 +12,20 @@ from terrazzo.demo.plan import plan_of
 
 
 def demo(
+    context: typer.Context,
     steps: Annotated[int, typer.Option(min=12, help="How many steps to train.")] = 180,
     out: Annotated[Path, typer.Option(help="Where checkpoints, the exported model and the loss curve go.")] = Path(
         "terrazzo-demo"
     ),
 ) -> None:
     """Train on 4 local ranks, be killed while saving, resume on 2, and compare with a run that was left alone."""
-    # Here, because the story uses these commands itself.
-    from terrazzo.demo.story import tell
+    from terrazzo.demo.story import tell  # here: other commands start without the engine
+
+    commands = context.find_root().command
+
+    def terrazzo(arguments: list[str]) -> int:
+        return int(commands.main(arguments, prog_name="terrazzo", standalone_mode=False) or 0)
 
     with errors():
-        same = tell(plan_of(out, steps), OUT)
+        same = tell(plan_of(out, steps), OUT, terrazzo)
     raise typer.Exit(0 if same else 1)

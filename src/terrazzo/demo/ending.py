@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from rich.text import Text
 
-from terrazzo.cli import app
 from terrazzo.demo import text
 from terrazzo.demo.model import GPT, write_on
 from terrazzo.demo.plan import FIRST, SECOND, Plan
@@ -22,15 +21,24 @@ _GREY, _BLUE, _ORANGE, _RED = (198, 204, 214), (31, 92, 168), (226, 120, 24), (2
 _EXAMPLE = "module.blocks.0.up.weight"
 
 
-def check_and_export(plan: Plan, resumed_from: int, expected: float | None, screen: Screen) -> bool:
+Command = Callable[[list[str]], int]
+"""Runs `terrazzo` with these arguments; returns its exit status."""
+
+
+def check_and_export(plan: Plan, resumed_from: int, expected: float | None, screen: Screen, terrazzo: Command) -> bool:
     """Verify and show the checkpoints, and export the last; whether its model is the uninterrupted run's."""
     before, last, exported = plan.checkpoint(resumed_from), plan.checkpoint(plan.steps), plan.folder / "model.pt"
     screen.heading("Verify and inspect: one tensor, saved by four ranks and then by two")
-    whole = _command(screen, "verify", str(last)) == 0
-    _command(screen, "show", str(before), _EXAMPLE)
-    _command(screen, "show", str(last), _EXAMPLE)
+
+    def run(*arguments: str) -> int:
+        screen.say(f"[dim]$ terrazzo {' '.join(arguments)}[/dim]")
+        return terrazzo(list(arguments))
+
+    whole = run("verify", str(last)) == 0
+    run("show", str(before), _EXAMPLE)
+    run("show", str(last), _EXAMPLE)
     screen.heading("Export, for PyTorch alone")
-    _command(screen, "convert", str(last), str(exported), "--to", "torch_save")
+    run("convert", str(last), str(exported), "--to", "torch_save")
     model = GPT(plan.sizes)
     model.load_state_dict(torch.load(exported, weights_only=True)["module"])
     found = probe(model)
@@ -41,13 +49,6 @@ def check_and_export(plan: Plan, resumed_from: int, expected: float | None, scre
     )
     screen.say(Text.assemble(f"   after {plan.steps} steps it writes: ", (beginning, "bold"), (written, "italic")))
     return whole and expected is not None and abs(found - expected) <= TOLERANCE
-
-
-def _command(screen: Screen, *arguments: str) -> int:
-    """Run a command of `terrazzo`, after showing it."""
-    screen.say(f"[dim]$ terrazzo {' '.join(arguments)}[/dim]")
-    status = app(list(arguments), standalone_mode=False)
-    return int(status or 0)
 
 
 def compare(

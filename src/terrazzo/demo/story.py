@@ -15,7 +15,7 @@ from rich.filesize import decimal as human_size
 
 from terrazzo.demo import text
 from terrazzo.demo.crash import HalfSaved, half_saved
-from terrazzo.demo.ending import check_and_export, compare
+from terrazzo.demo.ending import Command, check_and_export, compare
 from terrazzo.demo.plan import FIRST, SECOND, Leg, Plan
 from terrazzo.demo.processes import Ranks
 from terrazzo.demo.screen import Screen, Show
@@ -66,7 +66,7 @@ class Run:
                 self.warnings.append(text)
 
 
-def tell(plan: Plan, console: Console) -> bool:
+def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
     """Run the demo; whether the run that crashed and the one that did not are the same."""
     began = time.monotonic()
     screen = Screen(console, plan.steps)
@@ -86,7 +86,7 @@ def tell(plan: Plan, console: Console) -> bool:
         finally:
             for run in runs:
                 run.ranks.kill()
-    same_model = check_and_export(plan, resumed_from, alone.probe, screen)
+    same_model = check_and_export(plan, resumed_from, alone.probe, screen, terrazzo)
     same_losses = compare(plan, alone.losses, first.losses, second.losses, killed_at, resumed_from, screen)
     screen.say(f"\nIn {plan.folder}: {', '.join(OUTPUTS)} ({time.monotonic() - began:.0f} s)")
     return same_model and same_losses
