@@ -125,5 +125,7 @@ class MetadataIndex:
     def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
         set_field = object.__setattr__  # the class is frozen
         set_field(self, "fqn", fqn)
-        set_field(self, "offset", None if offset is None else torch.Size(offset))
+        if offset is not None and type(offset) is not torch.Size:
+            offset = torch.Size(offset)
+        set_field(self, "offset", offset)
         set_field(self, "index", index)

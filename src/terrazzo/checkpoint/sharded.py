@@ -57,7 +57,7 @@ class Viewer:
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, tuple[Any, ...]], Holders] = {}
-        self._boxes: dict[tuple[Any, ...], Box] = {}
+        self._boxes: dict[tuple[Any, ...], tuple[Box, Holders]] = {}
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
@@ -66,18 +66,21 @@ class Viewer:
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
-        placements = tuple(value.placements)
+        placements, size = tuple(value.placements), value.size()
+        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+        key = (type(value), id(mesh), placements, size)
+        known = self._boxes.get(key)
+        if known is not None:
+            box, holders = known
+            local = value.to_local()
+            if local.shape == box.lengths and not is_sharded(local):
+                return ShardView(size, value.dtype, ((box, local.detach()),), holders)
         holders = self._holders_of(name, mesh, placements)
         if not holders.ranks:  # this rank is not in the mesh
-            return ShardView(value.size(), value.dtype, (), holders)
-        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
-        key = (type(value), id(mesh), placements, value.size())
-        box = self._boxes.get(key)
-        if box is not None:
-            return self._view_shards(name, value, [(box, value.to_local())], holders)
+            return ShardView(size, value.dtype, (), holders)
         shards = _shards(name, value)
-        if len(shards) == 1:
-            self._boxes[key] = shards[0][0]
+        if len(shards) == 1 and not shards[0][0].is_empty:
+            self._boxes[key] = shards[0][0], holders
         return self._view_shards(name, value, shards, holders)
 
     def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:

@@ -24,7 +24,7 @@ def full_plan(name: str, samples: int) -> list[Case]:
 
 
 def short_plan(name: str) -> list[Case]:
-    """Uneven shards, terms or a mixture, and even or empty shards; what rotates with the mesh and sample does by name."""
+    """Uneven shards; terms or a mixture; even or empty shards.  Choices, mesh and sample rotate from name to name."""
     turn = zlib.crc32(name.encode())
     chosen = [
         ("uneven", "shard"),

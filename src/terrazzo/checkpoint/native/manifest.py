@@ -154,6 +154,7 @@ class Manifest:
             column("<u8" if self.head.wide else "<u4", nbytes).reshape(-1, 2, ndim) if ndim else np.empty((rows, 2, 0))
             for ndim, (rows, nbytes) in enumerate(sections)
         ]
+        self._records: dict[str, TensorRecord] = {}  # those that were asked for
         self._check_references(chunks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,9 +192,13 @@ class Manifest:
 
     def record(self, name: str) -> TensorRecord:
         """The rows of one tensor (or of an object kept in a data file); `KeyError` if there is none."""
-        entry, first, first_box, count = self._rows[name]
-        boxes = self._boxes[len(entry.shape)][first_box : first_box + count]
-        return TensorRecord(entry.name, dtype_from_name(entry.dtype), entry.shape, entry.kind, first, boxes)
+        found = self._records.get(name)
+        if found is None:
+            entry, first, first_box, count = self._rows[name]
+            boxes = self._boxes[len(entry.shape)][first_box : first_box + count]
+            dtype = dtype_from_name(entry.dtype)
+            found = self._records[name] = TensorRecord(entry.name, dtype, entry.shape, entry.kind, first, boxes)
+        return found
 
     @cached_property
     def first_sums(self) -> np.ndarray[Any, Any]:

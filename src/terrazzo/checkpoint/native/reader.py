@@ -69,13 +69,10 @@ class ChunkIndex:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._records: dict[str, TensorRecord] = {}
 
     def find(self, name: str, offsets: Sequence[int] | None, hint: int | None) -> StoredChunk:
         """The chunk of a tensor that begins at `offsets`; `hint` is its number, if known."""
-        record = self._records.get(name)
-        if record is None:
-            record = self._records[name] = self._record(name)
+        record = self._record(name)
         wanted = list(offsets) if offsets is not None else [0] * len(record.shape)
         if hint is not None and hint < record.count:
             begin, lengths = record.boxes[hint].tolist()
