@@ -82,13 +82,21 @@ class Overlap:
     lengths: torch.Size
 
 
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What stored chunks have of a box, and how many of its elements none of them has."""
+
+    parts: list[Overlap]
+    missing: int
+
+
 class Overlaps:
     """Finds overlaps, and remembers them: in a model many tensors have the same shape and are cut the same way."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, Box], list[Overlap]] = {}
+        self._known: dict[tuple[bytes, Box], Coverage] = {}
 
-    def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> list[Overlap]:
+    def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> Coverage:
         """The chunks that share elements with `box`, and what they share."""
         if not isinstance(chunks, ChunkTable):
             return _overlaps([(number, chunk.box) for number, chunk in enumerate(chunks)], box)
@@ -99,11 +107,13 @@ class Overlaps:
         return found
 
 
-def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> list[Overlap]:
+def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:
     found = []
+    missing = box.numel
     for number, chunk in chunks:
         common = chunk.intersect(box)
         if common is not None:
+            missing -= common.numel
             found.append(
                 Overlap(
                     number,
@@ -113,4 +123,4 @@ def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> list[Overlap]:
                     torch.Size(common.lengths),
                 )
             )
-    return found
+    return Coverage(found, missing)

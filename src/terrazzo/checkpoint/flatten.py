@@ -43,7 +43,10 @@ def _leaves(path: OBJ_PATH, value: Any) -> Iterator[tuple[OBJ_PATH, Any]]:
     if isinstance(value, Mapping):
         if value or not path:
             for key, item in value.items():
-                yield from _leaves((*path, key), item)
+                if isinstance(item, torch.Tensor):  # most are, and are leaves
+                    yield (*path, key), item
+                else:
+                    yield from _leaves((*path, key), item)
             return
     elif isinstance(value, list) and _is_walked(value):
         for index, item in enumerate(value):
@@ -76,7 +79,7 @@ def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN
         container: Any = nested
         keys = []
         for key in path:
-            keys.append(str(key) if isinstance(container, Mapping) else key)
+            keys.append(str(key) if type(container) is dict or isinstance(container, Mapping) else key)
             container = container[key]
         stored[name] = tuple(keys)
     return stored

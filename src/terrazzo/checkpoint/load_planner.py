@@ -231,17 +231,20 @@ def read_items(
     dest_index: MetadataIndex, source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps
 ) -> list[ReadItem]:
     """The items that fill `box` of the tensor stored as `source`."""
-    items = []
-    covered = 0
-    for found in overlaps.of(entry.chunks, box):
-        covered += found.lengths.numel()
-        storage_index = MetadataIndex(source, found.chunk_offsets, found.number)
-        items.append(
-            ReadItem(LoadItemType.TENSOR, dest_index, found.in_box, storage_index, found.in_chunk, found.lengths)
-        )
-    if covered != box.numel:
+    coverage = overlaps.of(entry.chunks, box)
+    if coverage.missing:
         raise CheckpointError(
-            f"{source!r}: {box.numel - covered} of the {box.numel} elements that are needed are not in the checkpoint, "
+            f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
             f"which is incomplete"
         )
-    return items
+    return [
+        ReadItem(
+            LoadItemType.TENSOR,
+            dest_index,
+            found.in_box,
+            MetadataIndex(source, found.chunk_offsets, found.number),
+            found.in_chunk,
+            found.lengths,
+        )
+        for found in coverage.parts
+    ]

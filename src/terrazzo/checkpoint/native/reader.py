@@ -97,7 +97,7 @@ class ChunkIndex:
 
     def _chunk(self, record: TensorRecord, number: int, lengths: list[int]) -> StoredChunk:
         manifest, row = self._manifest, record.first + number
-        shape = tuple(map(int, lengths))
+        shape = tuple(lengths)
         return StoredChunk(
             record.name,
             int(manifest.files[row]),
@@ -247,6 +247,8 @@ class Reading:
         """Compare whole blocks with their checksums; a run begins at a block and ends at one or at its chunk's end."""
         block, nbytes = self._block, run.stop - run.start
         number = run.chunk.first_sum + run.start // block
+        if nbytes <= block and checksum(run.memory) == self._manifest.sums[number]:
+            return
         for start in range(0, nbytes, block):
             if checksum(run.memory[start : start + block]) != self._manifest.sums[number]:
                 begin = run.chunk.start + run.start + start
