@@ -34,6 +34,7 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box
 
 _WINDOW: Final = 4 << 20  # bytes of a chunk that pass through the buffer at a time
+_STEP: Final = 512 << 10  # bytes that are read before they are checked: they are still in a core's own cache
 _BATCH_BYTES: Final = 1 << 20
 _BATCH_COUNT: Final = 512
 
@@ -230,9 +231,8 @@ class Reading:
         A large one that is to be checked goes in steps, each checked while it is in the cache.
         """
         file = self._file(runs[0].chunk.file)
-        if self._verify and len(runs) == 1 and runs[0].stop - runs[0].start > _WINDOW:
-            run = runs[0]
-            step = max(_WINDOW // self._block, 1) * self._block
+        run, step = runs[0], max(_STEP // self._block, 1) * self._block
+        if self._verify and len(runs) == 1 and run.stop - run.start > step:
             for start in range(run.start, run.stop, step):
                 stop = min(start + step, run.stop)
                 self._fetch([_Run(run.chunk, start, stop, run.memory[start - run.start : stop - run.start])])
