@@ -24,18 +24,18 @@ def full_plan(name: str, samples: int) -> list[Case]:
 
 
 def short_plan(name: str) -> list[Case]:
-    """Uneven shards; terms or a mixture; even or empty shards.  Choices, mesh and sample rotate from name to name."""
+    """Sharded evenly, sharded unevenly or with empty shards, terms, and a mixture: sample, mesh and form rotate by
+    name."""
     turn = zlib.crc32(name.encode())
-    chosen = [
-        ("uneven", "shard"),
-        (("even", "mixed"), ("uneven", "mixed"), ("empty", "partial"), ("even", "partial"))[turn // 8 % 4],
-        (("empty", "shard"), ("even", "shard"))[turn // 32 % 2],
-    ]
+    has_inplace = entries()[name].get_inplace() is not None
     cases = []
-    for i, (size, family) in enumerate(chosen):
+    for i, (size, family) in enumerate(
+        (("even", "shard"), ("uneven", "shard"), ("empty", "shard"), ("empty", "partial"), ("even", "mixed"))
+    ):
         mesh = "4" if (turn + i) % 2 else "2x2"
         cases.append(Case(size, (turn + i) % 4, mesh, family, turn % 5))
-    if entries()[name].get_inplace() is not None:
-        family = ("shard", "mixed", "partial")[turn % 3]
-        cases.append(Case("uneven", turn % 4, "4" if turn % 2 else "2x2", family, 0, True))
+    if has_inplace:
+        cases.append(
+            Case("uneven", turn % 4, "4" if turn % 2 else "2x2", ("shard", "mixed", "partial")[turn % 3], 0, True)
+        )
     return cases
