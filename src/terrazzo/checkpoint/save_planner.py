@@ -204,10 +204,9 @@ class DefaultSavePlanner(SavePlanner):
         holding = self._holdings.get(item.index)
         name = item.index.fqn
         nbytes = item.tensor_storage_size() or 0
-        if holding is not None and holding.holders == (
-            self.rank,
-        ):  # nobody else is asked, so nobody has to recognise it
-            return Claim(name, 0, nbytes, holding.holders)
+        alone = (self.rank,)
+        if holding is not None and holding.holders == alone:  # no other rank has to recognise it
+            return Claim(name, 0, nbytes, alone)
         data = item.tensor_data
         if data is None:
             identity = checksum(f"{name}\0object".encode())

@@ -12,6 +12,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -55,6 +56,17 @@ class PerThread(threading.local):
 
 
 per_thread = PerThread()
+
+
+@contextmanager
+def plain_tensors_replicated() -> Iterator[None]:
+    """Plain tensors among DTensors count as replicated in this thread."""
+    outer = per_thread.implicit_replication
+    per_thread.implicit_replication = True
+    try:
+        yield
+    finally:
+        per_thread.implicit_replication = outer
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:

@@ -230,14 +230,14 @@ class Reading:
 
         A large one that is to be checked goes in steps, each checked while it is in the cache.
         """
-        file = self._file(runs[0].chunk.file)
         run, step = runs[0], max(_STEP // self._block, 1) * self._block
         if self._verify and len(runs) == 1 and run.stop - run.start > step:
             for start in range(run.start, run.stop, step):
                 stop = min(start + step, run.stop)
                 self._fetch([_Run(run.chunk, start, stop, run.memory[start - run.start : stop - run.start])])
             return
-        file.read_into(runs[0].chunk.start + runs[0].start, [run.memory for run in runs])
+        file = self._file(run.chunk.file)
+        file.read_into(run.chunk.start + run.start, [run.memory for run in runs])
         for run in runs:
             self.bytes_read += run.stop - run.start
             if self._verify:
@@ -247,8 +247,6 @@ class Reading:
         """Compare whole blocks with their checksums; a run begins at a block and ends at one or at its chunk's end."""
         block, nbytes = self._block, run.stop - run.start
         number = run.chunk.first_sum + run.start // block
-        if nbytes <= block and checksum(run.memory) == self._manifest.sums[number]:
-            return
         for start in range(0, nbytes, block):
             if checksum(run.memory[start : start + block]) != self._manifest.sums[number]:
                 begin = run.chunk.start + run.start + start

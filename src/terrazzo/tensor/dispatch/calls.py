@@ -8,8 +8,7 @@ written in Python, the decomposition of the composites listed in `decompositions
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, tak
 from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
 from terrazzo.tensor.dispatch.runners import first_run, mark_copied, view_runner
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
-from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, set_wrapper_data, wrap
+from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, plain_tensors_replicated, set_wrapper_data, wrap
 from terrazzo.tensor.handlers.inplace import run_in_place
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
 
@@ -137,7 +136,7 @@ def call_without_plan(
     if python_body:
         return _run_body(func, types_, args, kwargs)
     if name in COMPOSITES:
-        with _own_tensors_replicated():
+        with plain_tensors_replicated():
             return run_composite(func, args, kwargs)
     return replicate_and_run(name, func, args, kwargs)
 
@@ -160,24 +159,13 @@ def _run_planned(
     return result
 
 
-@contextmanager
-def _own_tensors_replicated() -> Iterator[None]:
-    """For the bodies of PyTorch's own functions, in Python and C++.
-
-    The caller's plain tensors were refused before; those that a body makes (masks, offsets, random vectors) are the
-    same on every rank.
-    """
-    before = per_thread.implicit_replication
-    per_thread.implicit_replication = True
-    try:
-        yield
-    finally:
-        per_thread.implicit_replication = before
-
-
 def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the body of a function of PyTorch's written in Python."""
-    with _own_tensors_replicated():
+    """Run the body of a function of PyTorch's written in Python.
+
+    Here and in C++ composites the caller's plain tensors were refused before; those that the body makes (masks,
+    offsets, random vectors) are the same on every rank.
+    """
+    with plain_tensors_replicated():
         if _skip_one_hop is None:
             return run_composite(func, args, kwargs)
         return _skip_one_hop(func, types_, tuple(args), dict(kwargs))

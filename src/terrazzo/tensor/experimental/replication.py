@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from terrazzo.tensor.dtensor import per_thread
+from terrazzo.tensor.dtensor import plain_tensors_replicated
 
 
-@contextmanager
-def implicit_replication() -> Iterator[None]:
+def implicit_replication() -> AbstractContextManager[None]:
     """Let operations of this thread mix DTensors with plain tensors that every rank holds alike.
 
     Outside of this block such an operation is refused. Nothing checks that the ranks hold the same values.
@@ -17,9 +15,4 @@ def implicit_replication() -> Iterator[None]:
     >>> with implicit_replication():
     ...     pass  # x_distributed + plain
     """
-    outer = per_thread.implicit_replication
-    per_thread.implicit_replication = True
-    try:
-        yield
-    finally:
-        per_thread.implicit_replication = outer
+    return plain_tensors_replicated()
