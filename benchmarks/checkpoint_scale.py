@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, DefaultSavePlanner, SavePlan
+from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.manifest import FileEntry, Manifest, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
-from terrazzo.checkpoint.native.reader import ChunkIndex
 from terrazzo.checkpoint.sharded import Holders
 
 ROWS, WIDTH = 4, 1024  # of each rank's shard
@@ -83,7 +83,4 @@ def read_part(data: bytes, state: dict[str, Shard]) -> int:
     planner = DefaultLoadPlanner()
     planner.set_up_planner(dict(state), metadata_of(manifest), False)
     plan = planner.create_local_plan()
-    index = ChunkIndex(manifest)
-    for item in plan.items:
-        index.find(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index)
-    return len(plan.items)
+    return len(ChunkIndex(manifest).find([item.storage_index for item in plan.items]))

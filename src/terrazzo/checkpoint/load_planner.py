@@ -146,7 +146,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if value.size() != entry.size:
             return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(value.size())}"
         dtype = entry.properties.dtype
-        if not self.allow_lossy_dtype and not is_lossless(dtype, value.dtype):
+        if dtype != value.dtype and not self.allow_lossy_dtype and not is_lossless(dtype, value.dtype):
             return f"{value.dtype} does not hold every value of the checkpoint's {dtype} (see allow_lossy_dtype)"
         return None
 
@@ -212,6 +212,8 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
+        if tensor.shape == read_item.lengths:
+            return tensor
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             if tensor.shape[dim] != length:
                 tensor = tensor.narrow(dim, start, length)

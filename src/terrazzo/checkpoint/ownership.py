@@ -27,8 +27,7 @@ Exchange = Callable[[bytes], list[bytes]]
 _NAMED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """Something this rank could write.
 
     `identity` is the same on all ranks that could write the same thing.  `holders` are their group ranks, in
@@ -145,8 +144,7 @@ def _divergence(names: list[str]) -> DivergentValueError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """This rank's part in a claim: `index` of `parts` equal parts."""
 
     claim: int

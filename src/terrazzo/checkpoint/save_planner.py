@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -43,12 +44,10 @@ from terrazzo.layout.chunking import chunk_span
 SPLIT_FROM: Final = 16 << 20
 
 
-@dataclass(slots=True)
-class _Holding:
+class _Holding(msgspec.Struct, frozen=True, eq=False):
     """What this rank holds behind one item: the data, and which ranks of the group hold the same (None: unknown)."""
 
     value: Any
-    box: Box | None
     holders: tuple[int, ...] | None
 
 
@@ -168,7 +167,7 @@ class DefaultSavePlanner(SavePlanner):
             described = self._describe(view.size, data, box)
             item = WriteItem(MetadataIndex(name, described.chunk.offsets), kind, described)
             items.append(item)
-            self._holdings[item.index] = _Holding(data, box, holders)
+            self._holdings[item.index] = _Holding(data, holders)
         return items
 
     def _describe(self, size: torch.Size, data: torch.Tensor, box: Box) -> TensorWriteData:
@@ -193,17 +192,23 @@ class DefaultSavePlanner(SavePlanner):
     def _object_item(self, name: str, value: Any, own: bool) -> WriteItem:
         index = MetadataIndex(name)
         encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
-        self._holdings[index] = _Holding(encoded, None, (self.rank,) if own else None)
+        self._holdings[index] = _Holding(encoded, (self.rank,) if own else None)
         return WriteItem(index, WriteItemType.BYTE_IO)
 
     def negotiate(self, plan: SavePlan) -> Negotiation:
         """This rank's side of the agreement on who writes what, before anything has been sent."""
-        return Negotiation([self._claim(item) for item in plan.items], self.rank, len(self.ranks))
+        sizes: dict[int, int] = {}  # by description, of which many items share one
+        claims = []
+        for item in plan.items:
+            nbytes = sizes.get(id(item.tensor_data))
+            if nbytes is None:
+                nbytes = sizes[id(item.tensor_data)] = item.tensor_storage_size() or 0
+            claims.append(self._claim(item, nbytes))
+        return Negotiation(claims, self.rank, len(self.ranks))
 
-    def _claim(self, item: WriteItem) -> Claim:
+    def _claim(self, item: WriteItem, nbytes: int) -> Claim:
         holding = self._holdings.get(item.index)
         name = item.index.fqn
-        nbytes = item.tensor_storage_size() or 0
         alone = (self.rank,)
         if holding is not None and holding.holders == alone:  # no other rank has to recognise it
             return Claim(name, 0, nbytes, alone)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from terrazzo.checkpoint import interop
@@ -32,8 +33,7 @@ class Holders:
     among: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardView:
+class ShardView(msgspec.Struct, frozen=True, eq=False):
     """A rank's part of a distributed tensor.  `holders` is None if the tensor does not say who holds the same."""
 
     size: torch.Size
@@ -74,7 +74,7 @@ class Viewer:
             box, holders = known
             local = value.to_local()
             if local.shape == box.lengths and not is_sharded(local):
-                return ShardView(size, value.dtype, ((box, local.detach()),), holders)
+                return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
         holders = self._holders_of(name, mesh, placements)
         if not holders.ranks:  # this rank is not in the mesh
             return ShardView(size, value.dtype, (), holders)
@@ -96,7 +96,7 @@ class Viewer:
                         f"{name!r}: the chunk at {box.offsets} should be of shape {box.lengths}, "
                         f"but the local tensor is of shape {tuple(local.shape)}"
                     )
-                chunks.append((box, local.detach()))
+                chunks.append((box, _detached(local)))
         return ShardView(value.size(), value.dtype, tuple(chunks), holders)
 
     def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
@@ -121,6 +121,10 @@ class Viewer:
         return holders
 
 
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
     """The tensor's own chunks on this rank."""
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
@@ -135,7 +139,7 @@ def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -
     """The view of any tensor: a plain one is a single chunk that every rank may hold."""
     if is_sharded(value):
         return view(name, value)
-    return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), value.detach()),), None)
+    return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), _detached(value)),), None)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
+        self._properties: dict[torch.dtype, TensorProperties] = {}
 
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
@@ -38,7 +39,10 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         if self._manifest.names[name] != TENSOR:
             return BytesStorageMetadata()
         record = self._manifest.record(name)
-        return TensorStorageMetadata(TensorProperties(record.dtype), torch.Size(record.shape), ChunkTable(record.boxes))
+        properties = self._properties.get(record.dtype)
+        if properties is None:
+            properties = self._properties[record.dtype] = TensorProperties(record.dtype)
+        return TensorStorageMetadata(properties, torch.Size(record.shape), ChunkTable(record.boxes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ManifestEntries, (self._manifest,)

@@ -14,14 +14,13 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.dtypes import safetensors_form
-from terrazzo.checkpoint.native.format import PAGE, VERSION, chunk_key
+from terrazzo.checkpoint.native.format import PAGE, VERSION, chunk_suffix
 from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.layout.box import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, eq=False):
     """What is to be written: a box of a tensor that `item` names, or the bytes of an object."""
 
     entry: TensorEntry
@@ -49,12 +48,19 @@ def lay_out(chunks: Sequence[Chunk], save_id: str) -> FileLayout:
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "terrazzo": str(VERSION), "save_id": save_id}}
     position = 0
     positions = []
+    forms: dict[tuple[object, ...], tuple[str, list[int], str]] = {}  # many chunks share one
     for chunk in ordered:
-        code, shape = safetensors_form(chunk.dtype, chunk.lengths)
-        key = chunk_key(chunk.entry.name, chunk.offsets, chunk.lengths, chunk.entry.shape)
+        shared = (chunk.dtype, chunk.offsets, chunk.lengths, chunk.entry.shape)
+        form = forms.get(shared)
+        if form is None:
+            form = forms[shared] = (
+                *safetensors_form(chunk.dtype, chunk.lengths),
+                chunk_suffix(chunk.offsets, chunk.lengths, chunk.entry.shape),
+            )
+        code, shape, suffix = form
         positions.append(position)
         position += chunk.nbytes
-        entries[key] = {"dtype": code, "shape": shape, "data_offsets": (positions[-1], position)}
+        entries[chunk.entry.name + suffix] = {"dtype": code, "shape": shape, "data_offsets": (positions[-1], position)}
     text = msgspec.json.encode(entries)
     text += b" " * (-(len(text) + 8) % PAGE)
     header = len(text).to_bytes(8, "little") + text

@@ -45,15 +45,15 @@ def is_file_of_save(name: str, save_id: str, rank: int) -> bool:
     return match is not None and match[1] == save_id and int(match[2]) == rank
 
 
-def chunk_key(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The name of a chunk in its data file: the tensor's own if it is all of it, else with the slice it is.
+def chunk_suffix(offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """What follows a tensor's name in the name that its data file has for a chunk: the slice, unless it is all of it.
 
-    >>> chunk_key("w", (0, 0), (4, 4), (4, 4)), chunk_key("w", (2, 0), (2, 4), (4, 4))
-    ('w', 'w[2:4,0:4]')
+    >>> chunk_suffix((0, 0), (4, 4), (4, 4)), chunk_suffix((2, 0), (2, 4), (4, 4))
+    ('', '[2:4,0:4]')
     """
     if lengths == shape:
-        return name
-    return f"{name}[{','.join([f'{o}:{o + n}' for o, n in zip(offsets, lengths, strict=True)])}]"
+        return ""
+    return f"[{','.join([f'{o}:{o + n}' for o, n in zip(offsets, lengths, strict=True)])}]"
 
 
 def block_count(nbytes: int) -> int:

@@ -8,7 +8,6 @@ reading it, and a rank that wants a few tensors of it pays for those.  `docs/for
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -75,15 +74,18 @@ class Head(msgspec.Struct, frozen=True):
     planner_data: bytes | None = None  # what a custom planner adds, as terrazzo.checkpoint.objects writes it
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor's rows: `boxes` is an array (chunks, 2, dims) of offsets and lengths; `first` is the first row."""
+class TensorRecord(msgspec.Struct, frozen=True, eq=False):
+    """One tensor's rows: `boxes` is an array (chunks, 2, dims) of offsets and lengths; `first` is the first row.
+
+    `first_box` is the first row in the table of all boxes with so many dims.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     kind: int
     first: int
+    first_box: int
     boxes: np.ndarray[Any, Any]
 
     @property
@@ -197,8 +199,13 @@ class Manifest:
             entry, first, first_box, count = self._rows[name]
             boxes = self._boxes[len(entry.shape)][first_box : first_box + count]
             dtype = dtype_from_name(entry.dtype)
-            found = self._records[name] = TensorRecord(entry.name, dtype, entry.shape, entry.kind, first, boxes)
+            found = TensorRecord(entry.name, dtype, entry.shape, entry.kind, first, first_box, boxes)
+            self._records[name] = found
         return found
+
+    def box_table(self, ndim: int) -> np.ndarray[Any, Any]:
+        """The boxes of all chunks of tensors with so many dims: an array (chunks, 2, dims)."""
+        return self._boxes[ndim]
 
     @cached_property
     def first_sums(self) -> np.ndarray[Any, Any]:

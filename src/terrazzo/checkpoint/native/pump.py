@@ -45,7 +45,7 @@ class Pump:
             tensor = planner.resolve_data(chunk.item)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
                 raise _broken_promise(chunk, tensor)
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 self._add(bytes_of(tensor), tensor)
             else:
                 self._add_through_buffers(tensor)

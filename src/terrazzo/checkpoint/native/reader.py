@@ -13,21 +13,20 @@ checksums and copies then find them.  Checksums are per block, so a box that end
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Final
 
-import numpy as np
+import msgspec
 import torch
 
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.chunk_index import ChunkIndex, StoredChunk
 from terrazzo.checkpoint.native.files import DataFile
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
-from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
+from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
@@ -37,19 +36,6 @@ _WINDOW: Final = 4 << 20  # bytes of a chunk that pass through the buffer at a t
 _STEP: Final = 512 << 10  # bytes that are read before they are checked: they are still in a core's own cache
 _BATCH_BYTES: Final = 1 << 20
 _BATCH_COUNT: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk where it lies."""
-
-    name: str
-    file: int
-    start: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    first_sum: int
 
 
 @dataclass(slots=True)
@@ -65,49 +51,15 @@ class _Run:
     staged: torch.Tensor | None = None  # where in the buffer the data of the target will be, unless it is in place
 
 
-class ChunkIndex:
-    """Finds stored chunks by the name of the tensor and where they begin."""
+class _Place(msgspec.Struct, frozen=True):
+    """Where the box of an item lies in its chunk, in bytes: the same for all items of one box, shape and dtype."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-
-    def find(self, name: str, offsets: Sequence[int] | None, hint: int | None) -> StoredChunk:
-        """The chunk of a tensor that begins at `offsets`; `hint` is its number, if known."""
-        record = self._record(name)
-        wanted = list(offsets) if offsets is not None else [0] * len(record.shape)
-        if hint is not None and hint < record.count:
-            begin, lengths = record.boxes[hint].tolist()
-            if begin == wanted:
-                return self._chunk(record, hint, lengths)
-        matches = np.nonzero((record.boxes[:, 0] == np.array(wanted)).all(axis=1))[0]
-        if not len(matches):
-            raise CheckpointError(f"{name!r} has no chunk at {wanted}")
-        number = int(matches[0])
-        return self._chunk(record, number, record.boxes[number, 1].tolist())
-
-    def all_of(self, name: str) -> list[StoredChunk]:
-        """All chunks of a tensor."""
-        record = self._record(name)
-        return [self._chunk(record, number, lengths) for number, lengths in enumerate(record.boxes[:, 1].tolist())]
-
-    def _record(self, name: str) -> TensorRecord:
-        try:
-            return self._manifest.record(name)
-        except KeyError:
-            raise CheckpointError(f"the checkpoint holds no tensor {name!r}") from None
-
-    def _chunk(self, record: TensorRecord, number: int, lengths: list[int]) -> StoredChunk:
-        manifest, row = self._manifest, record.first + number
-        shape = tuple(lengths)
-        return StoredChunk(
-            record.name,
-            int(manifest.files[row]),
-            int(manifest.starts[row]),
-            prod(shape) * record.dtype.itemsize,
-            shape,
-            record.dtype,
-            int(manifest.first_sums[row]),
-        )
+    start: int
+    stop: int
+    low: int  # what has to be read so that it can be checked
+    high: int
+    in_one_run: bool  # all bytes from `low` to `high` are the box's
+    geometry: BoxInChunk
 
 
 class Reading:
@@ -119,7 +71,7 @@ class Reading:
         self._verify = verify
         self._block = manifest.head.block
         self._files: dict[int, DataFile] = {}
-        self._geometry: dict[Any, BoxInChunk] = {}
+        self._places: dict[Any, _Place] = {}
         self._batch: list[_Run] = []
         self._batch_bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -150,43 +102,37 @@ class Reading:
     @torch.no_grad()
     def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         """Fill what the planner hands out for each tensor item."""
-        by_file: dict[int, list[tuple[int, int, StoredChunk, ReadItem]]] = defaultdict(list)
         with paused_collector():
-            for number, item in enumerate(items):
-                source = item.storage_index
-                chunk = self.index.find(source.fqn, source.offset, source.index)
-                by_file[chunk.file].append((chunk.start, number, chunk, item))
-        for file in sorted(by_file):
-            for _, _, chunk, item in sorted(by_file[file], key=lambda wanted: wanted[:2]):
-                target = planner.resolve_tensor(item)
-                if target.device.type == "meta":
-                    raise CheckpointError(
-                        f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, "
-                        f"or load with a planner whose resolve_tensor does"
-                    )
-                self._read_item(chunk, item, target, planner)
-            self._flush(planner)
+            wanted = list(items)
+            chunks = self.index.find([item.storage_index for item in wanted])
+            order = sorted(range(len(wanted)), key=[(chunk.file, chunk.start) for chunk in chunks].__getitem__)
+        file = None
+        for number in order:
+            item, chunk = wanted[number], chunks[number]
+            if chunk.file != file:
+                self._flush(planner)
+                file = chunk.file
+            target = planner.resolve_tensor(item)
+            if target.is_meta:
+                raise CheckpointError(
+                    f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, "
+                    f"or load with a planner whose resolve_tensor does"
+                )
+            self._read_item(chunk, item, target, planner)
+        self._flush(planner)
 
     def _read_item(self, chunk: StoredChunk, item: ReadItem, target: torch.Tensor, planner: LoadPlanner) -> None:
-        key = (item.storage_offsets, item.lengths, chunk.shape)
-        geometry = self._geometry.get(key)
-        if geometry is None:
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            geometry = self._geometry[key] = box_in_chunk(box, chunk.shape)
-        itemsize = chunk.dtype.itemsize
-        start, stop = geometry.start * itemsize, geometry.stop * itemsize
-        low, high = self._checkable(chunk, start, stop)
-        if (
-            geometry.one_run
-            and (low, high) == (start, stop)
-            and target.dtype == chunk.dtype
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-        ):
-            self._add(_Run(chunk, start, stop, bytes_of(target), item, target), planner)
+        key = (item.storage_offsets, item.lengths, chunk.shape, chunk.dtype)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._place(chunk, Box(tuple(item.storage_offsets), tuple(item.lengths)))
+        low, high = place.low, place.high
+        if place.in_one_run and target.dtype == chunk.dtype and target.is_cpu and target.is_contiguous():
+            self._add(_Run(chunk, low, high, bytes_of(target), item, target), planner)
         elif high - low <= _WINDOW:
+            itemsize, geometry = chunk.dtype.itemsize, place.geometry
             position = self._room(high - low, itemsize, planner)
-            first = (position + start - low) // itemsize
+            first = (position + place.start - low) // itemsize
             staged = self._buffer_as(chunk.dtype).as_strided(geometry.lengths, geometry.strides, first)
             memory = self._buffer_memory[position : position + high - low]
             self._add(_Run(chunk, low, high, memory, item, target, staged), planner)
@@ -195,11 +141,15 @@ class Reading:
             self._read_windows(chunk, item, target)
             planner.commit_tensor(item, target)
 
-    def _checkable(self, chunk: StoredChunk, start: int, stop: int) -> tuple[int, int]:
-        """The bytes to read so that `start` to `stop` can be checked: whole blocks."""
-        if not self._verify:
-            return start, stop
-        return start - start % self._block, min(-(-stop // self._block) * self._block, chunk.nbytes)
+    def _place(self, chunk: StoredChunk, box: Box) -> _Place:
+        """Where a box of a chunk is, and the bytes to read so that it can be checked: whole blocks."""
+        geometry = box_in_chunk(box, chunk.shape)
+        itemsize = chunk.dtype.itemsize
+        start, stop = geometry.start * itemsize, geometry.stop * itemsize
+        low, high = start, stop
+        if self._verify:
+            low, high = start - start % self._block, min(-(-stop // self._block) * self._block, chunk.nbytes)
+        return _Place(start, stop, low, high, geometry.one_run and (low, high) == (start, stop), geometry)
 
     def _add(self, run: _Run, planner: LoadPlanner) -> None:
         self._batch.append(run)
@@ -210,15 +160,17 @@ class Reading:
     def _flush(self, planner: LoadPlanner) -> None:
         """Read the batch, and complete its items."""
         batch, self._batch, self._batch_bytes, self._buffer_used = self._batch, [], 0, 0
-        first = 0
-        while first < len(batch):
-            last = first + 1
-            position = batch[first].chunk.start + batch[first].stop
-            while last < len(batch) and batch[last].chunk.start + batch[last].start == position:
-                position = batch[last].chunk.start + batch[last].stop
-                last += 1
-            self._fetch(batch[first:last])
-            first = last
+        following: list[_Run] = []  # one another, in the file
+        position = -1
+        for run in batch:
+            begin = run.chunk.start + run.start
+            if begin != position and following:
+                self._fetch(following)
+                following = []
+            following.append(run)
+            position = begin + run.stop - run.start
+        if following:
+            self._fetch(following)
         for run in batch:
             if run.target is not None and run.item is not None:
                 if run.staged is not None:
@@ -248,7 +200,7 @@ class Reading:
         block, nbytes = self._block, run.stop - run.start
         number = run.chunk.first_sum + run.start // block
         for start in range(0, nbytes, block):
-            if checksum(run.memory[start : start + block]) != self._manifest.sums[number]:
+            if checksum(run.memory[start : start + block]) != self._manifest.sums.item(number):
                 begin = run.chunk.start + run.start + start
                 raise CheckpointCorruptError(
                     f"{run.chunk.name!r}: bytes {begin} to {begin + min(block, nbytes - start)} of {file.name} are not "
@@ -261,12 +213,12 @@ class Reading:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         itemsize = chunk.dtype.itemsize
         for window in windows(box, chunk.shape, _WINDOW // itemsize):
-            place = box_in_chunk(window, chunk.shape)
-            start, stop = place.start * itemsize, place.stop * itemsize
-            low, high = self._checkable(chunk, start, stop)
+            place = self._place(chunk, window)
+            low, high, geometry = place.low, place.high, place.geometry
             self._reserve(high - low)
             self._fetch([_Run(chunk, low, high, self._buffer_memory[: high - low])])
-            source = self._buffer_as(chunk.dtype).as_strided(place.lengths, place.strides, (start - low) // itemsize)
+            first = (place.start - low) // itemsize
+            source = self._buffer_as(chunk.dtype).as_strided(geometry.lengths, geometry.strides, first)
             target[window.relative_to(box).slices()].copy_(source)
 
     # -------------------------------------------------------------- the buffer

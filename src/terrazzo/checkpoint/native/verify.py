@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from terrazzo.checkpoint.native.chunk_index import ChunkIndex, StoredChunk
 from terrazzo.checkpoint.native.files import DataFile
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import Manifest
-from terrazzo.checkpoint.native.reader import ChunkIndex, StoredChunk
 from terrazzo.checkpoint.native.writer import read_manifest
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
@@ -93,6 +93,6 @@ def _damage_of(file: DataFile, name: str, chunk: StoredChunk, manifest: Manifest
         for offset in range(0, len(part), block):
             piece = part[offset : offset + block]
             position = start + offset
-            if checksum(piece) != manifest.sums[chunk.first_sum + position // block]:
+            if checksum(piece) != manifest.sums.item(chunk.first_sum + position // block):
                 begin = chunk.start + position
                 yield Damage(name, "not the bytes that were saved", chunk.name, begin, begin + len(piece))

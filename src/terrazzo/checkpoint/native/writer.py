@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.format import INLINE_LIMIT, MANIFEST, checksum, 
 from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
 from terrazzo.checkpoint.native.pump import Pump
-from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.checkpoint.stores.base import Store, read_all
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
@@ -75,6 +75,8 @@ def _chunks_of(plan: SavePlan, planner: SavePlanner) -> tuple[list[Chunk], list[
     """The plan's items as chunks for data files, and the objects that are small enough for the manifest."""
     chunks: list[Chunk] = []
     inline: list[ObjectEntry] = []
+    # Many items share one description; the plan keeps it alive, and with it its id.
+    described: dict[int, _Described] = {}
     for item in plan.items:
         if item.type is WriteItemType.BYTE_IO:
             kind, payload = _object_payload(item, planner)
@@ -88,12 +90,28 @@ def _chunks_of(plan: SavePlan, planner: SavePlanner) -> tuple[list[Chunk], list[
             data = item.tensor_data
             if data is None:
                 raise CheckpointError(f"{item.index.fqn!r}: an item of type {item.type} needs tensor_data")
-            dtype = data.properties.dtype
-            entry = TensorEntry(item.index.fqn, dtype_name(dtype), tuple(data.size), TENSOR)
-            lengths = tuple(data.chunk.sizes)
-            nbytes = item.tensor_storage_size() or 0
-            chunks.append(Chunk(entry, dtype, tuple(data.chunk.offsets), lengths, nbytes, item))
+            form = described.get(id(data))
+            if form is None:
+                form = described[id(data)] = _described(data, item.tensor_storage_size() or 0)
+            entry = TensorEntry(item.index.fqn, form.dtype_name, form.shape, TENSOR)
+            chunks.append(Chunk(entry, form.dtype, form.offsets, form.lengths, form.nbytes, item))
     return chunks, inline
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """What chunks of one description have in common."""
+
+    dtype: torch.dtype
+    dtype_name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    nbytes: int
+
+
+def _described(data: TensorWriteData, nbytes: int) -> _Described:
+    dtype, chunk = data.properties.dtype, data.chunk
+    return _Described(dtype, dtype_name(dtype), tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes), nbytes)
 
 
 def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:

@@ -187,8 +187,8 @@ class _LocalReadFile(ReadFile):
 
 def _groups(buffers: Sequence[memoryview]) -> list[Sequence[memoryview]]:
     """The buffers in groups that one system call can take."""
-    if len(buffers) == 1 and len(buffers[0]) <= _MAX_BYTES:
-        return [buffers] if len(buffers[0]) else []
+    if len(buffers) <= _MAX_BUFFERS and (together := sum(map(len, buffers))) <= _MAX_BYTES:
+        return [buffers] if together else []
     groups: list[Sequence[memoryview]] = []
     group: list[memoryview] = []
     total = 0
