@@ -212,11 +212,11 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
-        if tensor.shape == read_item.lengths:
-            return tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            if tensor.shape[dim] != length:
-                tensor = tensor.narrow(dim, start, length)
+        shape, lengths = tensor.shape, read_item.lengths
+        if shape != lengths:
+            for dim, length in enumerate(lengths):
+                if shape[dim] != length:
+                    tensor = tensor.narrow(dim, read_item.dest_offsets[dim], length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

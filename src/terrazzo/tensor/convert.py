@@ -118,8 +118,10 @@ class _GradTo(torch.autograd.Function):
 
 def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     local, layout = tensor._local, tensor._layout
-    if not (torch.is_grad_enabled() and local.requires_grad):
-        return local.detach() if local.requires_grad else local
+    if not local.requires_grad:
+        return local
+    if not torch.is_grad_enabled():
+        return local.detach()
     if grad_placements is not None:
         arrives = layout.with_placements(tuple(grad_placements), layout.order)
         if arrives is not layout.dual:

@@ -357,6 +357,9 @@ class DTensor(NoRawAccess, torch.Tensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
+        local: torch.Tensor = self._local
+        if not local.requires_grad:
+            return local
         from terrazzo.tensor.convert import to_local
 
         return to_local(self, grad_placements)

@@ -43,9 +43,13 @@ class ChunkIndex:
 
         An index's own `index` is a hint of the chunk's number.  If it is right, nothing has to be searched.
         """
-        records = [self._record(index.fqn) for index in indices]
+        records: list[TensorRecord] = []
         by_ndim: dict[int, list[int]] = defaultdict(list)
-        for position, record in enumerate(records):
+        record = None
+        for position, index in enumerate(indices):
+            if record is None or record.name != index.fqn:  # chunks of one tensor mostly follow one another
+                record = self._record(index.fqn)
+            records.append(record)
             by_ndim[len(record.shape)].append(position)
         found: dict[int, StoredChunk] = {}
         for ndim, positions in by_ndim.items():
