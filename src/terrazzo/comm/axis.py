@@ -4,11 +4,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
 
 
@@ -92,10 +95,10 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
         raise CommError(f"rank {dist.get_rank()} is not part of the mesh {mesh}, so it has no axis in it")
     if not dims or len(set(dims)) != len(dims) or not all(0 <= dim < mesh.ndim for dim in dims):
         raise CommError(f"{dims} are not distinct dims of the {mesh.ndim}-dim mesh {mesh}")
-    ranks_of_mesh = mesh.mesh
-    line = ranks_of_mesh[tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))]
-    kept = sorted(dims)
-    ranks = tuple(line.permute([kept.index(dim) for dim in dims]).reshape(-1).tolist())
+    with real_values():
+        line = mesh.mesh[tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))]
+        kept = sorted(dims)
+        ranks = tuple(line.permute([kept.index(dim) for dim in dims]).reshape(-1).tolist())
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
     candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)]
     return Axis(
@@ -145,9 +148,20 @@ def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
         world.pg_backend_config[default],
         distributed_c10d._get_default_store(),
         distributed_c10d.GroupName(name),
-        timeout=default._get_backend(default._device_types[0]).options._timeout,
+        timeout=_time_limit(default, default._device_types[0].type),
         group_desc="terrazzo_axis",
     )
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     _groups[key] = group
     return group
+
+
+def time_limit(axis: Axis) -> timedelta:
+    """How long collectives of the axis wait."""
+    return _time_limit(axis.group, axis.device_type)
+
+
+def _time_limit(group: ProcessGroup | None, device_type: str) -> timedelta:
+    options = None if group is None else group._get_backend(torch.device(device_type)).options
+    limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
+    return limit

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from terrazzo.comm.link import Link
+from terrazzo.comm.simulated import Echo, is_simulated
 from terrazzo.errors import CommError, RankError, RankFailure
 
 Result = TypeVar("Result")
@@ -38,7 +39,7 @@ class ControlPlane:
     42
     """
 
-    def __init__(self, link: Link | None, ranks: Sequence[int], index: int, timeout: timedelta) -> None:
+    def __init__(self, link: Link | Echo | None, ranks: Sequence[int], index: int, timeout: timedelta) -> None:
         """Use `for_group` or `create`."""
         self._link = link
         self.ranks = tuple(ranks)  # global ranks by position
@@ -67,7 +68,7 @@ class ControlPlane:
         cls,
         group: ProcessGroup | None,
         timeout: timedelta,
-        link_of: Callable[[ProcessGroup, Sequence[int], timedelta], Link],
+        link_of: Callable[[ProcessGroup, Sequence[int], timedelta], Link | Echo],
     ) -> Self:
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -163,11 +164,11 @@ def _failure_of(error: BaseException, rank: int) -> RankFailure:
 # ------------------------------------------------------------------ connections by process group
 
 _lock = threading.Lock()
-_shared: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[ProcessGroup, Link | Echo] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link:
+def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link | Echo:
     with _lock:
         link = _shared.get(group)
     if link is None or link.broken:
@@ -177,7 +178,9 @@ def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) 
     return link
 
 
-def _new_link(group: ProcessGroup, ranks: Sequence[int], kind: str, timeout: timedelta) -> Link:
+def _new_link(group: ProcessGroup, ranks: Sequence[int], kind: str, timeout: timedelta) -> Link | Echo:
+    if is_simulated(group):
+        return Echo(len(ranks), group.rank())
     with _lock:  # not held while connecting, which may take as long as the slowest rank
         made = _made.setdefault(group, Counter())
         made[kind] += 1

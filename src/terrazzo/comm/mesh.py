@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
 
 MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
@@ -36,7 +37,15 @@ def _forget_dead() -> None:
 
 def mesh_as_data(mesh: DeviceMesh) -> MeshAsData:
     """What identifies `mesh` in any process; a pickled mesh would not equal a live one, for its hash is salted."""
-    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
+    with real_values():
+        return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of a mesh, in row-major order."""
+    with real_values():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        return ranks
 
 
 def mesh_from_data(data: MeshAsData) -> DeviceMesh:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,8 +27,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, distributed_c10d
 
 from terrazzo.comm import wire
-from terrazzo.comm.axis import Axis, axis_beside
+from terrazzo.comm.axis import Axis, axis_beside, time_limit
 from terrazzo.comm.control import ControlPlane
+from terrazzo.comm.mesh import ranks_of
+from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp.meshes import DataMesh
 
@@ -66,8 +67,10 @@ class Watch:
     def __init__(self, mesh: DataMesh | None) -> None:
         # Those that run the same modules step by step, and those that wait for each other at all: replicas may
         # accumulate gradients of other numbers of batches.
-        self._axis: Axis | None = mesh.shard if mesh is not None and mesh.shard.size > 1 else None
-        self._ranks: list[int] = mesh.mesh.mesh.flatten().tolist() if mesh is not None else []
+        axis = None if mesh is None else mesh.shard
+        others = axis is not None and axis.group is not None and not is_simulated(axis.group)
+        self._axis: Axis | None = axis if others else None
+        self._ranks: list[int] = ranks_of(mesh.mesh) if mesh is not None else []
         on_cpu = self._axis is not None and self._axis.device_type == "cpu"
         self._beside = axis_beside(self._axis) if on_cpu and self._axis is not None else None
         self._log: deque[tuple[str, Unit]] = deque(maxlen=_KEPT)
@@ -100,7 +103,7 @@ class Watch:
             both = torch.tensor([checksum, -checksum])
             self._comparing = _Comparing(wire.all_reduce(self._beside, both, "max"), both, names)
         elif checksum not in self._agreed:
-            plane = ControlPlane.for_group(axis.group, _time_limit(axis))
+            plane = ControlPlane.for_group(axis.group, time_limit(axis))
             if len(set(plane.all_gather(checksum.to_bytes(8, "little")))) > 1:
                 self._raise_difference(axis, names)
             self._agreed.add(checksum)
@@ -125,7 +128,7 @@ class Watch:
         self._checksum = self._in_part = 0
 
     def _raise_difference(self, axis: Axis, names: list[str]) -> None:
-        plane = ControlPlane.for_group(axis.group, _time_limit(axis))
+        plane = ControlPlane.for_group(axis.group, time_limit(axis))
         everyone = [
             msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))
         ]
@@ -168,13 +171,6 @@ class Watch:
         except RuntimeError:
             pass  # the store went with the rank that hosts it: then nobody can be heard of
         return found
-
-
-def _time_limit(axis: Axis) -> timedelta:
-    """That of the axis's collectives."""
-    assert axis.group is not None
-    limit: timedelta = axis.group._get_backend(torch.device(axis.device_type)).options._timeout
-    return limit
 
 
 def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
 from terrazzo.comm.collectives import exchange
+from terrazzo.comm.mesh import ranks_of
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -35,16 +36,16 @@ class Transfer:
     shape: tuple[int, ...]
 
 
-def _holders(layout: Layout) -> dict[int, Box]:
+def boxes_by_rank(layout: Layout) -> dict[int, Box]:
     """Global rank -> the box that it holds."""
-    ranks = layout.mesh.mesh
-    return {int(ranks[coord]): layout.box(coord) for coord in product(*(range(n) for n in layout.mesh_shape))}
+    coordinates = product(*(range(n) for n in layout.mesh_shape))
+    return {rank: layout.box(coord) for rank, coord in zip(ranks_of(layout.mesh), coordinates, strict=True)}
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
     """The transfer of rank `me` between two layouts without terms."""
-    have, want = _holders(src), _holders(dst)
+    have, want = boxes_by_rank(src), boxes_by_rank(dst)
     ranks = tuple(sorted({*have, *want}))
     owners: dict[Box, list[int]] = {}
     for rank, box in have.items():

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.simulated import real_values
 from terrazzo.errors import RandomStateError
 from terrazzo.layout import Box, Layout, Replicate, Shard
 from terrazzo.tensor.redistribute import redistribute_local
@@ -34,7 +35,8 @@ _draws: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def draw_key(mesh: Any, generator: torch.Generator | None = None) -> int:
     """The key of one random operation; every rank of the mesh draws the same."""
     device = "cpu" if generator is None else generator.device
-    key = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device=device))
+    with real_values():
+        key = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device=device))
     count = _draws.get(mesh, 0)
     _draws[mesh] = count + 1
     if count % _CHECK_EVERY == 0 and mesh.get_coordinate() is not None:
@@ -91,8 +93,9 @@ def global_index(layout: Layout, device: Any) -> torch.Tensor:
 
 def bits(layout: Layout, device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
     """64 random bits for each local element."""
-    key = torch.tensor(_signed(draw_key(layout.mesh, generator)), dtype=torch.int64)
-    start = int(_mix(key))
+    key = draw_key(layout.mesh, generator)
+    with real_values():
+        start = int(_mix(torch.tensor(_signed(key), dtype=torch.int64)))
     z = global_index(layout, device) * _GAMMA
     return _mix(z.add_(start))
 

@@ -107,7 +107,7 @@ class ChunkIndex:
 
 
 def _column(numbers: Iterable[int | None]) -> np.ndarray[Any, Any]:
-    return np.fromiter(numbers, np.int64)  # type: ignore[arg-type]  # no None among them
+    return np.fromiter(numbers, np.int64)
 
 
 def _offsets(indices: list[MetadataIndex], ndim: int) -> np.ndarray[Any, Any]:

@@ -11,7 +11,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial
+from terrazzo.tensor.cross_mesh import boxes_by_rank
 from terrazzo.tensor.dtensor import DTensor
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
@@ -104,9 +104,7 @@ def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
             f"visualize_sharding draws tensors of up to 2 dims, this one has shape {tuple(layout.shape)}: "
             "draw a slice of it, such as x[0]"
         )
-    boxes = {
-        int(layout.mesh.mesh[coord]): layout.box(coord) for coord in product(*(range(n) for n in layout.mesh_shape))
-    }
+    boxes = boxes_by_rank(layout)
     held = {rank: box for rank, box in boxes.items() if not box.is_empty}
     # Seen as rows x columns: a vector is one row, a scalar one cell.
     as_pairs = {rank: _as_rectangle(box) for rank, box in held.items()}
