@@ -20,6 +20,15 @@ import torch.distributed as dist
 
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 from terrazzo.tensor.dispatch import fallback
+from tests.tensor.sweep.compare import (
+    Mismatch,
+    comparable,
+    compare_gradient,
+    compare_kind,
+    compare_values,
+    tensors,
+    unwrapped,
+)
 from tests.tensor.sweep.placing import MESHES, choose, distribute, kinds, terms_in_mean
 from tests.tensor.sweep.samples import entries, samples
 
@@ -68,10 +77,6 @@ class Report:
 
 class _Skip(Exception):
     """The case says nothing about distributed tensors; the message is the reason."""
-
-
-class _Mismatch(Exception):
-    """The result is not that of one device."""
 
 
 @lru_cache(maxsize=4)
@@ -128,7 +133,7 @@ def _outcome(reference: _Reference, case: Case, report: Report) -> tuple[str, st
         return "right", ""
     except _Skip as reason:
         return "skipped", str(reason)
-    except _Mismatch as mismatch:
+    except Mismatch as mismatch:
         print(f"{reference.name}, {case}: {mismatch}", flush=True)
         return "wrong", str(mismatch)
     except Exception as error:
@@ -171,6 +176,7 @@ class _Reference:
         self.function: Callable[..., Any] = self.op.get_inplace() if inplace else self.op.op
         self.is_random = False
         self._expected: _Expected | _Skip | None = None
+        self._precise: tuple[list[Any], list[Any]] | None = None
 
     def expected(self) -> _Expected:
         if self._expected is None:
@@ -193,7 +199,7 @@ class _Reference:
         if not self.inplace:
             return self.sample.output_process_fn_grad(result)
         if result is not target:
-            raise _Mismatch("the in-place form did not return its first argument")
+            raise Mismatch("the in-place form did not return its first argument")
         return result
 
     def _find(self) -> _Expected:
@@ -209,21 +215,21 @@ class _Reference:
             plain = result
             inputs = self.placed("replicate", mesh_of("4"), random.Random())
             result = self.call(inputs)
-            _compare_kind(_unwrapped(result), plain)
-        outs = _tensors(result)
+            compare_kind(unwrapped(result), plain)
+        outs = tensors(result)
         wanted = [t.requires_grad for t in outs] if self.op.supports_autograd else []
         generator = torch.Generator().manual_seed(self.seed)
         roots = [t for t in outs if t.requires_grad]
         cotangents = [torch.randn(tuple(t.shape), dtype=t.dtype, generator=generator) for t in roots]
         gradients = self._gradients(roots, cotangents, inputs) if any(wanted) else None
-        return _Expected(inputs, _unwrapped(result), wanted, cotangents, gradients)
+        return _Expected(inputs, unwrapped(result), wanted, cotangents, gradients)
 
     def _differs_when_drawn_again(self, first: Any) -> bool:
         for seed in range(1, 5):  # few elements may come out alike by chance
             with torch.no_grad():
                 again = self.call(_Inputs(self.sample, lambda t: t.detach().clone()), seed=seed)
-            pairs = zip(_tensors(first), _tensors(again), strict=False)
-            if any(a.shape != b.shape or not torch.equal(_comparable(a), _comparable(b)) for a, b in pairs):
+            pairs = zip(tensors(first), tensors(again), strict=False)
+            if any(a.shape != b.shape or not torch.equal(comparable(a), comparable(b)) for a, b in pairs):
                 return True
         return False
 
@@ -235,7 +241,33 @@ class _Reference:
             torch.autograd.backward(roots, cotangents)
         except RuntimeError:
             return None
-        return [None if t.grad is None else _unwrapped(t.grad) for t in inputs.tensors]
+        return [None if t.grad is None else unwrapped(t.grad) for t in inputs.tensors]
+
+    def precise(self, kind: int, index: int) -> torch.Tensor | None:
+        """An output (kind 0) or the gradient of a tensor (kind 1) in double precision, if there is such a thing."""
+        if self._precise is None:
+            try:
+                self._precise = self._in_double()
+            except Exception:  # not every operation has a form for doubles, and then there is nothing to say
+                self._precise = [], []
+        found = self._precise[kind]
+        return found[index] if index < len(found) else None
+
+    def _in_double(self) -> tuple[list[Any], list[Any]]:
+        if self.is_random:  # other numbers would be drawn
+            return [], []
+
+        def double(t: torch.Tensor) -> torch.Tensor:
+            wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}.get(t.dtype, t.dtype)
+            return t.detach().clone().to(wide).requires_grad_(t.requires_grad)
+
+        inputs = _Inputs(self.sample, double)
+        outs = tensors(self.call(inputs))
+        roots = [t for t in outs if t.requires_grad]
+        if roots:
+            cotangents = self.expected().cotangents
+            torch.autograd.backward(roots, [c.to(t.dtype) for c, t in zip(cotangents, roots, strict=True)])
+        return [t.detach() for t in outs], [t.grad for t in inputs.tensors]
 
     def placed(self, family: str, mesh: Any, rng: random.Random) -> _Inputs:
         dim = rng.randrange(8)
@@ -254,16 +286,16 @@ def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Re
     for t in placed.tensors:
         report.kinds |= kinds(t._layout)
     result = reference.call(placed)
-    whole = _unwrapped(result)
-    _compare_kind(whole, expected.result)
+    whole = unwrapped(result)
+    compare_kind(whole, expected.result)
     if reference.name not in UNDEFINED_VALUES:
-        for i, (mine, theirs) in enumerate(zip(_tensors(whole), _tensors(expected.result), strict=True)):
-            _compare_values(f"output {i}", mine, theirs)
+        for i, (mine, theirs) in enumerate(zip(tensors(whole), tensors(expected.result), strict=True)):
+            compare_values(f"output {i}", mine, theirs, lambda i=i: reference.precise(0, i))
     if not any(expected.requires_grad):
         return
-    outs = _tensors(result)
+    outs = tensors(result)
     if [t.requires_grad for t in outs] != expected.requires_grad:
-        raise _Mismatch(
+        raise Mismatch(
             f"requires_grad of the outputs: {[t.requires_grad for t in outs]} instead of {expected.requires_grad}"
         )
     if expected.gradients is None:
@@ -276,7 +308,8 @@ def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Re
     torch.autograd.backward([t for t in outs if t.requires_grad], given)
     for i, (x, gradient) in enumerate(zip(placed.tensors, expected.gradients, strict=True)):
         if x.requires_grad:
-            _compare_gradient(f"gradient of tensor {i}", x.grad, gradient, terms_in_mean(x._layout))
+            terms = terms_in_mean(x._layout)
+            compare_gradient(f"gradient of tensor {i}", x.grad, gradient, terms, lambda i=i: reference.precise(1, i))
 
 
 class _Inputs:
@@ -301,90 +334,3 @@ class _Inputs:
         if type(value) is dict:
             return {k: self._walk(v) for k, v in value.items()}
         return value
-
-
-def _tensors(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    return []
-
-
-def _unwrapped(value: Any) -> Any:
-    """Results with whole plain tensors in place of DTensors."""
-    if isinstance(value, DTensor):
-        return value.detach().full_tensor()
-    if isinstance(value, (list, tuple)):
-        items = [_unwrapped(v) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {k: _unwrapped(v) for k, v in value.items()}
-    return value
-
-
-def _compare_kind(mine: Any, theirs: Any) -> None:
-    """Same structure; tensors of the same shape and dtype; other values equal."""
-    if isinstance(theirs, torch.Tensor):
-        if not isinstance(mine, torch.Tensor):
-            raise _Mismatch(f"{type(mine).__name__} instead of a tensor")
-        if tuple(mine.shape) != tuple(theirs.shape) or mine.dtype != theirs.dtype or mine.layout != theirs.layout:
-            raise _Mismatch(
-                f"{tuple(mine.shape)} {mine.dtype} {mine.layout} instead of {tuple(theirs.shape)} {theirs.dtype} "
-                f"{theirs.layout}"
-            )
-    elif isinstance(theirs, (list, tuple)):
-        if not isinstance(mine, (list, tuple)) or len(mine) != len(theirs):
-            raise _Mismatch(f"{type(mine).__name__} instead of {type(theirs).__name__} of {len(theirs)}")
-        for a, b in zip(mine, theirs, strict=True):
-            _compare_kind(a, b)
-    elif isinstance(theirs, float):
-        if not (mine == theirs or abs(mine - theirs) <= 1e-5 * abs(theirs) or (mine != mine and theirs != theirs)):
-            raise _Mismatch(f"{mine!r} instead of {theirs!r}")
-    elif mine != theirs:
-        raise _Mismatch(f"{mine!r} instead of {theirs!r}")
-
-
-def _comparable(t: torch.Tensor) -> torch.Tensor:
-    t = _unwrapped(t.detach())
-    t = t if t.layout == torch.strided else t.to_dense()
-    t = t.to(torch.complex64) if t.dtype == torch.complex32 else t
-    return t.nan_to_num() if t.is_floating_point() else t
-
-
-def _compare_values(what: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    mine, theirs = mine.detach(), theirs.detach()
-    if mine.layout != torch.strided:
-        mine, theirs = mine.to_dense(), theirs.to_dense()
-    if mine.dtype == torch.complex32:
-        mine, theirs = mine.to(torch.complex64), theirs.to(torch.complex64)
-    if mine.dtype.is_floating_point or mine.dtype.is_complex:
-        finite = theirs.abs()[theirs.isfinite()]
-        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-        # Sums in another order differ by rounding, in proportion to the largest value.
-        if torch.allclose(mine, theirs, rtol=1e-4, atol=3e-5 * scale, equal_nan=True):
-            return
-    elif torch.equal(mine, theirs):
-        return
-    bad = mine != theirs
-    raise _Mismatch(
-        f"{what}: {int(bad.sum())} of {mine.numel()} values differ, {mine[bad][:3].tolist()} instead of "
-        f"{theirs[bad][:3].tolist()}"
-    )
-
-
-def _compare_gradient(what: str, mine: Any, theirs: Any, terms: int) -> None:
-    # A leaf's gradient is that of what each rank holds: of a mean's term, a share of that of the mean.
-    theirs = None if theirs is None else theirs / terms
-    if mine is None:
-        if theirs is not None:  # on other ranks it may be there: optimizers would part ways
-            raise _Mismatch(f"{what} is missing")
-        return
-    whole = _unwrapped(mine)
-    if theirs is None:
-        theirs = torch.zeros_like(whole)
-    if whole.dtype != theirs.dtype or whole.shape != theirs.shape:
-        raise _Mismatch(f"{what}: {whole.dtype} {tuple(whole.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}")
-    _compare_values(what, whole, theirs)

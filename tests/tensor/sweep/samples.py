@@ -49,6 +49,7 @@ def _let_seeds_alone() -> None:
             module.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
 
 
+@lru_cache(maxsize=1)
 def _database() -> list[Any]:
     prefixes = ("torch.testing._internal.opinfo", "torch.testing._internal.common_methods_invocations")
     return [m for n, m in sys.modules.items() if n.startswith(prefixes)]
@@ -95,12 +96,13 @@ def _make(op: Any) -> list[Any]:
 
     import numpy as np
 
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)  # torch.manual_seed keeps the stack of every call, for other devices
     random.seed(7)
     np.random.seed(7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+        # What `op.sample_inputs` adds is a seed before, and a look at the stack for, every sample.
+        return list(op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd))
 
 
 @contextlib.contextmanager
