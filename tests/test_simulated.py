@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,7 +89,25 @@ def check_messages() -> None:
         plane.scatter(None, src=1)
 
 
-@pytest.mark.parametrize("check", [check_layouts_devices_and_bytes, check_a_training_step, check_messages])
+def check_the_example_of_the_documentation() -> None:
+    dist.destroy_process_group()
+    page = (Path(__file__).resolve().parent.parent / "docs" / "tensor.md").read_text()
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fake" in code]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(example, {})
+    assert printed.getvalue().strip() == example.rsplit("# ", 1)[1].strip()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_layouts_devices_and_bytes,
+        check_a_training_step,
+        check_messages,
+        check_the_example_of_the_documentation,
+    ],
+)
 def test_one_rank_of_many(check):
     (outcome,) = run_fresh(1, check, timeout=120)
     assert outcome.ok, outcome

@@ -1,17 +1,21 @@
-"""Convolutions: batch and channels are loops of a product, what the kernel slides over is whole."""
+"""Convolutions: batch and channels are loops of a product; what the kernel slides over may be cut, with a halo."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.rules.halo import Halo, Window, each, plan_halo
+from terrazzo.tensor.rules.questions import is_sharded_along
 from terrazzo.tensor.rules.registry import rule
 
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
 _BATCH, _OUT, _IN = 0, 1, 2
+_SPACE = 3  # and the dims after it
 _GROUPS = 6  # the position of `groups` in all of them
 
 
@@ -25,14 +29,30 @@ def conv(
         return None
     if input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[1] * groups:
         return None
-    steps, holes = _each(stride, n), _each(dilation, n)
-    if padding == "same":
-        spatial = tuple(input.shape[-n:])
+    windows = _windows(input, weight, stride, padding, dilation, n)
+    if windows is None:
+        return None
+    spatial = tuple(window.outputs(size) for window, size in zip(windows, input.shape[-n:], strict=True))
+    return _sliding(call, input, weight, bias, groups, spatial, out_at=0, windows=windows)
+
+
+def _windows(
+    input: Operand, weight: Operand, stride: Any, padding: Any, dilation: Any, n: int
+) -> tuple[Window, ...] | None:
+    """What slides over each spatial dim; None for what PyTorch will refuse."""
+    kernel, steps, holes = weight.shape[2:], each(stride, n), each(dilation, n)
+    if min((*kernel, *steps, *holes)) < 1:
+        return None
+    if padding == "same":  # the odd one comes last
+        around = [d * (k - 1) for k, d in zip(kernel, holes, strict=True)]
+        befores, afters = [total // 2 for total in around], [total - total // 2 for total in around]
+        if set(steps) != {1}:
+            return None
     else:
-        pads = (0,) * n if padding == "valid" else _each(padding, n)
-        sizes = zip(input.shape[-n:], weight.shape[2:], steps, pads, holes, strict=True)
-        spatial = tuple((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-    return _sliding(call, input, weight, bias, groups, spatial, out_at=0)
+        befores = afters = [0] * n if padding == "valid" else list(each(padding, n))
+        if min(befores) < 0:
+            return None
+    return tuple(Window(*w) for w in zip(kernel, steps, befores, afters, holes, strict=True))
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -45,25 +65,34 @@ def conv_transpose(
         return None
     if input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[0]:
         return None
-    given = [_each(v, n) for v in (stride, padding, output_padding, dilation)]
+    given = [each(v, n) for v in (stride, padding, output_padding, dilation)]
     sizes = zip(input.shape[-n:], weight.shape[2:], *given, strict=True)
     spatial = tuple((size - 1) * s - 2 * p + d * (k - 1) + extra + 1 for size, k, s, p, extra, d in sizes)
     return _sliding(call, input, weight, bias, groups, spatial, out_at=1)
 
 
-def _each(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values
-
-
 def _sliding(
-    call: Call, input: Operand, weight: Operand, bias: Any, groups: int, spatial: Sequence[int], out_at: int
+    call: Call,
+    input: Operand,
+    weight: Operand,
+    bias: Any,
+    groups: int,
+    spatial: Sequence[int],
+    out_at: int,
+    windows: Sequence[Window] = (),
 ) -> Spec | None:
-    """`out_at` says which of the weight's first two dims makes the output's channels."""
+    """`out_at` says which of the weight's first two dims makes the output's channels.
+
+    With `windows` spatial dims may be cut.
+    """
     if min(spatial, default=0) < 0 or not (bias is None or isinstance(bias, Operand)):
         return None
-    closed: Dims = (None,) * len(spatial)
-    batch: Dims = (_BATCH,) if input.ndim == len(spatial) + 2 else ()
+    n = len(spatial)
+    first = input.ndim - n  # of the spatial dims
+    with_halo = bool(windows) and is_sharded_along(input, range(first, input.ndim))
+    closed: Dims = (None,) * n
+    space: Dims = tuple(range(_SPACE, _SPACE + n)) if with_halo else closed
+    batch: Dims = (_BATCH,) if first == 2 else ()
     channels = weight.shape[out_at]
     weight_dims: Dims
     if groups == 1:
@@ -72,37 +101,66 @@ def _sliding(
         # Channels may be cut between groups: the weight's first dim runs through them all, its second within one.
         ins_at, weight_dims, even = _OUT, (_OUT, None), {_OUT: (groups,)}
         channels = channels if out_at == 0 else channels * groups
-    ins: dict[int, Dims] = {id(input): (*batch, ins_at, *closed), id(weight): (*weight_dims, *closed)}
+    ins: dict[int, Dims] = {id(input): (*batch, ins_at, *space), id(weight): (*weight_dims, *closed)}
     if bias is not None:
         ins[id(bias)] = (_OUT,)
 
     added = [i for i, o in enumerate(call.operands) if o is bias]
 
     def localize(chosen: Chosen) -> LocalFunction | None:
-        ranks = [chosen.ins[0].mesh_shape[m] for m in chosen.sharded.get(_OUT, ())]
-        if not ranks:
-            return None
         share = groups
-        for n in ranks:
-            share //= n
-
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor
-            if "groups" in kw:
-                result = func(*loc, **(kw | {"groups": share}))
-            else:
-                result = func(*loc[:_GROUPS], share, *loc[_GROUPS + 1 :], **kw)
-            return result
-
-        return run
+        for m in chosen.sharded.get(_OUT, ()) if groups > 1 else ():
+            share //= chosen.ins[0].mesh_shape[m]
+        if with_halo:
+            source = chosen.ins[[o is input for o in call.operands].index(True)]
+            cut = {first + i: chosen.sharded.get(_SPACE + i, ()) for i in range(n)}
+            halo = plan_halo(source, chosen.outs[0], {first + i: w for i, w in enumerate(windows)}, cut)
+            return _with_halo(halo, tuple(chosen.outs[0].local_shape), n, share)
+        return None if share == groups else _with_groups(share)
 
     return Spec(
         [ins[id(o)] for o in call.operands],
-        [(*batch, _OUT, *closed)],
+        [(*batch, _OUT, *space)],
         [(*input.shape[: len(batch)], channels, *spatial)],
         reduce={_IN: "sum"} if groups == 1 else {},
         even=even,
         addends=frozenset(added),
         linear=[(i, *added) for i in range(2)],
-        localize=None if groups == 1 else localize,
+        localize=localize if with_halo or groups != 1 else None,
     )
+
+
+def _with_groups(share: int) -> LocalFunction:
+    """The caller's convolution, of this rank's share of the groups."""
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor
+        if "groups" in kw:
+            result = func(*loc, **(kw | {"groups": share}))
+        else:
+            result = func(*loc[:_GROUPS], share, *loc[_GROUPS + 1 :], **kw)
+        return result
+
+    return run
+
+
+def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalFunction:
+    """The convolution of a part, of this local shape, of an image."""
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        return convolve(func, *loc, **kw)
+
+    def convolve(
+        func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1,
+        padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        x = halo.around(input, 0.0)
+        result: torch.Tensor
+        if x.numel() and weight.numel() and prod(shape):
+            result = func(x, weight, bias, stride, 0, dilation, share)
+            return result
+        # Part of the graph all the same: backward communicates with other ranks.
+        result = x.new_zeros(shape) + 0 * (x.sum() + weight.sum())
+        return result if bias is None else result + bias.view(-1, *(1,) * n)
+
+    return run

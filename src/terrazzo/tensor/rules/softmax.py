@@ -7,23 +7,14 @@ from typing import Any
 
 import torch
 
-from terrazzo.layout import Partial, Shard
+from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.rules.questions import is_sharded_along
 from terrazzo.tensor.rules.reductions import reduced_dims, reduction
 from terrazzo.tensor.rules.registry import decomposition, rule
 from terrazzo.tensor.rules.views import norm_dim
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
-    """Whether several ranks hold parts of what lies along `dims`. Works for DTensors and operands."""
-    layout = x._layout if isinstance(x, DTensor) else x.layout
-    return any(
-        isinstance(p, Shard) and p.dim in dims and n > 1
-        for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
-    )
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.rules.halo import Window, each, plan_halo
+from terrazzo.tensor.rules.questions import is_sharded_along
 from terrazzo.tensor.rules.registry import rule
 
 
@@ -92,7 +94,76 @@ def pool(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     n = _POOLS[call.name]
     if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < n:
         return None
-    return touching(call, input, range(input.ndim - n, input.ndim), linear="avg" in call.name)
+    dims = range(input.ndim - n, input.ndim)
+    if is_sharded_along(input, dims):
+        spec = _pool_of_parts(call, input, n)
+        if spec is not None:
+            return spec
+    return touching(call, input, dims, linear="avg" in call.name)
+
+
+def _max_windows(
+    n: int, input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False, return_indices: bool = False,
+) -> list[Window] | None:  # fmt: skip
+    if ceil_mode or return_indices:
+        return None
+    return _pool_windows(n, kernel_size, stride, padding, dilation)
+
+
+def _average_windows(
+    n: int, input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: Any = None,
+) -> list[Window] | None:  # fmt: skip
+    windows = None if ceil_mode else _pool_windows(n, kernel_size, stride, padding, 1)
+    # Without the padding, windows at the ends have fewer elements.
+    return windows if windows is not None and (count_include_pad or not any(w.before for w in windows)) else None
+
+
+def _pool_windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window] | None:
+    """What slides over each dim; None for what PyTorch will refuse."""
+    kernels, pads, holes = each(kernel, n), each(padding, n), each(dilation, n)
+    steps = kernels if stride is None or stride == () or stride == [] else each(stride, n)
+    if min((*kernels, *steps, *holes)) < 1 or any(not 0 <= 2 * p <= k for p, k in zip(pads, kernels, strict=True)):
+        return None
+    return [Window(k, s, p, p, d) for k, s, p, d in zip(kernels, steps, pads, holes, strict=True)]
+
+
+def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
+    """Pooling in which spatial dims are cut."""
+    kinds = {f"max_pool{n}d": _max_windows, f"avg_pool{n}d": _average_windows}
+    if call.name not in kinds:
+        return None
+    windows = kinds[call.name](n, *call.args, **call.kwargs)
+    first = input.ndim - n
+    if windows is None or not all(input.shape):
+        return None
+    slides = {first + i: window for i, window in enumerate(windows)}
+    shape = tuple(slides[d].outputs(size) if d in slides else size for d, size in enumerate(input.shape))
+    if min(shape) < 1:
+        return None
+    factors: Dims = tuple(range(input.ndim))
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        halo = plan_halo(chosen.ins[0], chosen.outs[0], slides, chosen.sharded)
+        out = tuple(chosen.outs[0].local_shape)
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            x = loc[0] if loc else kw["input"]
+            lowest = 0.0 if "avg" in call.name else -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+            around = halo.around(x, lowest)
+            if not math.prod(out):
+                return around.new_zeros(out) + around.sum()  # part of the graph, as in `_empty`
+            positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
+            result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
+            return result
+
+        return run
+
+    return Spec([factors], [factors], [shape], linear=[(0,)] if "avg" in call.name else [], localize=localize)
+
+
+_PADDING = 3  # its position in all of them; without it nothing is padded, as the halo needs
 
 
 @rule("interpolate", "upsample")

@@ -1,0 +1,18 @@
+"""What several rules ask of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.layout import Shard
+from terrazzo.tensor.dtensor import DTensor
+
+
+def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
+    """Whether several ranks hold parts of what lies along `dims`. Works for DTensors and operands."""
+    layout = x._layout if isinstance(x, DTensor) else x.layout
+    return any(
+        isinstance(p, Shard) and p.dim in dims and n > 1
+        for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
+    )
