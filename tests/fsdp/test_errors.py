@@ -122,7 +122,7 @@ class Forking(Model):
 def short_group() -> None:
     """The default group again, with a short time limit."""
     dist.destroy_process_group()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
 
 
 def check_skipped() -> str:
@@ -205,7 +205,7 @@ def check_absent() -> str:
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     if dist.get_rank() == 1:
-        time.sleep(10)  # busy with something else
+        time.sleep(7)  # busy with something else
         return ""
     with pytest.raises(DivergedRanksError) as caught:
         loss_of(model, mine(x), mine(y)).backward()
@@ -223,12 +223,12 @@ def check_absent_from_a_grid() -> str:
     short_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():  # which do not take over the default group's limit
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     model = shard_blocks(Model(), mesh=mesh)
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     if dist.get_rank() == 3:
-        time.sleep(10)
+        time.sleep(7)
         return ""
     with pytest.raises(DivergedRanksError) as caught:
         loss_of(model, mine(x), mine(y)).backward()

@@ -281,7 +281,7 @@ def writes() -> None:
         expected.square().sum().backward()
         for mesh, placements in everywhere((4, 4)):
             if function is through_views and not all(p.is_replicate() for p in placements):
-                continue  # that views of sharded dims refuse writes is tested below
+                continue  # what no index says is tested below
             x = distribute_tensor(whole, mesh, placements).requires_grad_()
             result = function(x)
             where = f"{function.__name__} {placements}"
@@ -298,13 +298,15 @@ def refused_writes() -> None:
     mesh = line()
     x = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
     with pytest.raises(DTensorError, match="would not reach the tensor that was viewed"):
-        x[1].add_(5)
-    with pytest.raises(DTensorError, match="would not reach"):
-        x[2:4][0].zero_()
-    with pytest.raises(DTensorError, match="would not reach"):
         x.split(2)[1].copy_(x[:2])
     with pytest.raises(DTensorError, match="would not reach"):
-        x.view(4, 2, 2, 2)[0].transpose(0, 1)[0] = 1  # a view of a view that was gathered
+        x.view(2, 16).zero_()
+    with pytest.raises(DTensorError, match="would not reach"):
+        torch._foreach_add_([x.view(2, 16)], 1.0)
+    with pytest.raises(DTensorError, match="change of the shape"):
+        x[1:3].t_()
+    with pytest.raises(DTensorError, match="would not reach"):
+        x.view(2, 16)[0].view(4, 4)[0] = 1  # a view of a view that was gathered
     x[1] = 5.0  # assignment finds the tensor itself
     expected = torch.zeros(8, 4)
     expected[1] = 5
@@ -325,6 +327,108 @@ def refused_writes() -> None:
 
 def test_writes_that_would_be_lost_are_refused() -> None:
     run_ranks(4, refused_writes)
+
+
+def indexed_writes(x):
+    """Through copies of what is sharded, and views of these."""
+    x[1:3] += 5
+    x[0].add_(1)
+    x.t()[1].mul_(3)
+    part = x[2:7]
+    part.t()[0] += 1
+    part[0] += 2
+    part[1:3].mul_(2)
+    part.clamp_(max=9)
+    x.select(0, -1).fill_(4)
+    x.narrow(0, 5, 2).sub_(1)
+    x[..., 2:3].t()[0][4] = 8
+    torch._foreach_add_([x[3], x[4:6]], 1.5)
+    x[x[:, 0] > 2] -= 1
+    return x
+
+
+def writes_through_copies() -> None:
+    whole = torch.arange(32.0).reshape(8, 4)
+    expected = indexed_writes(whole.clone())
+    for mesh, placements in everywhere((8, 4)):
+        if any(p.is_partial() for p in placements):
+            continue
+        equal(indexed_writes(distribute_tensor(whole, mesh, placements)), expected)
+    x, y = distribute_tensor(whole, line(), [Shard(0)]), whole.clone()
+    for t in (x, y):
+        t.view(4, 2, 2, 2)[0].transpose(0, 1)[0] = 1
+    equal(x, y)
+    x = distribute_tensor(whole, line(), [Shard(0)])
+    torch.manual_seed(0)
+    x[5].uniform_(40, 41)
+    changed = x.full_tensor()
+    assert (changed[5] >= 40).all() and changed[[0, 1, 2, 3, 4, 6, 7]].equal(whole[[0, 1, 2, 3, 4, 6, 7]])
+    weights = torch.ones(8, 4, requires_grad=True)
+    grown = distribute_tensor(torch.ones(8, 4), line(), [Shard(0)]).requires_grad_()
+    for w in (weights, grown):
+        y = w * 2
+        y[1:4] *= w[2:5]
+        y[0] += w[7] ** 2
+        (y * y).sum().backward()
+    equal(grown.grad, weights.grad)
+
+
+def test_writes_through_copied_views_reach_the_tensor() -> None:
+    run_ranks(4, writes_through_copies)
+
+
+def stale_views() -> None:
+    mesh = line()
+    writes = [
+        lambda x: x.add_(1),
+        lambda x: x.__setitem__(2, 1.0),
+        lambda x: x.__setitem__((slice(1, None, 2), -1), x[1, 0] * 1),
+        lambda x: x.t().mul_(2),
+        lambda x: torch._foreach_mul_([x], 2.0),
+        lambda x: torch.optim.SGD([x.requires_grad_()], lr=0.1).step(lambda: (x * x).sum().backward()),
+        lambda x: x[2:4].zero_(),
+    ]
+    uses = [
+        lambda v: v + 1,
+        lambda v: v.full_tensor(),
+        lambda v: v.to_local(),
+        lambda v: v.t().sum(),
+        lambda v: v.add_(1),
+    ]
+    for write in writes:
+        for use in uses:
+            x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+            view, kept = x[2:5], x[2:5].clone()
+            write(x)
+            with pytest.raises(DTensorError, match="used after the DTensor was written to"):
+                use(view)
+            with pytest.raises(DTensorError, match="used after"):
+                view[0].sum()
+            equal(kept, torch.ones(3, 4))
+            assert x[2:5].shape == view.shape
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    view, beside = x[2:5], x[5:, 1:3]
+    x[0] = x[1, :3:2] = x[5:, 3] = 1.0  # nothing of which the views show
+    with torch.no_grad():
+        view += 1  # its own write does not make it old
+        view[0] += 1
+    equal(view, torch.tensor([3.0, 2, 2])[:, None].expand(3, 4))
+    equal(beside, torch.ones(3, 2))
+    x[7, 2] = 1.0
+    with pytest.raises(DTensorError, match="used after"):
+        beside.sum()
+    rows = x.t().reshape(-1)  # on one device this is no view
+    x.zero_()
+    assert rows.sum() == 32 + 3 * 4 + 4
+    x.data = x + 1  # other memory
+    with torch.inference_mode():
+        y = x * 2
+        y[1:3] += 1
+        assert y.sum() == 64 + 8
+
+
+def test_views_that_are_out_of_date_say_so() -> None:
+    run_ranks(4, stale_views)
 
 
 def outs() -> None:
@@ -374,6 +478,8 @@ def reading() -> None:
         equal(x[i[0]], whole[index[0]])
         equal(x[: i[0]], whole[: index[0]])
         equal((x > 0).nonzero(), (whole > 0).nonzero())
+        for mine, theirs in zip(torch.where(x > 0), torch.where(whole > 0), strict=True):
+            equal(mine, theirs)
         equal(i.unique(), index.unique())
         for a, b in zip(x, whole, strict=True):
             equal(a, b)
@@ -452,6 +558,7 @@ def refusals() -> None:
         lambda: torch.utils.dlpack.to_dlpack(x),
         lambda: x.__array__(),
         lambda: x.resize_(2, 2),
+        lambda: x.set_(torch.zeros(2)),
         lambda: x.share_memory_(),
     ):
         with pytest.raises(DTensorError, match="to_local"):

@@ -39,16 +39,6 @@ set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-class _CopiedView:
-    """Marks, in a DTensor's memo, a view of which a redistribution had to make a copy: writing to it would be lost."""
-
-    def __repr__(self) -> str:
-        return "copied view"
-
-
-COPIED_VIEW = _CopiedView()
-
-
 class PerThread(threading.local):
     """What is set per thread: whether plain tensors in a call count as replicated."""
 
@@ -170,7 +160,7 @@ class DTensor(NoRawAccess, torch.Tensor):
     _layout: Layout
     _memo: Any
     _grad_wrapper: DTensor
-    _pending: Callable[[], torch.Tensor]
+    _pending: Any  # what the subclasses for pending communication and for copied views keep
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise DTensorError(

@@ -41,8 +41,11 @@ class NoRawAccess:
     def share_memory_(self) -> NoReturn:
         _refuse("share_memory_()")
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("set_()")
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], NoRawAccess):
+            self.data = args[0].detach()  # type: ignore[misc, attr-defined]  # both are DTensors
+            return self
+        _refuse("set_() of anything but a DTensor")
 
     def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("resize_()")

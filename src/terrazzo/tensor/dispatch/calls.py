@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aten import run_composite
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
@@ -23,9 +24,9 @@ from terrazzo.tensor.dispatch.keys import plans
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
-from terrazzo.tensor.dispatch.runners import first_run, mark_copied, view_runner
+from terrazzo.tensor.dispatch.runners import first_run, view_runner
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
-from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, per_thread, plain_tensors_replicated, set_wrapper_data, wrap
+from terrazzo.tensor.dtensor import DTensor, per_thread, plain_tensors_replicated, set_wrapper_data, wrap
 from terrazzo.tensor.handlers.inplace import run_in_place
 from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
 
@@ -153,8 +154,8 @@ def _run_planned(
 ) -> Any:
     """Run the call as planned, and keep the plan."""
     result, run = first_run(call.name, plan, call.func, args, loc, kw, dict(kwargs))
-    if spec.is_view and isinstance(args[0], DTensor) and args[0]._memo is COPIED_VIEW:
-        mark_copied(result)
+    if spec.is_view and type(args[0]) is CopiedView and not plan.copies_view:
+        mark_alias(result, args[0])
     remember(key, view_runner(plan, run) if spec.is_view else run)
     return result
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate, moved_bytes
-from terrazzo.tensor.dispatch.runners import mark_copied, refuse_copied_view
+from terrazzo.tensor.copied_view import check_writable, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -33,13 +33,13 @@ def replicate_and_run(name: str, func: Any, args: Sequence[Any], kwargs: Mapping
     full_kwargs = {k: gathered.walk(v) for k, v in kwargs.items()}
     gathered.warn()
     result = func(*full_args, **full_kwargs)
-    return gathered.wrap(result)
+    return gathered.wrap(result, args, kwargs)
 
 
 def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same for functions that write their first argument."""
     target = args[0]
-    refuse_copied_view(target)
+    check_writable(target)
     gathered = _Gathered(name)
     full_target = gathered.walk(target)
     if full_target is target._local or full_target.is_leaf:
@@ -51,6 +51,7 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     layout = target._layout
     replicated = Layout.of(layout.mesh, (Replicate(),) * len(layout.placements), layout.shape)
     target._local.copy_(redistribute_local(full_target, replicated, layout))
+    pass_on(target)
     return target
 
 
@@ -97,15 +98,15 @@ class _Gathered:
                 stacklevel=5,
             )
 
-    def wrap(self, value: Any) -> Any:
-        return map_tensors(value, self._wrap_one)
+    def wrap(self, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return map_tensors(value, lambda local: self._wrap_one(local, args, kwargs))
 
-    def _wrap_one(self, local: torch.Tensor) -> DTensor:
+    def _wrap_one(self, local: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
         assert self.layout is not None
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
         if local._is_view() and self.copies and _storage(local) in self.copies:
-            mark_copied(result)
+            mark_copied(result, self.name, args, kwargs)
         return result
 
 

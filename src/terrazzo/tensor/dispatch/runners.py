@@ -16,11 +16,12 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
+from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.keys import Plan
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
 from terrazzo.tensor.dispatch.spec import OneArgument
 from terrazzo.tensor.dispatch.structure import map_tensors
-from terrazzo.tensor.dtensor import COPIED_VIEW, DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -35,24 +36,12 @@ def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], m
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
     result = memo.varying(local, dims) if type(memo) is Gathered else cast_fresh(local, dims, mesh)
-    if memo is not COPIED_VIEW:
-        source._memo = (version, dims, local, result, observe.era)
+    source._memo = (version, dims, local, result, observe.era)
     return result
 
 
 def cast_fresh(local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
     return cast(local, axis_of(mesh, dims))
-
-
-def refuse_copied_view(target: Any) -> None:
-    if target._memo is COPIED_VIEW:
-        raise DTensorError(
-            f"in-place write to a view of which a redistribution made a copy (now {target._layout}): the write would "
-            "not "
-            "reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or redistribute "
-            "it "
-            "first so that the viewed dimension is not sharded"
-        )
 
 
 def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:
@@ -135,12 +124,12 @@ def first_run(
     check_shapes(name, result, plan.outs)
     wrapped = wrap_outputs(result, plan.outs)
     if plan.copies_view:
-        mark_copied(wrapped)
+        mark_copied(wrapped, name, args, kwargs)
     if isinstance(result, torch.Tensor) and not plan.copies_view:
         if not plan.moves and plan.local is None and all(_is_simple(o) for o in plan.operands):
             return wrapped, _simple(plan, mesh)
         return wrapped, _single(plan, ready)
-    return wrapped, _general(plan, ready)
+    return wrapped, _general(name, plan, ready)
 
 
 def _is_simple(o: OperandPlan) -> bool:
@@ -191,7 +180,7 @@ def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
     return run
 
 
-def _general(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
+def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
     outs, local_function, copies = plan.outs, plan.local, plan.copies_view
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -200,7 +189,7 @@ def _general(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
         local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
         result = wrap_outputs(local, outs)
         if copies:
-            mark_copied(result)
+            mark_copied(result, name, args, kwargs)
         return result
 
     return run
@@ -213,8 +202,8 @@ def view_runner(plan: CallPlan, run: Plan) -> Plan:
 
     def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         result = run(func, args, loc, kw, kwargs)
-        if args and type(args[0]) is DTensor and args[0]._memo is COPIED_VIEW:
-            mark_copied(result)
+        if args and type(args[0]) is CopiedView and not plan.copies_view:
+            mark_alias(result, args[0])
         return result
 
     return run_view
@@ -235,7 +224,9 @@ def _simple_view(plan: CallPlan) -> Plan:
             result: DTensor = _make(DTensor, size, None, None, None, local.dtype, _STRIDED, local.device)
             result._local = local
             result._layout = out
-            result._memo = COPIED_VIEW if args and args[0]._memo is COPIED_VIEW else None
+            result._memo = None
+            if args and type(args[0]) is CopiedView:
+                mark_alias(result, args[0])
             return result
 
         return run_one
@@ -245,16 +236,12 @@ def _simple_view(plan: CallPlan) -> Plan:
         result: DTensor = _make(DTensor, size, None, None, None, local.dtype, _STRIDED, local.device)
         result._local = local
         result._layout = out
-        result._memo = COPIED_VIEW if args and args[0]._memo is COPIED_VIEW else None
+        result._memo = None
+        if args and type(args[0]) is CopiedView:
+            mark_alias(result, args[0])
         return result
 
     return run
-
-
-def mark_copied(result: Any) -> None:
-    for t in (result,) if isinstance(result, DTensor) else result:
-        if isinstance(t, DTensor):
-            t._memo = COPIED_VIEW
 
 
 def in_place_runner(plan: CallPlan) -> Plan:
@@ -265,14 +252,17 @@ def in_place_runner(plan: CallPlan) -> Plan:
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]
-        if target._memo is COPIED_VIEW:
-            refuse_copied_view(target)
+        is_copied = type(target) is CopiedView
+        if is_copied:
+            check_writable(target)
         if ready is not None:
             ready(args, loc, kw, kwargs)
         if local_function is None:
             func(*loc, **kw)
         else:
             local_function(func, loc, kw)
+        if is_copied:
+            pass_on(target)
         return target
 
     return run

@@ -15,6 +15,7 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
+from terrazzo.tensor.copied_view import CopiedView, check_writable, pass_on
 from terrazzo.tensor.dispatch.calls import specials
 from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
@@ -104,6 +105,7 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
     if (
         not elementwise
+        or (inplace and CopiedView in map(type, first))
         or (torch.is_grad_enabled() and any(x.requires_grad for v in (first, *others) if _is_list(v) for x in v))
         or not placed_alike(first, others)
     ):
@@ -172,6 +174,8 @@ def _bounded(single: str, x: Any, bound: Any) -> Any:
 
 def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     first = args[0]
+    for x in first:
+        check_writable(x)
     others = [*args[1:], *kwargs.values()]
     state_steps = [v for v in others if _is_list(v) and isinstance(v[0], torch.Tensor) and v[0].dim() == 0]
     rest = [v for v in others if not any(v is s for s in state_steps)]
@@ -181,7 +185,10 @@ def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return NotImplemented
         args = [first, *[_placed_like(a, first) for a in args[1:]]]
         kwargs = {k: _placed_like(v, first) for k, v in kwargs.items()}
-    return func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
+    result = func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
+    for x in args[0]:
+        pass_on(x)
+    return result
 
 
 def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:

@@ -15,9 +15,9 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Replicate
+from terrazzo.tensor.copied_view import check_writable, pass_on, region_of, writing
 from terrazzo.tensor.dispatch.calls import run_again, special
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
-from terrazzo.tensor.dispatch.runners import refuse_copied_view
 from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -251,7 +251,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise DTensorError(
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
-    refuse_copied_view(target)
+    check_writable(target)
     items = tuple(_with_plain_ints(i) for i in _as_tuple(index))
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         from terrazzo.tensor.dispatch.calls import admit_plain_tensors
@@ -261,7 +261,9 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         value = admitted[0][2]
     terms = any(isinstance(p, Partial) for p in target._layout.placements)
     if _is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
-        _assign_box(target, items, value)
+        with writing(target, region_of(items, target.shape)):
+            _assign_box(target, items, value)
+        pass_on(target)
     else:
         plain_index = tuple(_full(i, target._layout) for i in items) if not isinstance(index, list) else index
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
@@ -313,10 +315,11 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
 
 
 def _write_nothing(target: DTensor, value: Any) -> None:
-    """A rank outside the region still takes part in bringing the value to every rank, and in its backward."""
-    if isinstance(value, DTensor):
-        local = _my_part(value, [], [], target._layout)
-        target._local[:0] = local.sum() * 0
+    """A rank outside the region still takes part in bringing the value to every rank, and in its backward.
+
+    Its local tensor counts as written, as those of the others do.
+    """
+    target._local[:0] = _my_part(value, [], [], target._layout).sum() * 0 if isinstance(value, DTensor) else 0
 
 
 def _my_part(value: Any, region: Sequence[int], mine: Sequence[slice], layout: Layout) -> Any:

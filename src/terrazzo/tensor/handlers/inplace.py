@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 
 from terrazzo.errors import DTensorError
+from terrazzo.tensor.copied_view import check_keeps_shape, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.runners import in_place_runner, refuse_copied_view
+from terrazzo.tensor.dispatch.runners import in_place_runner
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -41,7 +42,9 @@ def run_in_place(
             f"{call.name}_: an in-place operation with DTensors needs a DTensor to write to, got "
             f"{type(target).__name__}"
         )
-    refuse_copied_view(target)
+    check_writable(target)
+    if call.name in _RESHAPING or call.name == "resize_as":
+        check_keeps_shape(target)
     if call.name in _RESHAPING:
         from terrazzo.tensor.dispatch.calls import become
 
@@ -66,6 +69,7 @@ def run_in_place(
     # What backward keeps of the old values must not be what is written to.
     before = target.clone() if torch.is_grad_enabled() and target.requires_grad else target
     write(target, functional(before, *args[1:], **kwargs))
+    pass_on(target)
     return target
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.optim import adadelta, adagrad, adam, adamax, nadam, optimizer, radam, rmsprop
 from torch.utils import _foreach_utils
 
+from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.handlers.foreach import locals_of, placed_alike
 
@@ -68,6 +69,7 @@ def _on_locals(step: Callable[..., None]) -> Callable[..., None]:
         if (
             not any(isinstance(p, DTensor) for p in parameters)
             or options.get("differentiable")
+            or CopiedView in map(type, parameters)
             or not placed_alike(parameters, [*lists, *options.values()])
         ):
             step(parameters, *lists, **options)

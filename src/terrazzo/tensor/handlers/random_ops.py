@@ -10,8 +10,8 @@ import torch
 
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
+from terrazzo.tensor.copied_view import check_writable, pass_on
 from terrazzo.tensor.dispatch.calls import special
-from terrazzo.tensor.dispatch.runners import refuse_copied_view
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -60,12 +60,13 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
         target, *parameters = args
         named = dict(kwargs)
         generator = named.pop("generator", None)
-        refuse_copied_view(target)
+        check_writable(target)
         plain = _plain_layout(target._layout)
         local = make(plain, target.dtype, generator, *parameters, **named)
         if plain is not target._layout:
             local = redistribute_local(local, plain, target._layout)
         target._local.copy_(local)
+        pass_on(target)
         return target
 
     special(name)(run)
@@ -129,13 +130,14 @@ _fill("random_", _random)
 def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, *rest = args
     p = rest[0] if rest else kwargs.get("p", 0.5)
-    refuse_copied_view(target)
+    check_writable(target)
     plain = _plain_layout(target._layout)
     chance = random.uniform(plain, torch.float64, kwargs.get("generator"))
     if isinstance(p, DTensor):
         p = redistribute_local(p._local, p._layout, plain)
     local = (chance < p).to(target.dtype)
     target._local.copy_(local if plain is target._layout else redistribute_local(local, plain, target._layout))
+    pass_on(target)
     return target
 
 
@@ -186,9 +188,10 @@ def _dropout(x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Seque
     settled, keep = _dropped(x, p, mask_shape)
     scaled = keep.to(x.dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
     if inplace:
-        refuse_copied_view(x)
+        check_writable(x)
         if settled is x:
             x._local.mul_(scaled)
+            pass_on(x)
         else:
             x.copy_(wrap(settled._local * scaled, settled._layout))
         return x

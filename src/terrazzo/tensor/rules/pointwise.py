@@ -92,6 +92,8 @@ def pointwise_spec(call: Call) -> Spec | None:
         return None
     if call.name in ("eq", "ne") and any(a is None or isinstance(a, str) for a in call.args):
         return None  # not a computation: Python decides
+    if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
+        return None  # the places of what is true: as many as there are
     try:
         out, ins = broadcast([o.shape for o in call.operands])
     except RuntimeError:

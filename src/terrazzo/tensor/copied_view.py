@@ -1,0 +1,200 @@
+"""Views of which a redistribution made a copy: a class of their own, so that ordinary tensors pay nothing for it.
+
+On one device a view shows what is written to its tensor later, and what is written to it reaches its tensor.  A copy
+does neither by itself.  So a copy that is used after its tensor was written raises; and what is written to a copy is
+written to the tensor too where the view was made by an index, and raises elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Box, Layout
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+_local_slot: Any = DTensor.__dict__["_local"]
+_COPIES_WHAT_IS_STRIDED = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
+
+
+# By local tensor: the copies of parts of it that are in use.
+_copies_of: Any = WeakIdKeyDictionary()
+
+
+class Origin:
+    """Where a copy comes from; the copy's own views share it."""
+
+    __slots__ = ("__weakref__", "_base", "_copy", "_index", "_layout", "_local", "_version", "region")
+
+    def __init__(self, base: DTensor, copy: DTensor, index: Any) -> None:
+        """`index` is where in `base` the copy is from, None if that cannot be said by an index."""
+        self._base = base
+        self._local = base._local
+        self._version = _version_of(self._local)
+        self._index = index
+        self.region = None if index is None else region_of(index, base.shape)
+        if self.region is not None:
+            _copies_of.setdefault(self._local, WeakSet()).add(self)
+        self._copy: torch.Tensor = copy._local
+        self._layout: Layout = copy._layout
+
+    def check(self) -> None:
+        """Raise if the tensor was written since the copy was made."""
+        if not self.is_current():
+            raise DTensorError(
+                f"a view of a DTensor, of which a redistribution made a copy ({self._layout}), is used after the "
+                "DTensor was written to, which the copy does not show. Take the view again, or clone() it where the "
+                "old values are wanted"
+            )
+        if type(self._base) is CopiedView:
+            self._base._pending.check()
+
+    def is_current(self) -> bool:
+        """Whether the tensor has not been written since."""
+        return _version_of(self._local) == self._version
+
+    def keep(self) -> None:
+        """What has been written is none of what the copy shows."""
+        self._version = _version_of(self._local)
+
+    def check_writable(self) -> None:
+        """Raise if a write to the copy could not be passed on."""
+        self.check()
+        if self._index is None or self._base._local is not self._local:
+            raise DTensorError(
+                f"in-place write to a view of which a redistribution made a copy (now {self._layout}): the write would "
+                "not reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or "
+                "redistribute it first so that the viewed dimension is not sharded"
+            )
+
+    def pass_on(self) -> None:
+        """Write the copy to where it is from."""
+        self._base[self._index] = wrap(self._copy, self._layout)
+        self.keep()
+
+
+class CopiedView(DTensor):
+    """A view of which a redistribution made a copy."""
+
+    __slots__ = ()
+
+    @property
+    def _local(self) -> torch.Tensor:  # a slot in the base
+        self._pending.check()
+        local: torch.Tensor = _local_slot.__get__(self)
+        return local
+
+    @_local.setter
+    def _local(self, local: torch.Tensor) -> None:
+        """It is given memory of its own, and is a view no more."""
+        _local_slot.__set__(self, local)
+        object.__setattr__(self, "__class__", DTensor)
+
+
+class writing:
+    """Around a write to a region (None: any) of a DTensor: copies of other regions stay as good as they are."""
+
+    __slots__ = ("_others",)
+
+    def __init__(self, target: DTensor, region: Box | None) -> None:
+        copies = _copies_of.get(target._local) if region is not None and _copies_of else None
+        self._others = [
+            origin
+            for origin in copies or ()
+            if origin.is_current() and origin.region is not None and origin.region.intersect(region) is None
+        ]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        for origin in self._others:
+            origin.keep()
+
+
+def region_of(index: Any, shape: Sequence[int]) -> Box | None:
+    """The smallest box that holds what a basic index selects; None for other indices.
+
+    >>> region_of((slice(1, 3), -1), (4, 5))
+    Box(offsets=(1, 4), lengths=(2, 1))
+    """
+    items = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
+    if not all(i is Ellipsis or type(i) is slice or type(i) is int for i in items):
+        return None
+    rest = [slice(None)] * (len(shape) - sum(i is not Ellipsis for i in items))
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    items[at : at + 1] = rest
+    offsets, lengths = [], []
+    for i, n in zip(items, shape, strict=True):
+        chosen = range(n)[i] if type(i) is slice else range(i % n, i % n + 1)
+        low, high = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
+        offsets.append(low)
+        lengths.append(high - low)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def _version_of(local: torch.Tensor) -> int:
+    return -1 if local.is_inference() else local._version  # inference tensors do not count
+
+
+def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Make the results of the view function `name` copied views of its first argument."""
+    base = args[0] if args else next(iter(kwargs.values()))
+    if name in _COPIES_WHAT_IS_STRIDED and not base._local.is_contiguous():
+        return  # on one device it would be no view either
+    for t in (result,) if isinstance(result, DTensor) else result:
+        if isinstance(t, DTensor):
+            _become(t, Origin(base, t, _index_of(name, args, kwargs)))
+
+
+def mark_alias(result: Any, view: CopiedView) -> None:
+    """Make the results of a view function on a copied view copied views as well."""
+    for t in (result,) if isinstance(result, DTensor) else result:
+        if isinstance(t, DTensor):
+            _become(t, view._pending)
+
+
+def _become(view: DTensor, origin: Origin) -> None:
+    object.__setattr__(view, "__class__", CopiedView)
+    view._pending = origin
+
+
+def _index_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The index that gives the same view."""
+    if kwargs:
+        return None
+    if name == "__getitem__":
+        return args[1]
+    if name in ("select", "narrow") and all(type(a) is int for a in args[1:]):
+        dim = args[1] % args[0].dim()
+        at: Any = args[2] if name == "select" else slice(args[2] % args[0].size(dim), None)
+        if name == "narrow":
+            at = slice(at.start, at.start + args[3])
+        return (*[slice(None)] * dim, at)
+    return None
+
+
+def check_writable(target: Any) -> None:
+    """Before an in-place write: raise if it would be lost."""
+    if type(target) is CopiedView:
+        target._pending.check_writable()
+
+
+def check_keeps_shape(target: Any) -> None:
+    """Before an in-place change of the shape: raise for a copied view, which would be one no more."""
+    if type(target) is CopiedView:
+        raise DTensorError(
+            "in-place change of the shape of a view of which a redistribution made a copy: use the form without the "
+            "underscore"
+        )
+
+
+def pass_on(target: Any) -> None:
+    """After an in-place write."""
+    if type(target) is CopiedView:
+        target._pending.pass_on()
