@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compare import Block, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
+from fsdp.compare import (
+    Block,
+    Model,
+    adamw,
+    assert_same_parameters,
+    batches,
+    loss_of,
+    mine,
+    shard_blocks,
+    train_alike,
+    whole,
+)
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor
@@ -365,3 +376,44 @@ def check_branches() -> None:
 
 def test_branches_are_freed_one_by_one():
     run_ranks(2, check_branches)
+
+
+def check_hooks() -> None:
+    """Hooks of sharded parameters see their reduced gradients: an optimizer step in backward, a gradient changed."""
+    model = shard_blocks(Model())
+    reference = Model()
+    reference.load_state_dict(full_state(model))
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+    theirs = adamw(reference)
+    seen: list[Any] = []
+
+    def step(p: Any) -> None:
+        seen.append(p)
+        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    model.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
+    reference.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
+    removed = model.blocks[1].up.weight.register_hook(lambda grad: grad * 0)
+    removed.remove()
+    for x, y in batches(4):
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        assert len(seen) == len(optimizers) and set(map(id, seen)) == set(map(id, optimizers))
+        assert all(p.grad is None for p in model.parameters())
+        seen.clear()
+        theirs.step()
+        theirs.zero_grad()
+    assert_same_parameters(model, reference)
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_hooks_of_parameters(world):
+    run_ranks(world, check_hooks)

@@ -363,6 +363,11 @@ def writes_through_copies() -> None:
     x[5].uniform_(40, 41)
     changed = x.full_tensor()
     assert (changed[5] >= 40).all() and changed[[0, 1, 2, 3, 4, 6, 7]].equal(whole[[0, 1, 2, 3, 4, 6, 7]])
+    leaf = x.clone().detach().requires_grad_()
+    leaf[1:3].detach().mul_(0)
+    leaf.data[4] = leaf[6].data.zero_()[0]
+    changed[[1, 2, 4, 6]] = 0
+    equal(leaf.detach(), changed)
     weights = torch.ones(8, 4, requires_grad=True)
     grown = distribute_tensor(torch.ones(8, 4), line(), [Shard(0)]).requires_grad_()
     for w in (weights, grown):

@@ -211,19 +211,37 @@ class Reducer:
         return resting
 
     def _hand_over(self, views: list[Tensor], missing: list[int]) -> None:
-        known, new = [], []
-        for i, (param, view) in enumerate(zip(self._trainable, views, strict=True)):
-            if missing and i in missing and not view.any():
-                continue  # no rank had a gradient, so there is none
+        found: list[Tensor | None] = list(views)
+        for i in missing:
+            if not views[i].any():
+                found[i] = None  # no rank had a gradient, so there is none
+        self._accumulate_in_shards(found)
+
+    def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
+        """Add gradients to those of the sharded parameters, and call the hooks that users have put there."""
+        known, new, hooked = [], [], []
+        for param, grad in zip(self._trainable, grads, strict=True):
+            if grad is None:
+                continue
             local = param.sharded._local
+            if local._backward_hooks:
+                self.settle()
+                grad = _after_hooks(local, grad.view(local.shape))
             if local.grad is None:
-                local.grad = view
+                local.grad = grad.view(local.shape)
             else:
                 known.append(local.grad)
-                new.append(view)
+                new.append(grad.view(local.shape))
+            if local._post_accumulate_grad_hooks:
+                hooked.append(local)
         if known:
             self.settle()
             torch._foreach_add_(known, new)
+        if hooked:
+            self.settle()
+        for local in hooked:
+            for hook in list(local._post_accumulate_grad_hooks.values()):
+                hook(local)
 
     def _hand_over_alone(self, grads: list[Tensor | None]) -> None:
         """Nobody to reduce with: gradients become those of the sharded parameters as they are."""
@@ -232,19 +250,11 @@ class Reducer:
         if self.options.divisor is not None:
             torch._foreach_div_(found, self.options.divisor)
         settings, dtype = self.bucket.settings, self.bucket.dtype
-        known, new = [], []
         for i, grad in zip(present, found, strict=True):
-            param = self._trainable[i]
-            local = param.sharded._local
             if grad.dtype is not dtype or grad.device != settings.rest_device:
                 grad = grad.to(settings.rest_device, dtype)
-            if local.grad is None:
-                local.grad = grad.view(local.shape)
-            else:
-                known.append(local.grad)
-                new.append(grad)
-        if known:
-            torch._foreach_add_(known, new)
+            grads[i] = grad
+        self._accumulate_in_shards(grads)
 
     def abandon(self) -> None:
         """Forget the gradients of a backward that failed."""
@@ -257,3 +267,13 @@ class Reducer:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
+
+
+def _after_hooks(local: Tensor, grad: Tensor) -> Tensor:
+    """What the hooks of a sharded parameter make of its gradient, as autograd would have them."""
+    assert local._backward_hooks is not None
+    for hook in list(local._backward_hooks.values()):
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad

@@ -95,6 +95,12 @@ class CopiedView(DTensor):
         _local_slot.__set__(self, local)
         object.__setattr__(self, "__class__", DTensor)
 
+    def detach(self) -> DTensor:
+        """It shares the copy, and whatever that must be kept from."""
+        result = super().detach()
+        mark_alias(result, self)
+        return result
+
 
 class writing:
     """Around a write to a region (None: any) of a DTensor: copies of other regions stay as good as they are."""
@@ -136,6 +142,10 @@ def region_of(index: Any, shape: Sequence[int]) -> Box | None:
         offsets.append(low)
         lengths.append(high - low)
     return Box(tuple(offsets), tuple(lengths))
+
+
+# What `.data` gives is the same.
+CopiedView.data = property(lambda self: self.detach(), DTensor.data.fset)  # type: ignore[assignment, attr-defined]
 
 
 def _version_of(local: torch.Tensor) -> int:
@@ -197,4 +207,5 @@ def check_keeps_shape(target: Any) -> None:
 def pass_on(target: Any) -> None:
     """After an in-place write."""
     if type(target) is CopiedView:
-        target._pending.pass_on()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and target.requires_grad):
+            target._pending.pass_on()
