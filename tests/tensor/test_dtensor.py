@@ -298,7 +298,7 @@ def refused_writes() -> None:
     mesh = line()
     x = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
     with pytest.raises(DTensorError, match="would not reach the tensor that was viewed"):
-        x.split(2)[1].copy_(x[:2])
+        x.unfold(0, 3, 3)[1].zero_()
     with pytest.raises(DTensorError, match="would not reach"):
         x.view(2, 16).zero_()
     with pytest.raises(DTensorError, match="would not reach"):
@@ -343,6 +343,15 @@ def indexed_writes(x):
     x.narrow(0, 5, 2).sub_(1)
     x[..., 2:3].t()[0][4] = 8
     torch._foreach_add_([x[3], x[4:6]], 1.5)
+    for i, row in enumerate(x):
+        row.mul_(i)
+        x[i] = row + 1
+    first, last = x.split([3, 5])
+    last.sub_(first.sum())
+    first[0] = 2
+    _, right = x.chunk(2, dim=1)
+    right.t()[0].add_(3)
+    torch._foreach_mul_(x.unbind(1), 0.5)
     x[x[:, 0] > 2] -= 1
     return x
 

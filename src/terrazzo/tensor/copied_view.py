@@ -8,6 +8,7 @@ written to the tensor too where the view was made by an index, and raises elsewh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,8 @@ from terrazzo.layout import Box, Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
 
 _local_slot: Any = DTensor.__dict__["_local"]
+# Functions that cut a tensor into parts, with the position of `dim`.
+_PARTS = {"unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
 _COPIES_WHAT_IS_STRIDED = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
 
 
@@ -157,9 +160,11 @@ def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
     base = args[0] if args else next(iter(kwargs.values()))
     if name in _COPIES_WHAT_IS_STRIDED and not base._local.is_contiguous():
         return  # on one device it would be no view either
-    for t in (result,) if isinstance(result, DTensor) else result:
+    results = (result,) if isinstance(result, DTensor) else result
+    indices = _indices_of(name, args, kwargs, results)
+    for t, index in zip(results, indices, strict=True):
         if isinstance(t, DTensor):
-            _become(t, Origin(base, t, _index_of(name, args, kwargs)))
+            _become(t, Origin(base, t, index))
 
 
 def mark_alias(result: Any, view: CopiedView) -> None:
@@ -174,19 +179,29 @@ def _become(view: DTensor, origin: Origin) -> None:
     view._pending = origin
 
 
-def _index_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The index that gives the same view."""
-    if kwargs:
-        return None
+def _indices_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Sequence[Any]:
+    """For each result the index that gives the same view, or None."""
+    unknown = [None] * len(results)
+    if name in _PARTS:
+        dim = kwargs["dim"] if "dim" in kwargs else args[_PARTS[name]] if len(args) > _PARTS[name] else 0
+        if not args or not set(kwargs) <= {"dim"} or type(dim) is not int:
+            return unknown
+        before = [slice(None)] * (dim % args[0].dim())
+        if name == "unbind":
+            return [(*before, i) for i in range(len(results))]
+        stops = list(accumulate(part.shape[dim] for part in results))
+        return [(*before, slice(stop - part.shape[dim], stop)) for part, stop in zip(results, stops, strict=True)]
+    if kwargs or len(results) != 1:
+        return unknown
     if name == "__getitem__":
-        return args[1]
+        return [args[1]]
     if name in ("select", "narrow") and all(type(a) is int for a in args[1:]):
-        dim = args[1] % args[0].dim()
-        at: Any = args[2] if name == "select" else slice(args[2] % args[0].size(dim), None)
-        if name == "narrow":
-            at = slice(at.start, at.start + args[3])
-        return (*[slice(None)] * dim, at)
-    return None
+        before = [slice(None)] * (args[1] % args[0].dim())
+        if name == "select":
+            return [(*before, args[2])]
+        start = args[2] % args[0].size(args[1]) if args[2] < 0 else args[2]
+        return [(*before, slice(start, start + args[3]))]
+    return unknown
 
 
 def check_writable(target: Any) -> None:
