@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from ranks import run_ranks
 from terrazzo.errors import DTensorError, MixedTensorError
@@ -389,6 +390,38 @@ def writes_through_copies() -> None:
 
 def test_writes_through_copied_views_reach_the_tensor() -> None:
     run_ranks(4, writes_through_copies)
+
+
+def floats_in_plans() -> None:
+    """What a plan was made for: other numbers may mean other shapes, and other things to terms."""
+    mesh = line()
+    image = torch.randn(2, 3, 4, 4)
+    for placement in (Shard(0), Shard(1), Shard(2), R):
+        x = distribute_tensor(image, mesh, [placement])
+        for factor in (1.7, 0.6, 2.0, 1.7):
+            for mode in ("nearest", "bilinear"):
+                equal(
+                    F.interpolate(x, scale_factor=factor, mode=mode),
+                    F.interpolate(image, scale_factor=factor, mode=mode),
+                )
+    for value in (0.0, 1.5, 0.0, -2.0):
+        terms = DTensor.from_local(torch.full((2, 2), 1.0), mesh, [P])
+        equal(terms * value, torch.full((2, 2), 4 * value))
+        equal(F.pad(terms, (1, 1), value=value), F.pad(torch.full((2, 2), 4.0), (1, 1), value=value))
+        equal(torch.full_like(terms, value), torch.full((2, 2), value))
+        equal(terms.masked_fill(terms > 0, value), torch.full((2, 2), value))
+        equal(torch.linalg.vector_norm(terms, value), torch.linalg.vector_norm(torch.full((2, 2), 4.0), value))
+        equal(terms.clone().fill_(value), torch.full((2, 2), value))
+        terms.fill_(value)
+        equal(terms, torch.full((2, 2), value))
+    x = distribute_tensor(image, mesh, [Shard(0)])
+    for size in (2, 4, 2, 4):  # one part only, and its plan again
+        for mine, theirs in zip(x.split(size, 2), image.split(size, 2), strict=True):
+            equal(mine, theirs)
+
+
+def test_numbers_that_plans_depend_on() -> None:
+    run_ranks(4, floats_in_plans)
 
 
 def stale_views() -> None:

@@ -26,8 +26,8 @@ from terrazzo.tensor.dispatch.keys import (
     PLAIN_KEYS,
     TRUE,
     Unkeyable,
+    any_float,
     append_basic_index,
-    float_values_matter,
     list_handlers,
     plans,
 )
@@ -88,7 +88,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         key.append(TRUE if value else FALSE)
         return value
     if kind is float or kind is complex:
-        key.append((kind, value) if func in float_values_matter else kind)
+        key.append(kind if func in any_float else (kind, value))
         return value
     if kind is list or kind is tuple:
         if value and type(value[0]) is DTensor:

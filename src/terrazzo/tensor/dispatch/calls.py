@@ -20,7 +20,7 @@ from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aten import run_composite
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
-from terrazzo.tensor.dispatch.keys import plans
+from terrazzo.tensor.dispatch.keys import any_float, plans
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
@@ -28,7 +28,7 @@ from terrazzo.tensor.dispatch.runners import first_run, view_runner
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, per_thread, plain_tensors_replicated, set_wrapper_data, wrap
 from terrazzo.tensor.handlers.inplace import run_in_place
-from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, apply_rule
+from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, apply_rule, works_on_any_float
 
 PLAN_LIMIT = 16384
 """Cached plans at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""
@@ -117,6 +117,9 @@ def call_without_plan(
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
+    if func not in any_float and works_on_any_float(name):
+        any_float.add(func)
+        key = None  # it was made for these floats alone
     python_body = isinstance(func, types.FunctionType)
     if inplace or (python_body and kwargs.get("inplace")):
         if python_body:
@@ -125,9 +128,6 @@ def call_without_plan(
     spec = apply_rule(call)
     plan = None if spec is None else make_plan(call, spec)
     if spec is not None and plan is not None and takes_empty_shards(spec, plan, func, loc, kw):
-        if name in VALUE_KEYED:
-            _key_by_value(func)
-            key = None
         return _run_planned(call, spec, plan, args, loc, kw, kwargs, key)
     decomposition = DECOMPOSITIONS.get(name)
     if decomposition is not None:
@@ -156,7 +156,7 @@ def _run_planned(
     result, run = first_run(call.name, plan, call.func, args, loc, kw, dict(kwargs))
     if spec.is_view and type(args[0]) is CopiedView and not plan.copies_view:
         mark_alias(result, args[0])
-    remember(key, view_runner(plan, run) if spec.is_view else run)
+    remember(key, view_runner(plan, run, isinstance(result, DTensor)) if spec.is_view else run)
     return result
 
 
@@ -170,12 +170,6 @@ def _run_body(func: Any, types_: Any, args: Sequence[Any], kwargs: Mapping[str, 
         if _skip_one_hop is None:
             return run_composite(func, args, kwargs)
         return _skip_one_hop(func, types_, tuple(args), dict(kwargs))
-
-
-def _key_by_value(func: Any) -> None:
-    from terrazzo.tensor.dispatch.keys import float_values_matter
-
-    float_values_matter.add(func)
 
 
 def describe(

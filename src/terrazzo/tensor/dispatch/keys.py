@@ -1,7 +1,8 @@
 """What a cached plan is found by.
 
 A key is a tuple of the function, the layouts of the DTensors and the static arguments: layouts by identity, floats by
-type, slices by their bounds. This is the part of keying that needs no DTensor; `dtensor` has the rest.
+type where the value does not matter, slices by their bounds. This is the part of keying that needs no DTensor;
+`dtensor` has the rest.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ plans: dict[tuple[Any, ...], Plan] = {}
 list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
 """Functions of lists of tensors (`torch._foreach_*`), which are not worth a key: handler by function."""
 
-float_values_matter: set[Any] = set()
-"""Functions whose plan depends on the value of a float argument, not only on its being one."""
+any_float: set[Any] = set()
+"""Functions whose plan is the same for all values of a float argument: elementwise ones, whose numbers often change.
+
+Others are keyed by value: a scale factor decides on a shape, and whether what is filled in is 0 on what terms are.
+"""
 
 PLAIN_KEYS = frozenset(
     [int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), torch.Size]

@@ -195,9 +195,9 @@ def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Pl
     return run
 
 
-def view_runner(plan: CallPlan, run: Plan) -> Plan:
-    """For views: a view of a copied view is a copied view."""
-    if not plan.copies_view and not any(o.cast for o in plan.operands) and len(plan.outs) == 1:
+def view_runner(plan: CallPlan, run: Plan, is_one: bool) -> Plan:
+    """For views: a view of a copied view is a copied view.  `is_one`: the result is a tensor, not a tuple of some."""
+    if is_one and not plan.copies_view and not any(o.cast for o in plan.operands):
         return _simple_view(plan)
 
     def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dispatch.keys import float_values_matter, plans
+from terrazzo.tensor.dispatch.keys import any_float, plans
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -42,7 +42,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
     def register(strategy: _F) -> _F:
         for each in ops:
             OVERRIDES[each] = _rule_of(each, strategy)
-            float_values_matter.add(each)
+            any_float.discard(each)
         plans.clear()
         return strategy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -148,7 +148,8 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     settled = _settled(source)
     chance = random.uniform(settled._layout, torch.float64, kwargs.get("generator"))
     threshold = settled._local.detach() if p is None else p
-    result = wrap((chance < threshold).to(source.dtype), settled._layout)
+    drawn = (chance < threshold).to(source.dtype)
+    result = wrap(_without_gradient(drawn, settled._local), settled._layout)
     if kwargs.get("out") is not None:
         kwargs["out"].copy_(result)
         return kwargs["out"]
@@ -166,7 +167,28 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     shaped = mean + 0 * std if isinstance(mean, DTensor) else mean + std * 0
     settled = _settled(shaped)
     noise = wrap(random.normal(settled._layout, settled.dtype, kwargs.get("generator")), settled._layout)
-    return (mean + noise * std).detach()
+    drawn = cast(DTensor, (mean + noise * std).detach())
+    sources = [v._local for v in (mean, std) if isinstance(v, DTensor)]
+    return wrap(_without_gradient(drawn._local, *sources), drawn._layout)
+
+
+def _without_gradient(drawn: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    """What was drawn, as PyTorch has it: it requires a gradient where its sources do, and theirs is 0."""
+    if not (torch.is_grad_enabled() and any(source.requires_grad for source in sources)):
+        return drawn
+    result: torch.Tensor = _WithoutGradient.apply(drawn, *sources)
+    return result
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, drawn: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.sources = [(source.shape, source.dtype, source.device) for source in sources]
+        return drawn.view_as(drawn)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, *[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
 
 
 def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:

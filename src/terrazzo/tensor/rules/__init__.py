@@ -21,7 +21,7 @@ from terrazzo.tensor.rules import (  # noqa: F401  (registering is what importin
     views,
 )
 from terrazzo.tensor.rules.pointwise import is_pointwise, pointwise_spec
-from terrazzo.tensor.rules.registry import COMPOSITES, DECOMPOSITIONS, VALUE_KEYED, has_rule
+from terrazzo.tensor.rules.registry import COMPOSITES, DECOMPOSITIONS, has_rule
 from terrazzo.tensor.rules.registry import apply_rule as _apply_registered
 
 
@@ -32,4 +32,10 @@ def apply_rule(call: Call) -> Spec | None:
     return pointwise_spec(call) if is_pointwise(call.name) else None
 
 
-__all__ = ["COMPOSITES", "DECOMPOSITIONS", "VALUE_KEYED", "apply_rule", "has_rule", "is_pointwise"]
+def works_on_any_float(name: str) -> bool:
+    """Whether what `apply_rule` says is the same for all values of float arguments: elementwise ones only look at
+    shapes."""
+    return not has_rule(name) and is_pointwise(name)
+
+
+__all__ = ["COMPOSITES", "DECOMPOSITIONS", "apply_rule", "has_rule", "is_pointwise", "works_on_any_float"]

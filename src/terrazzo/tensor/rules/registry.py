@@ -13,9 +13,6 @@ _F = TypeVar("_F", bound=Rule)
 
 _rules: dict[str, tuple[Rule, inspect.Signature]] = {}
 
-VALUE_KEYED: set[str] = set()
-"""Names of operations whose rule looks at the value of a float argument."""
-
 COMPOSITES: set[str] = set()
 """C++ composites without a rule of their own that decompose into operations that have one."""
 
@@ -23,7 +20,7 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 """Operations as Python functions of DTensors; a decomposition may return NotImplemented."""
 
 
-def rule(*names: str, float_values: bool = False) -> Callable[[_F], _F]:
+def rule(*names: str) -> Callable[[_F], _F]:
     """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
 
     def register(function: _F) -> _F:
@@ -32,8 +29,6 @@ def rule(*names: str, float_values: bool = False) -> Callable[[_F], _F]:
             if name in _rules:
                 raise AssertionError(f"two rules for {name}")
             _rules[name] = (function, signature)
-            if float_values:
-                VALUE_KEYED.add(name)
         return function
 
     return register
