@@ -197,7 +197,8 @@ def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Pl
 
 def view_runner(plan: CallPlan, run: Plan, is_one: bool) -> Plan:
     """For views: a view of a copied view is a copied view.  `is_one`: the result is a tensor, not a tuple of some."""
-    if is_one and not plan.copies_view and not any(o.cast for o in plan.operands):
+    positional = plan.operands[0].path[0] == 0
+    if is_one and positional and not plan.copies_view and not any(o.cast for o in plan.operands):
         return _simple_view(plan)
 
     def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -225,7 +226,7 @@ def _simple_view(plan: CallPlan) -> Plan:
             result._local = local
             result._layout = out
             result._memo = None
-            if args and type(args[0]) is CopiedView:
+            if type(args[0]) is CopiedView:
                 mark_alias(result, args[0])
             return result
 
@@ -237,7 +238,7 @@ def _simple_view(plan: CallPlan) -> Plan:
         result._local = local
         result._layout = out
         result._memo = None
-        if args and type(args[0]) is CopiedView:
+        if type(args[0]) is CopiedView:
             mark_alias(result, args[0])
         return result
 
