@@ -226,8 +226,7 @@ def check_against_torch(parallelism: Any, make: Any) -> None:
             assert_same(ours[1], theirs[1], f"{choice} optimizer")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize(("world", "make"), [(2, adamw), (4, adamw), (4, sgd)])
 def test_equal_to_torchs_own(world: int, make: Any) -> None:
     for parallelism in of_world(world):
         if parallelism is fsdp1_flat and make is sgd:

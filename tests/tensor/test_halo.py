@@ -67,7 +67,8 @@ def check_convolutions(n: int) -> None:
         w, b = torch.randn(6, 4 // options.get("groups", 1), *kernel), torch.randn(6)
         last = 1 + n
         layouts = [(line, [Shard(2)]), (line, [Shard(last)]), (square, [Shard(0), Shard(2)])]
-        layouts += [(square, [Shard(2), Shard(2)]), (square, [Shard(2), Replicate()]), (square, [Shard(2), Shard(1)])]
+        if n == 2:  # what does not depend on the number of dims
+            layouts += [(square, [Shard(2), p]) for p in (Shard(2), Replicate(), Shard(1))]
         if n > 1:
             layouts += [(square, [Shard(2), Shard(3)]), (square, [Shard(3), Shard(2)])]
         for mesh, placements in layouts:

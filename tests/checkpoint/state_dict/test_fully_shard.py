@@ -248,9 +248,8 @@ def check_all(check: Any, make: Any) -> None:
         check(kind, make)
 
 
-@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize(("world", "make"), [(2, adamw), (4, adamw), (4, sgd)])
 @pytest.mark.parametrize("check", [check_getters, check_setters])
-@pytest.mark.parametrize("world", [2, 4])
 def test_like_one_process(world, check, make):
     run_ranks(world, check_all, check, make, timeout=120)
 
