@@ -317,6 +317,12 @@ def refused_writes() -> None:
     equal(x, expected)
     with pytest.raises(IndexError, match="out of bounds"):
         x[9] = 1
+    view, none = x[2:4], distribute_tensor(torch.zeros(0, 4), mesh, [Shard(0)])
+    empty = none[0:0]
+    for wrong in (lambda: x.__setitem__((0, 0, 0), 1), lambda: x.__setitem__(-9, 1), lambda: none.__setitem__(0, 1)):
+        with pytest.raises(IndexError):
+            wrong()
+    assert view.shape == (2, 4) and empty.shape == (0, 4)
     with pytest.raises(IndexError, match="out of bounds"):
         x[-9]
     leaf = x.clone().requires_grad_()

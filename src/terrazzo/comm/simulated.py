@@ -46,7 +46,7 @@ class Echo:
     def broadcast(self, data: bytes | None, src: int, timeout: timedelta) -> bytes:
         """The data of `src`, which has to be this rank."""
         if data is None:
-            raise CommError(f"position {src} is simulated (process group 'fake'), so it has nothing to say")
+            raise _silent(src)
         return data
 
     def gather(self, data: bytes, dst: int, timeout: timedelta) -> list[bytes] | None:
@@ -56,5 +56,9 @@ class Echo:
     def scatter(self, parts: Sequence[bytes] | None, src: int, timeout: timedelta) -> bytes:
         """The part that `src`, which has to be this rank, has for this one."""
         if parts is None:
-            raise CommError(f"position {src} is simulated (process group 'fake'), so it has nothing to say")
+            raise _silent(src)
         return parts[self._index]
+
+
+def _silent(src: int) -> CommError:
+    return CommError(f"position {src} is simulated (process group 'fake'), so it has nothing to say")

@@ -226,19 +226,18 @@ class Reducer:
             local = param.sharded._local
             if local._backward_hooks:
                 self.settle()
-                grad = _after_hooks(local, grad.view(local.shape))
+                grad = _after_hooks(local, grad)
             if local.grad is None:
-                local.grad = grad.view(local.shape)
+                local.grad = grad
             else:
                 known.append(local.grad)
-                new.append(grad.view(local.shape))
+                new.append(grad)
             if local._post_accumulate_grad_hooks:
                 hooked.append(local)
+        if known or hooked:
+            self.settle()
         if known:
-            self.settle()
             torch._foreach_add_(known, new)
-        if hooked:
-            self.settle()
         for local in hooked:
             for hook in list(local._post_accumulate_grad_hooks.values()):
                 hook(local)
@@ -253,7 +252,7 @@ class Reducer:
         for i, grad in zip(present, found, strict=True):
             if grad.dtype is not dtype or grad.device != settings.rest_device:
                 grad = grad.to(settings.rest_device, dtype)
-            grads[i] = grad
+            grads[i] = grad.view(self._trainable[i].sharded._local.shape)
         self._accumulate_in_shards(grads)
 
     def abandon(self) -> None:

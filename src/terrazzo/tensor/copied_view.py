@@ -16,8 +16,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Box, Layout
+from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.indices import region_of
 
 _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
@@ -106,16 +107,17 @@ class CopiedView(DTensor):
 
 
 class writing:
-    """Around a write to a region (None: any) of a DTensor: copies of other regions stay as good as they are."""
+    """Around a write to what an index chooses of a DTensor: copies of other parts stay as good as they are."""
 
     __slots__ = ("_others",)
 
-    def __init__(self, target: DTensor, region: Box | None) -> None:
-        copies = _copies_of.get(target._local) if region is not None and _copies_of else None
+    def __init__(self, target: DTensor, index: Any) -> None:
+        copies = _copies_of.get(target._local) if _copies_of else None
+        region = region_of(index, target.shape) if copies else None
         self._others = [
             origin
             for origin in copies or ()
-            if origin.is_current() and origin.region is not None and origin.region.intersect(region) is None
+            if region is not None and origin.is_current() and origin.region.intersect(region) is None
         ]
 
     def __enter__(self) -> None:
@@ -124,27 +126,6 @@ class writing:
     def __exit__(self, *exception: object) -> None:
         for origin in self._others:
             origin.keep()
-
-
-def region_of(index: Any, shape: Sequence[int]) -> Box | None:
-    """The smallest box that holds what a basic index selects; None for other indices.
-
-    >>> region_of((slice(1, 3), -1), (4, 5))
-    Box(offsets=(1, 4), lengths=(2, 1))
-    """
-    items = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    if not all(i is Ellipsis or type(i) is slice or type(i) is int for i in items):
-        return None
-    rest = [slice(None)] * (len(shape) - sum(i is not Ellipsis for i in items))
-    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
-    items[at : at + 1] = rest
-    offsets, lengths = [], []
-    for i, n in zip(items, shape, strict=True):
-        chosen = range(n)[i] if type(i) is slice else range(i % n, i % n + 1)
-        low, high = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
-        offsets.append(low)
-        lengths.append(high - low)
-    return Box(tuple(offsets), tuple(lengths))
 
 
 # What `.data` gives is the same.

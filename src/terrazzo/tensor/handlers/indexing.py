@@ -15,56 +15,22 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Replicate
-from terrazzo.tensor.copied_view import check_writable, pass_on, region_of, writing
+from terrazzo.tensor.copied_view import check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.calls import run_again, special
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.rules.registry import rule
-
-
-def _as_tuple(index: Any) -> tuple[Any, ...]:
-    return tuple(index) if isinstance(index, tuple) else (index,)
-
-
-def _is_basic(index: Sequence[Any]) -> bool:
-    return all(
-        i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool))
-        for i in index
-    )
-
-
-def _consumes(i: Any) -> int:
-    """How many dims of the tensor one index item takes."""
-    if i is None or i is Ellipsis or isinstance(i, bool):
-        return 0
-    if isinstance(i, (torch.Tensor, Operand)) and _is_mask(i):
-        return i.ndim
-    return 1
-
-
-def _is_mask(i: Any) -> bool:
-    return isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
-
-
-def expanded(index: Any, ndim: int) -> list[Any]:
-    """The index with the Ellipsis, and what it leaves out at the end, written as full slices."""
-    items = list(_as_tuple(index))
-    taken = sum(_consumes(i) for i in items)
-    if taken > ndim:
-        raise IndexError(f"too many indices for a tensor of {ndim} dimensions")
-    fill = [slice(None)] * (ndim - taken)
-    at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
-    return items + fill if at is None else [*items[:at], *fill, *items[at + 1 :]]
 
 
 @rule("__getitem__")
 def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
     if not isinstance(input, Operand):
         return None
-    items = _as_tuple(index)
-    if isinstance(index, list) or not _is_basic(items) or sum(i is Ellipsis for i in items) > 1:
+    items = as_tuple(index)
+    if isinstance(index, list) or not is_basic(items) or sum(i is Ellipsis for i in items) > 1:
         return None
     ins: list[int | None] = [None] * input.ndim
     out: list[int | None] = []
@@ -109,7 +75,7 @@ def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:
     result, d = [], 0
     for i in expanded(items, ndim):
         result.append((i, 0 if i is None else d))
-        d += _consumes(i)
+        d += consumes(i)
     return result
 
 
@@ -118,12 +84,12 @@ def get(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, index = args
     if not isinstance(target, DTensor):
         return _index_plain(target, index)
-    items = _as_tuple(index)
-    if any(isinstance(i, DTensor) and i.ndim == 0 and not _is_mask(i) for i in items) or any(
+    items = as_tuple(index)
+    if any(isinstance(i, DTensor) and i.ndim == 0 and not is_mask(i) for i in items) or any(
         isinstance(i, slice) and any(isinstance(v, torch.Tensor) for v in (i.start, i.stop, i.step)) for i in items
     ):
         return run_again(func, (target, _with_plain_ints(index)), kwargs)
-    if isinstance(index, list) or not _is_basic(items):
+    if isinstance(index, list) or not is_basic(items):
         return _advanced(target, index)
     return NotImplemented
 
@@ -136,7 +102,7 @@ def _index_plain(target: torch.Tensor, index: Any) -> Any:
 
 def _with_plain_ints(index: Any) -> Any:
     def plain(i: Any) -> Any:
-        if isinstance(i, DTensor) and i.ndim == 0 and not _is_mask(i):
+        if isinstance(i, DTensor) and i.ndim == 0 and not is_mask(i):
             return int(i)
         if isinstance(i, slice):
             return slice(*(int(v) if isinstance(v, torch.Tensor) else v for v in (i.start, i.stop, i.step)))
@@ -159,13 +125,13 @@ def _full(value: Any, like: Layout) -> Any:
 def _advanced(target: DTensor, index: Any) -> DTensor:
     """Index tensors: dims taken whole keep their shards when no mask or index touches them."""
     layout = target._layout
-    items = [_full(i, layout) for i in _as_tuple(index)] if not isinstance(index, list) else [index]
+    items = [_full(i, layout) for i in as_tuple(index)] if not isinstance(index, list) else [index]
     items = [torch.as_tensor(i) if isinstance(i, list) else i for i in items]
     items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
     touched: set[int] = set()
     d = 0
     for i in expanded(tuple(items), layout.ndim):
-        n = _consumes(i)
+        n = consumes(i)
         if not (isinstance(i, slice) and i == slice(None)):
             touched.update(range(d, d + n))
         d += n
@@ -215,7 +181,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
             shapes.append((int(i),))
         elif isinstance(i, int):
             shapes.append(())
-        elif _is_mask(i):
+        elif is_mask(i):
             shapes.append((int(i.sum()),))
         else:
             shapes.append(tuple(i.shape))
@@ -237,7 +203,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
         elif isinstance(i, slice):
             length = len(range(*i.indices(shape[d])))
             out.append((length, d))
-        d += _consumes(i)
+        d += consumes(i)
     return tuple(n for n, _ in out), {src: k for k, (_, src) in enumerate(out) if src is not None}
 
 
@@ -252,7 +218,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     check_writable(target)
-    items = tuple(_with_plain_ints(i) for i in _as_tuple(index))
+    items = tuple(_with_plain_ints(i) for i in as_tuple(index))
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         from terrazzo.tensor.dispatch.calls import admit_plain_tensors
 
@@ -260,8 +226,8 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         assert admitted is not None
         value = admitted[0][2]
     terms = any(isinstance(p, Partial) for p in target._layout.placements)
-    if _is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
-        with writing(target, region_of(items, target.shape)):
+    if is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
+        with writing(target, items):
             _assign_box(target, items, value)
         pass_on(target)
     else:

@@ -1,0 +1,67 @@
+"""What an index of a tensor says, item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Box
+from terrazzo.tensor.dispatch.spec import Operand
+
+
+def as_tuple(index: Any) -> tuple[Any, ...]:
+    """The items of an index."""
+    return tuple(index) if isinstance(index, tuple) else (index,)
+
+
+def is_basic(index: Sequence[Any]) -> bool:
+    """Whether all items give views: ints, slices, None, Ellipsis."""
+    return all(
+        i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool))
+        for i in index
+    )
+
+
+def consumes(i: Any) -> int:
+    """How many dims of the tensor one index item takes."""
+    if i is None or i is Ellipsis or isinstance(i, bool):
+        return 0
+    if isinstance(i, (torch.Tensor, Operand)) and is_mask(i):
+        return i.ndim
+    return 1
+
+
+def is_mask(i: Any) -> bool:
+    """Whether an item chooses by truth."""
+    return isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+
+
+def expanded(index: Any, ndim: int) -> list[Any]:
+    """The index with the Ellipsis, and what it leaves out at the end, written as full slices."""
+    items = list(as_tuple(index))
+    taken = sum(consumes(i) for i in items)
+    if taken > ndim:
+        raise IndexError(f"too many indices for a tensor of {ndim} dimensions")
+    fill = [slice(None)] * (ndim - taken)
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
+    return items + fill if at is None else [*items[:at], *fill, *items[at + 1 :]]
+
+
+def region_of(index: Any, shape: Sequence[int]) -> Box | None:
+    """The smallest box that holds what a basic index chooses; None for other indices.
+
+    >>> region_of((slice(1, 3), -1), (4, 5))
+    Box(offsets=(1, 4), lengths=(2, 1))
+    """
+    items = as_tuple(index)
+    if not is_basic(items):
+        return None
+    offsets, lengths = [], []
+    for i, n in zip([i for i in expanded(items, len(shape)) if i is not None], shape, strict=True):
+        chosen = range(n)[i] if isinstance(i, slice) else [i % max(n, 1)]  # out of bounds is for the write to say
+        low, high = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
+        offsets.append(low)
+        lengths.append(high - low)
+    return Box(tuple(offsets), tuple(lengths))
