@@ -19,7 +19,7 @@ from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
 from terrazzo.tensor.dispatch.spec import Call, Operand
-from terrazzo.tensor.rules import apply_rule
+from terrazzo.tensor.ops.table import apply_rule
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,8 @@ from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
-from terrazzo.tensor.handlers import (  # noqa: F401  (they register what they handle)
-    autograd,
-    clip,
-    compare,
-    compiling,
-    foreach,
-    indexing,
-    masked,
-    optimizers,
-    random_ops,
-    recurrent,
-    transforms,
-)
+from terrazzo.tensor.handlers import clip, compiling, masked, optimizers, transforms
+from terrazzo.tensor.ops import autograd, foreach, loaded  # noqa: F401  (loaded: they register what they handle)
 
 foreach.install()
 clip.install()

@@ -404,7 +404,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         except AttributeError:  # the slot is only set once a gradient was asked for
             pass
         if g.requires_grad and self._layout.dual is not self._layout:
-            from terrazzo.tensor.handlers.autograd import gradient_of
+            from terrazzo.tensor.ops.autograd import gradient_of
 
             return gradient_of(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
@@ -481,7 +481,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        from terrazzo.tensor.handlers.autograd import gradient_for, gradient_of
+        from terrazzo.tensor.ops.autograd import gradient_for, gradient_of
 
         layout = self._layout
 

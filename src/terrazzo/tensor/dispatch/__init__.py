@@ -4,7 +4,7 @@
 
     calls       finds the way for a function and these layouts, and remembers the plan
     names       one name for the many functions that are one operation
-    spec        what a rule (`terrazzo.tensor.rules`) says about a call
+    spec        what a rule (`terrazzo.tensor.ops`) says about a call
     planner     from a rule and the operands' layouts to the layouts they are brought to
     runners     plans as closures
     aten        composites without a rule, taken apart by PyTorch's C++

@@ -15,7 +15,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.rules import apply_rule
+from terrazzo.tensor.ops.table import apply_rule
 
 
 def run_absent(call: Call, args: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One aten operation on DTensors, called from C++."""
     from terrazzo.tensor.dispatch.overrides import OVERRIDES
-    from terrazzo.tensor.rules import has_rule
+    from terrazzo.tensor.ops.table import has_rule
 
     name, _ = canonical_name(op)
     if (

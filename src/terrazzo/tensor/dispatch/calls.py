@@ -20,6 +20,7 @@ from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aten import run_composite
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
+from terrazzo.tensor.dispatch.inplace import run_in_place
 from terrazzo.tensor.dispatch.keys import any_float, plans
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
@@ -27,8 +28,7 @@ from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
 from terrazzo.tensor.dispatch.runners import first_run, view_runner
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, per_thread, plain_tensors_replicated, set_wrapper_data, wrap
-from terrazzo.tensor.handlers.inplace import run_in_place
-from terrazzo.tensor.rules import COMPOSITES, DECOMPOSITIONS, apply_rule, works_on_any_float
+from terrazzo.tensor.ops.table import COMPOSITES, DECOMPOSITIONS, apply_rule, works_on_any_float
 
 PLAN_LIMIT = 16384
 """Cached plans at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""

@@ -21,7 +21,7 @@ from torch.utils import _foreach_utils
 
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.handlers.foreach import locals_of, placed_alike
+from terrazzo.tensor.ops.foreach import locals_of, placed_alike
 
 # These write their tensors in place and leave the lists alone. SGD's and ASGD's put new tensors into the lists.
 _ELEMENTWISE: dict[ModuleType, str] = {

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.handlers.autograd import forward_mode
+from terrazzo.tensor.ops.autograd import forward_mode
 
 
 def install() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.rules.registry import decomposition
+from terrazzo.tensor.ops.table import decomposition
 
 F = torch.nn.functional
 

@@ -21,8 +21,8 @@ from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask
+from terrazzo.tensor.ops.table import rule
 from terrazzo.tensor.redistribute import redistribute_local
-from terrazzo.tensor.rules.registry import rule
 
 
 @rule("__getitem__")

@@ -20,7 +20,7 @@ from terrazzo.tensor.dispatch.calls import specials
 from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.rules.pointwise import is_pointwise
+from terrazzo.tensor.ops.pointwise import is_pointwise
 
 _ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.rules.registry import COMPOSITES, decomposition
-from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.ops.table import COMPOSITES, decomposition
+from terrazzo.tensor.ops.views import norm_dim
 
 COMPOSITES.update(
     [

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.questions import is_sharded_along
-from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.table import decomposition, rule
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.ops.table import rule
 
 
 def norm_dim(dim: int, ndim: int) -> int:

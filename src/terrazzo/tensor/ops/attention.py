@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
-from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.ops.table import decomposition, rule
 
 
 @rule("scaled_dot_product_attention")

@@ -20,8 +20,8 @@ from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.runners import in_place_runner
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
-from terrazzo.tensor.rules import apply_rule
 
 _RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes", "as_strided"}
 

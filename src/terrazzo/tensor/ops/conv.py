@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.halo import Halo, Window, each, plan_halo
-from terrazzo.tensor.rules.questions import is_sharded_along
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.ops.halo import Halo, Window, each, plan_halo
+from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.table import rule
 
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
 _BATCH, _OUT, _IN = 0, 1, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
-from terrazzo.tensor.rules.pointwise import broadcast
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.ops.pointwise import broadcast
+from terrazzo.tensor.ops.table import rule
 
 
 def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:

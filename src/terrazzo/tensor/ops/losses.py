@@ -12,7 +12,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional
 _IGNORED = -100  # what the local targets hold where they do not count

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.ops.table import rule
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
-from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
 # Linear in the first operand, for any static arguments.
 _LINEAR_UNARY = frozenset(
@@ -99,6 +99,9 @@ def pointwise_spec(call: Call) -> Spec | None:
     except RuntimeError:
         return None  # shapes that do not broadcast: the operation itself says so
     return Spec(ins, [tuple(range(len(out)))], [out], linear=_linear_groups(call))
+
+
+elementwise(is_pointwise, pointwise_spec)
 
 
 def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:

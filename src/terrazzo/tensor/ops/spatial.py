@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.halo import Window, each, plan_halo
-from terrazzo.tensor.rules.questions import is_sharded_along
-from terrazzo.tensor.rules.registry import rule
+from terrazzo.tensor.ops.halo import Window, each, plan_halo
+from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.table import rule
 
 
 def touching(

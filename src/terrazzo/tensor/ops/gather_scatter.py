@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
-from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.views import norm_dim
 
 
 @rule("gather")

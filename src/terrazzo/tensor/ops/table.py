@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from terrazzo.tensor.dispatch.spec import Call, Spec
@@ -38,11 +39,33 @@ def has_rule(name: str) -> bool:
     return name in _rules
 
 
+@dataclass(slots=True)
+class _Elementwise:
+    """The rule for all elementwise operations that have none of their own, and which these are."""
+
+    covers: Callable[[str], bool]
+    rule: Callable[[Call], Spec | None]
+
+
+_elementwise = _Elementwise(lambda name: False, lambda call: None)
+
+
+def elementwise(covers: Callable[[str], bool], rule: Callable[[Call], Spec | None]) -> None:
+    """Register the rule for all operations whose names `covers` accepts and that have no rule of their own."""
+    _elementwise.covers, _elementwise.rule = covers, rule
+
+
+def works_on_any_float(name: str) -> bool:
+    """Whether what `apply_rule` says is the same for all values of float arguments: elementwise ones only look at
+    shapes."""
+    return not has_rule(name) and _elementwise.covers(name)
+
+
 def apply_rule(call: Call) -> Spec | None:
     """The rule's answer; None when there is no rule, or when the call's arguments are not those that it covers."""
     found = _rules.get(call.name)
     if found is None:
-        return None
+        return _elementwise.rule(call) if _elementwise.covers(call.name) else None
     function, signature = found
     try:
         bound = signature.bind(call, *call.args, **call.kwargs)

@@ -8,7 +8,7 @@ import torch
 
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.registry import decomposition, rule
+from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional
 

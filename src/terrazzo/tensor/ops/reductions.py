@@ -14,8 +14,8 @@ import torch
 
 from terrazzo.layout import Partial, Shard
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.registry import decomposition, rule
-from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.views import norm_dim
 
 
 def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:

@@ -9,10 +9,10 @@ import torch
 
 from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
-from terrazzo.tensor.rules.questions import is_sharded_along
-from terrazzo.tensor.rules.reductions import reduced_dims, reduction
-from terrazzo.tensor.rules.registry import decomposition, rule
-from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.reductions import reduced_dims, reduction
+from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.views import norm_dim
 
 _HALF = (torch.float16, torch.bfloat16)
 

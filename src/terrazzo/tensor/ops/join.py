@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.rules.registry import rule
-from terrazzo.tensor.rules.views import norm_dim
+from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.views import norm_dim
 
 
 @rule("cat")

@@ -1,0 +1,26 @@
+"""Importing this fills the table: every module that registers operations, once."""
+
+from terrazzo.tensor.ops import (  # noqa: F401  (registering is what importing these does)
+    attention,
+    autograd,
+    compare,
+    composites,
+    conv,
+    creation,
+    embedding,
+    foreach,
+    gather_scatter,
+    indexing,
+    join,
+    losses,
+    matmul,
+    multi_head,
+    norms,
+    pointwise,
+    random_ops,
+    recurrent,
+    reductions,
+    softmax,
+    spatial,
+    views,
+)
