@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.dispatch.planner import CallPlan
-from terrazzo.tensor.dispatch.runners import get_at, put_at
+from terrazzo.tensor.dispatch.routes import get_at, put_at
 from terrazzo.tensor.dispatch.spec import Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 

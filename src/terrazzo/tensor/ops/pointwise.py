@@ -130,9 +130,7 @@ def _has_scalar_operand(call: Call) -> bool:
     return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
-@rule(
-    "clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory"
-)
+@rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
     dims = tuple(range(input.ndim))
     return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)
@@ -200,3 +198,9 @@ def prelu(input: Any, weight: Any) -> Any:
     if weight.ndim and weight.shape[0] != 1 and input.ndim > 1:
         weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
     return torch.where(input > 0, input, input * weight)
+
+
+@decomposition("contiguous")
+def contiguous(input: Any, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """Whether there is anything to do is a fact of the global tensor, the same on every rank."""
+    return input if input.is_contiguous(memory_format=memory_format) else input.clone(memory_format=memory_format)
