@@ -20,8 +20,8 @@ from terrazzo.layout.placement import Shard
 def cells_in(layout: Layout, box: Box) -> Iterator[tuple[int, Box]]:
     """The cells of `layout` that have elements in `box`, which lies within the tensor.
 
-    For each: the index in the mesh (row-major) of the first rank that holds it, and the part that lies in `box`, relative
-    to `box`. `replicas` gives the other ranks that hold it.
+    For each: the index in the mesh (row-major) of the first rank that holds it, and the part that lies in `box`,
+    relative to `box`. `replicas` gives the other ranks that hold it.
     """
     if box.is_empty:
         return
