@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Replicate
+from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
@@ -179,7 +180,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
             shapes.append((int(i.sum()),))
         else:
             shapes.append(tuple(i.shape))
-    joined = tuple(torch.broadcast_shapes(*shapes)) if adv else ()
+    joined = broadcast_shapes(*shapes) if adv else ()
     neighbours = bool(adv) and adv == list(range(adv[0], adv[-1] + 1))
     out: list[tuple[int, int | None]] = []
     d = 0

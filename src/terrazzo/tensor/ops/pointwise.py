@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
@@ -77,7 +78,7 @@ def is_pointwise(name: str) -> bool:
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
     """The common shape, and each operand's dims as factors 0, 1, ... of it; a stretched dim has none."""
-    out = tuple(torch.broadcast_shapes(*shapes))
+    out = broadcast_shapes(*shapes)
     n = len(out)
     ins: list[Dims] = []
     for shape in shapes:
