@@ -291,7 +291,7 @@ def bytes_of_a_step() -> dict[str, int]:
     words, targets = (distribute_tensor(t, mesh) for t in batch_of_words(0))
     with loss_parallel(), CommDebugMode() as seen:
         model(words, targets).backward()
-    return dict(seen.get_comm_bytes("backward"))
+    return seen.get_comm_bytes("backward").by_kind()
 
 
 def test_sequence_parallel_scatters_the_gradients_that_it_gathers_for():

@@ -213,8 +213,8 @@ def _notes_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def admit_plain_tensors(
     name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Plain tensors as replicated DTensors where that is allowed (scalars, `implicit_replication`); None: there are
-    none."""
+    """Plain tensors as replicated DTensors where that is allowed (one element, `implicit_replication`); None: there
+    are none."""
     mesh_layout = _first_layout(list(args) + list(kwargs.values()))
     if mesh_layout is None:
         return None
@@ -230,7 +230,7 @@ def admit_plain_tensors(
                     "of it; give the transformed function all DTensors as arguments that are transformed, or use "
                     "torch.func.grad or torch.autograd"
                 )
-            if value.dim() and not per_thread.implicit_replication:
+            if value.numel() != 1 and not per_thread.implicit_replication:
                 raise MixedTensorError(
                     f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets "
                     "DTensors. "
