@@ -131,6 +131,16 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     return _group(axis).broadcast([buffer], options)
 
 
+def send(axis: Axis, buffer: Tensor, to: int, tag: int) -> Work:
+    """Send `buffer` to position `to`."""
+    return _group(axis).send([buffer], to, tag)
+
+
+def receive(axis: Axis, out: Tensor, source: int, tag: int) -> Work:
+    """Overwrite `out` with what position `source` sends."""
+    return _group(axis).recv([out], source, tag)
+
+
 def _group(axis: Axis) -> ProcessGroup:
     if axis.group is None:
         raise CommError(f"{axis} has one rank, which has nobody to communicate with")

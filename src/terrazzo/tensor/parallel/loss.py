@@ -18,10 +18,10 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
-from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
 from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 
@@ -82,8 +82,14 @@ def _parallel_cross_entropy(
     if not isinstance(input, DTensor) or size_average is not None or reduce is not None:
         return NotImplemented
     placements = [Replicate() if isinstance(p, Partial) else p for p in input.placements]
-    if Shard(1 if input.ndim > 1 else 0) not in placements:
-        return NotImplemented
+    classes = 1 if input.ndim > 1 else 0
+    if Shard(classes) not in placements:
+        if isinstance(target, DTensor) or per_thread.implicit_replication:
+            return NotImplemented  # nothing is parallel over the classes; the usual way serves any placement
+        raise PlacementMismatchError(
+            f"loss_parallel is for logits sharded over the classes, dim {classes}; these are placed "
+            f"{list(input.placements)}. With these, target has to be a DTensor too, or cross_entropy be called outside"
+        )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -109,7 +115,9 @@ def _parallel_cross_entropy(
 def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
     """This rank's part of `value` under `layout`; a plain tensor is the whole value, the same on every rank."""
     if tuple(value.shape) != tuple(layout.shape):
-        raise DTensorError(f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}")
+        raise DTensorArgumentError(
+            f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}"
+        )
     if isinstance(value, DTensor):
         if value._layout is layout:
             return value._local
