@@ -69,6 +69,19 @@ class DTensorError(TerrazzoError, RuntimeError):
     """An operation on a distributed tensor that cannot be carried out."""
 
 
+class CaptureError(DTensorError):
+    """A program of which `terrazzo.compile` can make no graph.
+
+    `operation` is what stands in the way, `file` and `line` are where the program asks for it, as far as known.
+    """
+
+    def __init__(self, message: str, *, operation: str = "", file: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.file = file
+        self.line = line
+
+
 class RandomStateError(DTensorError):
     """The random generators of the ranks are not in step."""
 
