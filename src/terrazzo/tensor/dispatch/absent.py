@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.spec import HALF, Call
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
@@ -31,7 +31,8 @@ def run_absent(call: Call, args: Sequence[Any]) -> Any:
             "tensor to a mesh of all ranks first"
         )
     dtype = _common_dtype(args)
-    results = [wrap(torch.empty(0, dtype=dtype), out) for out in plan.outs]
+    joins = plan.joined is not None and (not plan.joined.half_only or dtype in HALF)
+    results = [wrap(torch.empty(0, dtype=dtype), out) for out in (plan.joined_outs if joins else plan.outs)]
     return results[0] if len(results) == 1 else tuple(results)
 
 
