@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -77,7 +76,11 @@ class Program:
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
+        if (
+            torch._C._len_torch_dispatch_stack()
+            or captured.capturing()
+            or F.scaled_dot_product_attention is not _attention
+        ):
             return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
         try:
             key, tensors = self._key(args, kwargs)
@@ -96,9 +99,7 @@ class Program:
     # ------------------------------------------------------------------ running
 
     def _run(self, graph: Graph, tensors: Sequence[Any]) -> Any:
-        flat = [
-            local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs
-        ]
+        flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
             flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
         if torch._C._is_any_autocast_enabled():
@@ -261,8 +262,11 @@ def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
     """What differs from the most similar of the others: its value there, and here."""
     differences = [
-        {name: (other.get(name, "absent"), what.get(name, "absent")) for name in {**other, **what}
-         if other.get(name) != what.get(name)}
+        {
+            name: (other.get(name, "absent"), what.get(name, "absent"))
+            for name in {**other, **what}
+            if other.get(name) != what.get(name)
+        }
         for other in others
     ]
     return min(differences, key=len, default={})
