@@ -22,7 +22,7 @@ def touching(
     call: Call, input: Operand, touched: Collection[int], *, linear: bool = False, moves_only: bool = False
 ) -> Spec | None:
     """The spec of a function that works within the dims `touched` and leaves the others, and their places, alone."""
-    shapes = _output_shapes(call)
+    shapes = shapes_of_results(call)
     if shapes is None:
         return None
     factors: Dims = tuple(None if d in touched else d for d in range(input.ndim))
@@ -48,7 +48,7 @@ def touching(
     )
 
 
-def _output_shapes(call: Call) -> list[tuple[int, ...]] | None:
+def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
     """What the function gives for whole operands, by a run on the meta device."""
 
     def hollow(value: Any) -> Any:
@@ -199,7 +199,7 @@ def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | Non
     if len(call.operands) != 1 or not isinstance(input, Operand):
         return None
     batched = input.ndim == (4 if call.name == "im2col" else 3)
-    shapes = _output_shapes(call) if batched else None
+    shapes = shapes_of_results(call) if batched else None
     if shapes is None:
         return None
     out: Dims = (0, *(None,) * (len(shapes[0]) - 1))
@@ -253,16 +253,3 @@ def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> 
     count = (input.shape[d] - size) // step + 1
     shape = (*(count if i == d else n for i, n in enumerate(input.shape)), size)
     return Spec([factors], [(*factors, None)], [shape], linear=[(0,)], moves_only=True, is_view=True)
-
-
-@rule("repeat")
-def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
-    """Dims that are not repeated pass."""
-    times = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], (list, tuple)) else repeats
-    lead = len(times) - input.ndim
-    if lead < 0 or not all(isinstance(n, int) for n in times):
-        return None
-    own = times[lead:]
-    factors: Dims = tuple(d if own[d] == 1 else None for d in range(input.ndim))
-    shape = (*times[:lead], *(n * m for n, m in zip(own, input.shape, strict=True)))
-    return Spec([factors], [(*(None,) * lead, *factors)], [shape], linear=[(0,)], moves_only=True)

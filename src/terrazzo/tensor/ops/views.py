@@ -103,6 +103,9 @@ def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
             # The outermost dims of a run, leaving out those of size 1, are where a cut can stay a cut.
             a = [d for d in old if input.shape[d] != 1]
             b = [d for d in new if shape[d] != 1]
+            # A dim of size 1 that is still there may be cut too: all of it is on one rank.
+            for single, still in zip([d for d in old if d not in a], [d for d in new if d not in b], strict=False):
+                out[still] = single
             if not a or not b:
                 continue
             out[b[0]] = a[0]
@@ -223,6 +226,36 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec:
         return run
 
     return moved(input, kept, [input.shape[d] for d in kept], localize=localize)
+
+
+@rule("view_as_complex")
+def view_as_complex(call: Call, input: Operand) -> Spec | None:
+    """Real and imaginary parts lie along the last dim."""
+    if not input.ndim or input.shape[-1] != 2:
+        return None
+    return moved(input, range(input.ndim - 1), input.shape[:-1])
+
+
+@rule("view_as_real")
+def view_as_real(call: Call, input: Operand) -> Spec:
+    return moved(input, [*range(input.ndim), None], [*input.shape, 2])
+
+
+@rule("diagonal", "linalg_diagonal")
+def diagonal(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Two dims become a new last one."""
+    ends = {"dim1": -2, "dim2": -1} if call.name == "linalg_diagonal" else {"dim1": 0, "dim2": 1}
+    given = {"offset": 0} | ends | dict(zip(("offset", "dim1", "dim2"), args, strict=False)) | dict(kwargs)
+    if input.ndim < 2 or len(given) > 3 or not all(isinstance(v, int) for v in given.values()):
+        return None
+    offset = given["offset"]
+    first, second = norm_dim(given["dim1"], input.ndim), norm_dim(given["dim2"], input.ndim)
+    if first == second:
+        return None
+    rows, columns = input.shape[first], input.shape[second]
+    length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    kept = [d for d in range(input.ndim) if d not in (first, second)]
+    return moved(input, [*kept, None], [*[input.shape[d] for d in kept], length])
 
 
 @rule("expand", "broadcast_to")
