@@ -68,8 +68,9 @@ def _transform(kind: str, input: Operand, dims: list[int], lengths: list[Any], l
             # may communicate with this one's.
             x = loc[0] if loc else kw["input"]
             one = func(x.new_zeros([n if d in dims else 1 for d, n in enumerate(x.shape)]), *loc[1:], **kw)
-            return one.new_zeros(shape) + x.sum()
+            total = x.sum()
+            return one.new_zeros(shape) + (total.real if x.is_complex() and not one.is_complex() else total)
 
         return nothing
 
-    return Spec([factors], [factors], [tuple(shape)], linear=[(0,)], localize=localize)
+    return Spec([factors], [factors], [tuple(shape)], linear=[(0,)], localize=localize, keeps_terms=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.spatial import shapes_of_results
 from terrazzo.tensor.ops.table import COMPOSITES, rule
@@ -35,7 +35,7 @@ def one_matrix(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | 
 def two_matrices(call: Call, input: Operand, other: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     if call.operands != [input, other] or min(input.ndim, other.ndim) < 3:
         return None
-    if call.name == "linalg_solve" and other.ndim == input.ndim - 1:
+    if call.name == "linalg_solve" and other.shape == input.shape[:-1]:
         return None  # a batch of vectors
     try:
         batch, (first, second) = broadcast([input.shape[:-2], other.shape[:-2]])
@@ -51,3 +51,20 @@ def _batched(call: Call, batch: Dims, ins: list[Dims]) -> Spec | None:
         return None
     outs: list[Dims] = [(*batch, *(None,) * (len(s) - len(batch))) for s in shapes]
     return Spec(ins, outs, shapes)
+
+
+@rule("vander", "linalg_vander")
+def vander(call: Call, x: Operand, N: Any = None, increasing: bool = False) -> Spec | None:
+    """The powers of each number as a row."""
+    count = (x.shape[-1] if x.ndim else 0) if N is None else N
+    if len(call.operands) != 1 or not x.ndim or not isinstance(count, int) or count < 0:
+        return None
+    factors: Dims = tuple(range(x.ndim))
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+            return func(loc[0], N=count, **({} if call.name == "linalg_vander" else {"increasing": increasing}))
+
+        return run
+
+    return Spec([factors], [(*factors, None)], [(*x.shape, count)], localize=localize)

@@ -24,6 +24,7 @@ from terrazzo.tensor.ops import (  # noqa: F401  (registering is what importing 
     random_ops,
     recurrent,
     reductions,
+    reinterpret,
     repeats,
     search,
     shifts,

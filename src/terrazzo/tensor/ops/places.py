@@ -13,7 +13,7 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.reductions import is_cut, loser, reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -53,14 +53,24 @@ def quantile(
     dims = reduced_dims(dim, input.ndim)
     if dims is None or not isinstance(q, (int, float, Operand)):
         return None
-    spec = reduction(input, dims, keepdim, None)
+    spec = reduction(input, dims, keepdim, None, localize=_unless_empty)
     if not isinstance(q, Operand):
         return spec
     if q.ndim > 1 or len(call.operands) != 2:
         return None
     # Several quantiles lie along a new first dim.
-    lead: tuple[None, ...] = (None,) * q.ndim
-    return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [(*q.shape, *spec.shapes[0])], whole=frozenset(dims))
+    lead: Dims = (None,) * q.ndim
+    shape = (*q.shape, *spec.shapes[0])
+    return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [shape], whole=frozenset(dims), localize=_unless_empty)
+
+
+def _unless_empty(chosen: Chosen) -> LocalFunction | None:
+    """PyTorch refuses to look for quantiles where there are no rows."""
+    shape = tuple(chosen.outs[0].local_shape)
+    if all(shape) or not all(chosen.outs[0].shape):
+        return None
+    # Part of the graph: other ranks' backward may communicate with this one's.
+    return lambda func, loc, kw: loc[0].new_zeros(shape) + loc[0].sum()
 
 
 @decomposition("aminmax")

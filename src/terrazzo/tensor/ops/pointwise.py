@@ -53,6 +53,7 @@ _ALSO_POINTWISE = frozenset(
             "special_log1p",
         ),
         *("conj", "resolve_conj", "resolve_neg", "complex", "polar", "floor_divide"),
+        "fake_quantize_per_tensor_affine",
         *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
     ]
 )

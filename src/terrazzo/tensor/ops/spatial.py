@@ -19,7 +19,13 @@ from terrazzo.tensor.ops.table import rule
 
 
 def touching(
-    call: Call, input: Operand, touched: Collection[int], *, linear: bool = False, moves_only: bool = False
+    call: Call,
+    input: Operand,
+    touched: Collection[int],
+    *,
+    linear: bool = False,
+    moves_only: bool = False,
+    keeps_terms: bool = False,
 ) -> Spec | None:
     """The spec of a function that works within the dims `touched` and leaves the others, and their places, alone."""
     shapes = shapes_of_results(call)
@@ -45,6 +51,7 @@ def touching(
         linear=[(0,)] if linear else [],
         moves_only=moves_only,
         localize=localize,
+        keeps_terms=keeps_terms,
     )
 
 
@@ -182,7 +189,8 @@ def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", 
     if mode != "constant":
         # These look at how many dims there are to see which are spatial.
         touched.update(range(input.ndim - len(pad) // 2, input.ndim))
-    return touching(call, input, touched, linear=mode != "constant" or not value)
+    constant = mode == "constant"
+    return touching(call, input, touched, linear=not constant or not value, keeps_terms=constant)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
