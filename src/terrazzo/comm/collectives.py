@@ -106,7 +106,8 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
             return Pending("all_gather", axis, _start_gather(axis, out, x), out)
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
-        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape))
+        # Parts of length 1 can be joined without a copy, out of order.
+        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape).contiguous())
     row = lead * prod(x.shape[dim + 1 :])
     numels = [size * row for size in sizes]
     flat = x.new_empty(sum(numels))
