@@ -1,4 +1,4 @@
-"""Random programs of views, indices, writes and redistributions are as on one device, or raise one of terrazzo's errors.
+"""Random programs of views, indices, writes and redistributions are as on one device, or raise a typed error.
 
 `make proofs` runs ten thousand; `python -m tests.tensor.fuzz` runs others, or one from a file.
 """
