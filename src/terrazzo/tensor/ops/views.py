@@ -128,6 +128,9 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
     if start > end:
         return None
+    if start == end:  # C++ returns the tensor itself
+        dims = tuple(range(input.ndim))
+        return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
     return reshape_spec(call, input, shape)
 
@@ -352,6 +355,11 @@ def _cut(input: Operand, dim: int, start: int, stop: int, step: int) -> Spec:
         return moved(input, range(input.ndim), shape, localize=_identity)
     out = [None if d == dim else d for d in range(input.ndim)]
     return moved(input, out, shape)
+
+
+def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    same: torch.Tensor = loc[0]
+    return same
 
 
 def _identity(chosen: Chosen) -> LocalFunction:
