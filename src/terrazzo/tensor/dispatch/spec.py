@@ -15,6 +15,9 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
   the function only moves elements, and terms of any reduction pass.
 - `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that
   they are counted once.
+- `unread` lists operands of which the function asks shape, dtype or device only: they stay as they are, whatever is
+  chosen. What their shards say about the factors counts all the same.
+- `keeps_terms` lets terms pass through a linear function also where its result is larger than they are.
 - `acceptable` lists instead of all this what may happen along one mesh dim; the factors then mean nothing.
 - `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
   arguments (a shape that must become the local one, say).
@@ -174,3 +177,5 @@ class Spec:
     joined: Callable[[Chosen], Joined] | None = None
     is_view: bool = False
     acceptable: Sequence[Acceptable] = ()
+    unread: frozenset[int] = frozenset()
+    keeps_terms: bool = False

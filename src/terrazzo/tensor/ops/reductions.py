@@ -28,6 +28,7 @@ from terrazzo.tensor.ops.accumulate import (
     with_dtype,
     working_type,
 )
+from terrazzo.tensor.ops.questions import is_cut
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -139,7 +140,8 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
         # The gradient of a full max goes to all ties alike, as amax's does.
         return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
+    # Along a cut dim the ranks exchange what each of them found: see `places`.
+    return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
 
 
 def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
@@ -152,7 +154,7 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             x = _input_of(loc, kw)
-            result = torch.full(shape, _loser(x.dtype, op), dtype=x.dtype, device=x.device)
+            result = torch.full(shape, loser(x.dtype, op), dtype=x.dtype, device=x.device)
             # Part of the graph: the other ranks' backward communicates with this one's.
             return result + x.sum().to(x.dtype) if x.requires_grad else result
 
@@ -162,7 +164,8 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
     return reduction(input, dims, keepdim, None if whole else op, localize=localize)
 
 
-def _loser(dtype: torch.dtype, op: str) -> Any:
+def loser(dtype: torch.dtype, op: str) -> Any:
+    """The value that never wins a `max` or `min`."""
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -182,32 +185,15 @@ def all_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
     return None if dims is None else reduction(input, dims, keepdim, "min" if call.name == "all" else "max")
 
 
-@rule("argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "aminmax")
-def along_whole_dim(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """One or two results along one dim, which must be whole; without a dim everything is."""
-    first = 1 if call.name == "kthvalue" else 0
-    dim = kwargs.get("dim", args[first] if len(args) > first else None)
-    keepdim = kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False)
-    if call.name == "aminmax" or not isinstance(dim, int) or isinstance(dim, bool):
-        return None
-    outs = 1 if call.name in ("argmax", "argmin") else 2
-    return reduction(input, (norm_dim(dim, input.ndim),), bool(keepdim), None, outs=outs)
-
-
 def _along(input: Operand, dim: int, outs: int = 1) -> Spec | None:
     """A function of whole rows along `dim` that keeps the shape."""
     factors = tuple(range(input.ndim))
     return Spec([factors], [factors] * outs, [input.shape] * outs, whole=frozenset((dim,)))
 
 
-@rule("cumsum", "cumprod", "logcumsumexp", "flip", "sort", "argsort", "cummax", "cummin", "roll", "renorm_rows")
+@rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "cummax", "cummin")
 def scan(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     dim = kwargs.get("dim", args[0] if args else (-1 if call.name in ("sort", "argsort") else None))
-    if call.name == "roll":
-        dim = kwargs.get("dims", args[1] if len(args) > 1 else None)
-        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if call.name == "flip" and isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
     if isinstance(dim, bool) or not isinstance(dim, int) or not input.ndim:
         return None
     return _along(input, norm_dim(dim, input.ndim), 2 if call.name in ("sort", "cummax", "cummin") else 1)
@@ -325,11 +311,6 @@ def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = F
     return result if keepdim else result.squeeze((rows, columns))
 
 
-@decomposition("dist")
-def dist(input: Any, other: Any, p: Any = 2) -> Any:
-    return torch.linalg.vector_norm(input - other, p)
-
-
 @rule("var", "std", "var_mean", "std_mean")
 def moments(
     call: Call, input: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
@@ -373,19 +354,3 @@ def moments(
         return Joined(run, half_only=False)
 
     return _cut_reduction(input, dims, keepdim, make, outs)
-
-
-@decomposition("max")
-def larger_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.max` of two tensors; the reductions have a rule."""
-    return (
-        torch.maximum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
-    )
-
-
-@decomposition("min")
-def smaller_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.min` of two tensors; the reductions have a rule."""
-    return (
-        torch.minimum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
-    )
