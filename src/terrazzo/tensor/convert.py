@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.transition import LOCAL_STEPS, Step
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.cross_mesh import redistribute_across
+from terrazzo.tensor.dtensor import DTensor, links, wrap
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
@@ -80,8 +82,6 @@ def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
 
 def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Compare dtype and shape across the mesh; replicas take the first rank's values."""
-    from terrazzo.comm.collectives import all_gather, broadcast
-
     everyone = axis_of(layout.mesh, tuple(range(len(layout.mesh_shape))))
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
     mine = torch.tensor(
@@ -158,8 +158,6 @@ def _redistribute(
 ) -> DTensor:
     src = tensor._layout
     if mesh is not None and (mesh := canonical_mesh(mesh)) is not src.mesh:
-        from terrazzo.tensor.cross_mesh import redistribute_across
-
         placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
         return redistribute_across(tensor, Layout.of(mesh, placed, src.shape, order))
     placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
@@ -228,5 +226,8 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     box = layout.box()
     return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
 
+
+links.from_local, links.to_local, links.full_tensor = from_local, to_local, full_tensor
+links.redistribute, links.chunk_list = redistribute, chunk_list
 
 __all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]

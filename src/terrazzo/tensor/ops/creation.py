@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.table import handler, rule
 
 _UNREAD = frozenset((0,))
 
@@ -67,7 +66,7 @@ def _made(input: Operand, shape: tuple[int, ...], make: Any) -> Spec:
     return Spec([dims], [out], [shape], localize=localize, unread=_UNREAD)
 
 
-@special("new_tensor")
+@handler("new_tensor")
 def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The caller's data, which every rank has: replicated."""
     source = args[0]

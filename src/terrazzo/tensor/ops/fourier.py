@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.table import COMPOSITES, rule
+from terrazzo.tensor.ops.table import body, rule
 from terrazzo.tensor.ops.views import norm_dim
 
-COMPOSITES.update(["fft_fftshift", "fft_ifftshift"])
+body("fft_fftshift", "fft_ifftshift")
 
 _HALVES = ("fft_rfft", "fft_ihfft")  # of a real input half of the result is kept
 _DOUBLES = ("fft_irfft", "fft_hfft")

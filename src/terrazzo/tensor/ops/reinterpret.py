@@ -5,29 +5,28 @@ How many elements come out depends on the dtype that there was, of which plans k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
-from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops import views  # noqa: F401  (whose rule comes first)
+from terrazzo.tensor.ops.table import decomposition
 
 
-@special("view")
-def view_as_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    dtype = args[1] if len(args) == 2 else kwargs.get("dtype")
-    x = args[0] if args else None
-    if not isinstance(dtype, torch.dtype) or not isinstance(x, DTensor) or len(args) + len(kwargs) != 2:
+@decomposition("view")
+def view_as_dtype(x: Any, dtype: Any = None, *rest: Any) -> Any:
+    """The other calls of `view` have a rule."""
+    if not isinstance(dtype, torch.dtype) or rest:
         return NotImplemented
     layout = x._layout
     before, after = x._local.element_size(), dtype.itemsize
     if layout.coord is None or any(p.is_partial() for p in layout.placements):
         return NotImplemented  # the bytes of terms mean nothing
     if before == after:
-        return _same_memory(x, func(x._local, dtype), layout)
+        return _same_memory(x, x._local.view(dtype), layout)
     last = layout.ndim - 1
     if last < 0 or any(isinstance(p, Shard) and p.dim == last for p in layout.placements):
         return NotImplemented
@@ -35,7 +34,7 @@ def view_as_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if length % after:
         return NotImplemented  # an error that the function itself words
     seen = Layout.of(layout.mesh, layout.placements, (*layout.shape[:last], length // after), layout.order)
-    return _same_memory(x, func(x._local, dtype), seen)
+    return _same_memory(x, x._local.view(dtype), seen)
 
 
 def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
