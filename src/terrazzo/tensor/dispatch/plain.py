@@ -20,7 +20,7 @@ def admit_plain_tensors(
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """The arguments with plain tensors as replicated DTensors where that is allowed; None: there are none.
 
-    It is for numbers (tensors without dims), within `implicit_replication`, and where the operation `admits` them,
+    It is for tensors of one element, within `implicit_replication`, and where the operation `admits` them,
     which is asked of all but the first argument.
     """
     like = first_layout([*args, *kwargs.values()])
@@ -33,7 +33,7 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             _refuse_transformed(name, where, value)
             admitted = admitted and admits is not None and admits(value)
-            if value.dim() and not per_thread.implicit_replication and not admitted:
+            if value.numel() != 1 and not per_thread.implicit_replication and not admitted:
                 raise MixedTensorError(
                     f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets "
                     "DTensors. "

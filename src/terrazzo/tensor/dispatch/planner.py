@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 
 _R = Replicate()
 
@@ -41,6 +41,12 @@ class CallPlan:
     varying: tuple[int, ...]
     local: LocalFunction | None
     copies_view: bool
+    joined: Joined | None = None
+
+    @property
+    def joined_outs(self) -> tuple[Layout, ...]:
+        """The outputs' layouts when `joined` runs."""
+        return tuple(out.dual for out in self.outs)
 
     @property
     def moves(self) -> bool:
@@ -91,11 +97,12 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
         OperandPlan(o.path, src, dst, () if i in spec.unread else _cast_dims(src, dst, varying))
         for i, (o, src, dst) in enumerate(zip(call.operands, layouts, ins, strict=True))
     )
-    local = None
-    if spec.localize is not None:
-        local = spec.localize(Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()}))
+    decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
+    local = None if spec.localize is None else spec.localize(decided)
+    has_terms = any(out.dual is not out for out in outs)
+    joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
-    return CallPlan(operands, outs, varying, local, spec.is_view and moved)
+    return CallPlan(operands, outs, varying, local, spec.is_view and moved, joined)
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.reductions import is_cut, loser, reduced_dims, reduction
+from terrazzo.tensor.ops.questions import is_cut
+from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
