@@ -47,6 +47,19 @@ def is_nonzero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return bool(tensor)
 
 
+@handler(
+    *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
+    *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
+)
+def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Questions about dtype and the like, which any rank's part answers."""
+
+    def local(value: Any) -> Any:
+        return value._local if isinstance(value, DTensor) else value
+
+    return func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+
+
 @handler("is_pinned")
 def is_pinned(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     tensor = args[0]
@@ -65,16 +78,3 @@ def is_set_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 @decomposition("allclose")
 def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
-
-
-@handler(
-    *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
-    *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
-)
-def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Questions about dtype and the like, which any rank's part answers."""
-
-    def local(value: Any) -> Any:
-        return value._local if isinstance(value, DTensor) else value
-
-    return func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.ops.pointwise import broadcast
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
 
@@ -44,3 +46,8 @@ def renorm(call: Call, input: Operand, p: Any, dim: int, maxnorm: Any) -> Spec |
     d = norm_dim(dim, input.ndim)
     factors = tuple(range(input.ndim))
     return Spec([factors], [factors], [input.shape], whole=frozenset(factors) - {d})
+
+
+@decomposition("dist")
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    return torch.linalg.vector_norm(input - other, p)

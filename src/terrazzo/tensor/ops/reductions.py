@@ -305,11 +305,6 @@ def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = F
     return result if keepdim else result.squeeze((rows, columns))
 
 
-@decomposition("dist")
-def dist(input: Any, other: Any, p: Any = 2) -> Any:
-    return torch.linalg.vector_norm(input - other, p)
-
-
 @rule("var", "std", "var_mean", "std_mean")
 def moments(
     call: Call, input: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None

@@ -12,14 +12,13 @@ import torch
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops import views  # noqa: F401  (whose rule comes first)
 from terrazzo.tensor.ops.table import decomposition
 
 
 @decomposition("view")
-def view_as_dtype(x: Any, dtype: Any = None, *rest: Any) -> Any:
-    """The other calls of `view` have a rule."""
-    if not isinstance(dtype, torch.dtype) or rest:
+def view_as_dtype(x: Any, dtype: Any) -> Any:
+    """`view` to another shape has a rule."""
+    if not isinstance(dtype, torch.dtype) or not isinstance(x, DTensor):
         return NotImplemented
     layout = x._layout
     before, after = x._local.element_size(), dtype.itemsize
