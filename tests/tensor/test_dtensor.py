@@ -30,7 +30,6 @@ from terrazzo.tensor import (
     randn,
     zeros,
 )
-from terrazzo.tensor.dispatch import keys as internals
 
 R, P = Replicate(), Partial()
 
@@ -676,16 +675,16 @@ def test_threads_share_the_plans() -> None:
 
 
 def many_shapes() -> None:
-    from terrazzo.tensor.dispatch import calls as dispatch
+    from terrazzo.tensor.dispatch import keys
 
     mesh = init_device_mesh("cpu", (1,))
-    limit, dispatch.PLAN_LIMIT = dispatch.PLAN_LIMIT, 64
+    limit, keys.ROUTE_LIMIT = keys.ROUTE_LIMIT, 64
     try:
         for n in range(1, 200):
             equal(zeros(n, device_mesh=mesh) + 1, torch.ones(n))
-        assert len(internals.plans) <= 64
+        assert len(keys.routes) <= 64
     finally:
-        dispatch.PLAN_LIMIT = limit
+        keys.ROUTE_LIMIT = limit
 
 
 def test_changing_shapes_do_not_grow_the_plans() -> None:

@@ -85,9 +85,19 @@ def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
 
 
 def all_to_all(
-    axis: Axis, out: Tensor, buffer: Tensor, out_sizes: Sequence[int], buffer_sizes: Sequence[int]
+    axis: Axis,
+    out: Tensor,
+    buffer: Tensor,
+    out_sizes: Sequence[int] | None = None,
+    buffer_sizes: Sequence[int] | None = None,
 ) -> Work | None:
-    """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes."""
+    """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes.
+
+    No sizes mean that between any two of the ranks the same number of elements passes. All of them must leave the sizes
+    out then: backends have another call for it, which costs the host the same for thousands of ranks as for two.
+    """
+    if out_sizes is None or buffer_sizes is None:
+        return _all_to_all_even(axis, out, buffer)
     if buffer.dtype not in _MOVABLE:
         width = buffer.element_size()
         out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
@@ -97,6 +107,16 @@ def all_to_all(
         captured.all_to_all(axis, out, buffer, out_sizes, buffer_sizes)
         return None
     return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes))
+
+
+def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
+    if buffer.dtype not in _MOVABLE:
+        out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
+    if captured.capturing():
+        sizes = [buffer.numel() // axis.size] * axis.size
+        captured.all_to_all(axis, out, buffer, sizes, sizes)
+        return None
+    return _group(axis).alltoall_base(out, buffer, [], [])
 
 
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:

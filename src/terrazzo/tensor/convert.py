@@ -20,7 +20,8 @@ from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
-from terrazzo.tensor.dtensor import DTensor, global_stride, wrap
+from terrazzo.tensor.cross_mesh import redistribute_across
+from terrazzo.tensor.dtensor import DTensor, global_stride, links, wrap
 from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
@@ -197,8 +198,6 @@ def _redistribute(
 ) -> DTensor:
     src = tensor._layout
     if mesh is not None and (mesh := canonical_mesh(mesh)) is not src.mesh:
-        from terrazzo.tensor.cross_mesh import redistribute_across
-
         placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
         return redistribute_across(tensor, Layout.of(mesh, placed, src.shape, order))
     placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
@@ -267,5 +266,8 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     box = layout.box()
     return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
 
+
+links.from_local, links.to_local, links.full_tensor = from_local, to_local, full_tensor
+links.redistribute, links.chunk_list = redistribute, chunk_list
 
 __all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, links, wrap
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
@@ -63,4 +63,5 @@ def rebuild(
     return result
 
 
+links.reduce = reduce
 torch.serialization.add_safe_globals([rebuild, Shard, Replicate, Partial])

@@ -16,31 +16,13 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
 from terrazzo.tensor.copied_view import CopiedView, check_writable, pass_on
-from terrazzo.tensor.dispatch.calls import specials
 from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.pointwise import is_pointwise
+from terrazzo.tensor.ops.table import Handler, handler
 
 _ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])
-
-
-def install() -> None:
-    """Register a handler for every list operation that this torch has."""
-    for name in dir(torch.ops.aten):
-        if name.startswith("_foreach_") and not name.endswith("_out"):
-            specials[name] = _foreach
-    for name in dir(torch):
-        if name.startswith("_foreach_"):
-            specials[name] = list_handlers[getattr(torch, name)] = _foreach
-    for name in _ELEMENTWISE_FUSED:
-        specials[name] = specials[name + "_"] = _fused
-        if hasattr(torch, name + "_"):
-            list_handlers[getattr(torch, name + "_")] = _fused
-    specials["_foreach_norm"] = list_handlers[torch._foreach_norm] = _norms
-    specials["_foreach_max"] = list_handlers[torch._foreach_max] = _one_by_one
-    specials["_amp_foreach_non_finite_check_and_unscale_"] = _unscale
-    specials["_amp_update_scale_"] = _update_scale
 
 
 def _is_list(value: Any) -> bool:
@@ -256,3 +238,23 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 def _update_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
+
+
+def _register() -> None:
+    """A handler for every list operation that this torch has."""
+    apart: dict[str, Handler] = {"_foreach_norm": _norms, "_foreach_max": _one_by_one}
+    names = {n for n in (*dir(torch.ops.aten), *dir(torch)) if n.startswith("_foreach_") and not n.endswith("_out")}
+    for name in sorted(names):
+        run = apart.get(name, _foreach)
+        handler(name)(run)
+        if hasattr(torch, name):
+            list_handlers[getattr(torch, name)] = run
+    for name in _ELEMENTWISE_FUSED:
+        handler(name, name + "_")(_fused)
+        if hasattr(torch, name + "_"):
+            list_handlers[getattr(torch, name + "_")] = _fused
+    handler("_amp_foreach_non_finite_check_and_unscale_")(_unscale)
+    handler("_amp_update_scale_")(_update_scale)
+
+
+_register()

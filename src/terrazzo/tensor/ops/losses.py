@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.forms import place_of
+from terrazzo.tensor.ops.table import handler, rule
 
 F = torch.nn.functional
 _IGNORED = -100  # what the local targets hold where they do not count
@@ -87,7 +90,29 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
     return run
 
 
-@decomposition("cross_entropy_loss", "cross_entropy")
+class ParallelLoss(threading.local):
+    """Whether this thread is inside `loss_parallel`, and what computes the loss there (`tensor.parallel.loss`)."""
+
+    depth = 0
+    compute: Callable[..., Any]
+
+
+parallel_loss = ParallelLoss()
+
+
+@handler("cross_entropy", "cross_entropy_loss")
+def cross_entropy_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Inside `loss_parallel` plain targets are the same on every rank, and the classes stay where they are."""
+    if parallel_loss.depth and func is F.cross_entropy:
+        loss = parallel_loss.compute(*args, **kwargs)
+        if loss is not NotImplemented:
+            return loss
+    admitted = admit_plain_tensors("cross_entropy", args, kwargs)
+    if admitted is not None:
+        args, kwargs = admitted
+    return cross_entropy(*args, **kwargs)
+
+
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: Any = "mean", label_smoothing: float = 0.0,
@@ -144,11 +169,10 @@ def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoot
     return losses.sum() if reduction == "sum" else losses.sum() / max(losses.numel(), 1)
 
 
-_ELEMENTWISE = {
-    # Where the C++ function has its reduction; the Python one takes it by keyword.
-    "mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
-    "binary_cross_entropy_with_logits": 4,
-}  # fmt: skip
+_ELEMENTWISE = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+    "binary_cross_entropy_with_logits",
+)
 _WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -159,9 +183,8 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
         return None
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return None
-    at = _ELEMENTWISE[call.name]
-    positional = len(args) > at - 2
-    given = args[at - 2] if positional else kwargs.get("reduction", "mean")
+    at = place_of("reduction", call.func, call.args, call.kwargs)
+    given = kwargs.get("reduction", "mean") if at is None else call.args[at]
     reduction = _REDUCTIONS[given] if type(given) is int and 0 <= given < 3 else given
     if reduction not in _REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
         return None
@@ -179,8 +202,8 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
             return None
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            if positional:
-                loc = [*loc[:at], _REDUCTIONS.index("sum"), *loc[at + 1 :]]
+            if at is not None:
+                loc = [*loc[:at], "sum" if isinstance(given, str) else _REDUCTIONS.index("sum"), *loc[at + 1 :]]
             else:
                 kw = kw | {"reduction": "sum"}
             result: torch.Tensor = func(*loc, **kw) / count

@@ -127,15 +127,18 @@ def group_norm(
 
 
 @rule("batch_norm")
-def batch_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
-    """With statistics given it is elementwise. `F.batch_norm` is left to its body, which calls `torch.batch_norm`."""
-    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 2:
+def batch_norm_rule(
+    call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Spec | None:  # fmt: skip
+    """With statistics given it is elementwise."""
+    if not isinstance(input, Operand) or input.ndim < 2:
         return None
-    x: Operand = args[0]
+    x = input
     if any(o.ndim != 1 for o in call.operands[1:]):
         return None
     factors: Dims = tuple(range(x.ndim))
-    if not args[5]:
+    if not training:
         return Spec([factors] + [(1,)] * (len(call.operands) - 1), [factors], [x.shape], localize=_unless_empty)
     if not all(o.layout.is_replicated for o in call.operands):
         return None
@@ -147,16 +150,19 @@ def _unless_empty(chosen: Chosen) -> LocalFunction | None:
     if min(chosen.ins[0].local_shape):
         return None
     # Parameters stay part of the graph: other ranks' backward communicates with this one's.
-    return lambda func, loc, kw: sum((v.sum() for v in loc[1:3] if isinstance(v, torch.Tensor)), loc[0] * 1)
+    return lambda func, loc, kw: sum((v.sum() for v in loc[1:] if isinstance(v, torch.Tensor)), loc[0] * 1)
 
 
 @rule("instance_norm")
-def instance_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+def instance_norm_rule(
+    call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Spec | None:  # fmt: skip
     """Without running statistics each sample's channel stands alone."""
-    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 3:
+    if not isinstance(input, Operand) or input.ndim < 3 or not use_input_stats:
         return None
-    x: Operand = args[0]
-    if args[3] is not None or args[4] is not None or is_sharded_along(x, range(2, x.ndim)):
+    x = input
+    if running_mean is not None or running_var is not None or is_sharded_along(x, range(2, x.ndim)):
         return None
     factors = tuple(range(x.ndim))
     ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
@@ -164,11 +170,13 @@ def instance_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
 
 
 @decomposition("batch_norm")
-def batch_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+def batch_norm(
+    input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
     """Training: the moments of the whole batch, wherever its samples are; running statistics move in place."""
-    if kwargs or len(args) < 7 or not args[4] or input.ndim < 2:
+    if not training or input.ndim < 2:
         return NotImplemented
-    weight, bias, running_mean, running_var, _, momentum, eps = args[:7]
     x = _in_working_type(input)
     dims = (0, *range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
@@ -180,11 +188,13 @@ def batch_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @decomposition("instance_norm")
-def instance_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+def instance_norm(
+    input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
     """Running statistics are the mean over the samples of each one's own."""
-    if kwargs or len(args) < 7 or input.ndim < 3:
+    if input.ndim < 3:
         return NotImplemented
-    weight, bias, running_mean, running_var, use_input_stats, momentum, eps = args[:7]
     x = _in_working_type(input)
     if not use_input_stats:
         shape = (-1, *(1,) * (x.ndim - 2))

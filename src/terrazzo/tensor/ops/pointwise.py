@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
@@ -77,7 +78,7 @@ def is_pointwise(name: str) -> bool:
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
     """The common shape, and each operand's dims as factors 0, 1, ... of it; a stretched dim has none."""
-    out = tuple(torch.broadcast_shapes(*shapes))
+    out = broadcast_shapes(*shapes)
     n = len(out)
     ins: list[Dims] = []
     for shape in shapes:
@@ -130,9 +131,7 @@ def _has_scalar_operand(call: Call) -> bool:
     return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
-@rule(
-    "clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory"
-)
+@rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
     dims = tuple(range(input.ndim))
     return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)
@@ -200,3 +199,9 @@ def prelu(input: Any, weight: Any) -> Any:
     if weight.ndim and weight.shape[0] != 1 and input.ndim > 1:
         weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
     return torch.where(input > 0, input, input * weight)
+
+
+@decomposition("contiguous")
+def contiguous(input: Any, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """Whether there is anything to do is a fact of the global tensor, the same on every rank."""
+    return input if input.is_contiguous(memory_format=memory_format) else input.clone(memory_format=memory_format)

@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -61,40 +62,11 @@ def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
     return tuple(result) if prod(result) == numel else None
 
 
-def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of `old` and `new` with equal products: what each split or join is made of.
-
-    >>> view_groups((2, 6, 5), (12, 5)), view_groups((12, 5), (3, 4, 5))
-    ([([0, 1], [0]), ([2], [1])], [([0], [0, 1]), ([1], [2])])
-    """
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        a: list[int] = []
-        b: list[int] = []
-        pa = pb = 1
-        if i < len(old):
-            a.append(i)
-            pa *= old[i]
-            i += 1
-        if j < len(new):
-            b.append(j)
-            pb *= new[j]
-            j += 1
-        while pa != pb:
-            if (pa < pb and i < len(old)) or j >= len(new):
-                pa *= old[i]
-                a.append(i)
-                i += 1
-            else:
-                pb *= new[j]
-                b.append(j)
-                j += 1
-        groups.append((a, b))
-    return groups
+_VIEWS_ONLY = frozenset(["view", "_unsafe_view", "unflatten", "_reshape_alias"])
+"""What raises where `reshape` would copy."""
 
 
-def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
+def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
     """The spec of reading `input` as `shape`."""
     out: list[int | None] = [None] * len(shape)
     even: dict[int, tuple[int, ...]] = {}
@@ -109,11 +81,28 @@ def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
             if len(a) > 1 or len(b) > 1:
                 even[a[0]] = (input.shape[a[0]], shape[b[0]])
 
+    copies = None if call.name in _VIEWS_ONLY else torch.Tensor.reshape
+
     def localize(chosen: Chosen) -> LocalFunction:
-        # The local's strides may not allow what a global tensor's would.
-        return OneArgument(torch.Tensor.view, tuple(chosen.outs[0].local_shape), torch.Tensor.reshape)
+        layout, new_shape = chosen.ins[0], tuple(chosen.outs[0].local_shape)
+        if layout is not input.layout:  # what was brought here may have any strides, and is a copy in any case
+            return OneArgument(torch.Tensor.reshape, new_shape)
+        if is_thin(layout.local_shape, layout.shape):
+            return lambda func, loc, kw: _thin_reshape(loc[0], layout.shape, shape, new_shape, copies is not None)
+        return OneArgument(torch.Tensor.view, new_shape, copies)
 
     return moved(input, out, shape, localize=localize, even=even)
+
+
+def _thin_reshape(
+    local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int], copies: bool
+) -> torch.Tensor:
+    """Of one row any view exists, but the other ranks decide by the strides of theirs, and all must do the same."""
+    if has_view(local, shape, new_shape):
+        return local.view(new_local)
+    if not copies:
+        raise no_view(shape, new_shape)
+    return local.reshape(new_local).clone()
 
 
 @rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
@@ -122,7 +111,7 @@ def view(call: Call, input: Operand, *shape: Any, **kwargs: Any) -> Spec | None:
         return None
     sizes = _sizes(shape[:1]) if call.name == "_reshape_alias" else _sizes(shape)
     resolved = None if sizes is None else resolve_shape(sizes, input.numel)
-    return None if resolved is None else reshape_spec(input, resolved)
+    return None if resolved is None else reshape_spec(call, input, resolved)
 
 
 @rule("flatten")
@@ -130,12 +119,12 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     if not isinstance(start_dim, int) or not isinstance(end_dim, int):
         return None
     if input.ndim == 0:
-        return reshape_spec(input, (1,))
+        return reshape_spec(call, input, (1,))
     start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
     if start > end:
         return None
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
-    return reshape_spec(input, shape)
+    return reshape_spec(call, input, shape)
 
 
 @rule("unflatten")
@@ -144,12 +133,12 @@ def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spe
         return None
     dim = norm_dim(dim, input.ndim)
     inner = resolve_shape(tuple(sizes), input.shape[dim])
-    return None if inner is None else reshape_spec(input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
+    return None if inner is None else reshape_spec(call, input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
 
 
 @rule("ravel")
 def ravel(call: Call, input: Operand) -> Spec:
-    return reshape_spec(input, (input.numel,))
+    return reshape_spec(call, input, (input.numel,))
 
 
 @rule("t", "numpy_T", "mT", "adjoint", "H", "mH")

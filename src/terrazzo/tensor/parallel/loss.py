@@ -8,8 +8,7 @@ their own.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,8 @@ from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
-from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
-
-
-class _Active(threading.local):
-    depth = 0
-
-
-_active = _Active()
+from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 
 @contextmanager
@@ -45,11 +37,11 @@ def loss_parallel() -> Iterator[None]:
     reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
     tensors that are the same on every rank. The backward may happen inside or outside.
     """
-    _active.depth += 1
+    parallel_loss.depth += 1
     try:
         yield
     finally:
-        _active.depth -= 1
+        parallel_loss.depth -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +73,6 @@ class _Where:
             layout.order,
         )
         return _Where(layout, dim, cut, others, layout.box().offsets[dim], samples)
-
-
-@special("cross_entropy")
-def _cross_entropy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not _active.depth or func is not torch.nn.functional.cross_entropy:
-        return NotImplemented
-    return _parallel_cross_entropy(*args, **kwargs)
 
 
 def _parallel_cross_entropy(
@@ -236,3 +221,6 @@ def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction
 
 
 __all__ = ["loss_parallel"]
+
+
+ParallelLoss.compute = staticmethod(_parallel_cross_entropy)
