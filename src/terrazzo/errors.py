@@ -83,6 +83,19 @@ class DTensorArgumentError(DTensorError, ValueError, AssertionError):
     """
 
 
+class CaptureError(DTensorError):
+    """A program of which `terrazzo.compile` can make no graph.
+
+    `operation` is what stands in the way, `file` and `line` are where the program asks for it, as far as known.
+    """
+
+    def __init__(self, message: str, *, operation: str = "", file: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.file = file
+        self.line = line
+
+
 class RandomStateError(DTensorError):
     """The random generators of the ranks are not in step."""
 

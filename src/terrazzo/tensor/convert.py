@@ -16,16 +16,17 @@ from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import DTensorArgumentError, DTensorError, PlacementsError
-from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
-from terrazzo.tensor.dtensor import DTensor, global_stride, links, wrap
+from terrazzo.tensor.dtensor import DTensor, links, wrap
 from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
-from terrazzo.tensor.redistribute import gathered_from, redistribute_local, run_step, start_step
+from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
+from terrazzo.tensor.strides import global_stride
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -168,6 +169,9 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
     if grad_placements is not None:
         arrives = layout.with_placements(tuple(grad_placements), layout.order)
         if arrives is not layout.dual:
+            if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
+                # Terms of the gradient of what was gathered are reduced and scattered.
+                return tensor._memo.varying(local, arrives.varying)
             result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
             return result
     return local.view_as(local)

@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.spec import HALF, Call
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
@@ -31,11 +31,13 @@ def run_absent(call: Call, args: Sequence[Any]) -> Any:
             "tensor to a mesh of all ranks first"
         )
     dtype = _common_dtype(args)
-    nothing = [torch.zeros(out.local_shape, dtype=dtype) for out in plan.outs]
+    joins = plan.joined is not None and (not plan.joined.half_only or dtype in HALF)
+    outs = plan.joined_outs if joins else plan.outs
+    nothing = [torch.zeros(out.local_shape, dtype=dtype) for out in outs]
     operands = [o._local for o in _operands(args) if o._local.requires_grad]
     if operands and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex):
         nothing = list(_OfNothing.apply(len(operands), *operands, *nothing))
-    results = [wrap(local, out) for local, out in zip(nothing, plan.outs, strict=True)]
+    results = [wrap(local, out) for local, out in zip(nothing, outs, strict=True)]
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -20,7 +20,7 @@ def admit_plain_tensors(
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """The arguments with plain tensors as replicated DTensors where that is allowed; None: there are none.
 
-    It is for numbers (tensors of one element), within `implicit_replication`, and where the operation `admits` them,
+    It is for tensors of one element, within `implicit_replication`, and where the operation `admits` them,
     which is asked of all but the first argument.
     """
     like = first_layout([*args, *kwargs.values()])

@@ -20,7 +20,7 @@ from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, 
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.spec import OneArgument, Spec
+from terrazzo.tensor.dispatch.spec import Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
@@ -125,9 +125,15 @@ def first_run(
         return route(func, args, loc, kw, kwargs), route
     if ready is not None:
         ready(args, loc, kw, kwargs)
-    result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
-    check_shapes(name, result, plan.outs)
-    wrapped = wrap_outputs(result, plan.outs)
+    outs = plan.outs
+    if plan.joined is not None and plan.joined.applies(loc, kw):
+        result, outs = plan.joined.run(func, loc, kw), plan.joined_outs
+    else:
+        result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
+    check_shapes(name, result, outs)
+    wrapped = wrap_outputs(result, outs)
+    if plan.joined is not None:
+        return wrapped, _joining(plan, plan.joined, ready)
     if plan.copies_view:
         mark_copied(wrapped, name, args, kwargs)
     elif spec.is_view and type(args[0]) is CopiedView:
@@ -186,6 +192,19 @@ def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
             ready(args, loc, kw, kwargs)
         local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
         return wrap(local, out)
+
+    return run
+
+
+def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None) -> Route:
+    outs, joined_outs, local_function = plan.outs, plan.joined_outs, plan.local
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        if joined.applies(loc, kw):
+            return wrap_outputs(joined.run(func, loc, kw), joined_outs)
+        return wrap_outputs(func(*loc, **kw) if local_function is None else local_function(func, loc, kw), outs)
 
     return run
 

@@ -11,7 +11,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.ops.table import handler
+from terrazzo.tensor.ops.table import decomposition, handler
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -58,3 +58,23 @@ def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return value._local if isinstance(value, DTensor) else value
 
     return func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+
+
+@handler("is_pinned")
+def is_pinned(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    tensor = args[0]
+    assert isinstance(tensor, DTensor)
+    return bool(tensor._local.is_pinned(*args[1:], **kwargs))
+
+
+@handler("is_set_to")
+def is_set_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether both are one memory, placed alike."""
+    first, second = args
+    both = isinstance(first, DTensor) and isinstance(second, DTensor)
+    return both and first._layout is second._layout and bool(first._local.is_set_to(second._local))
+
+
+@decomposition("allclose")
+def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.accumulate import in_working_type
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
@@ -38,10 +37,6 @@ def layer_norm(call: Call, input: Operand, normalized_shape: Sequence[int], *res
     return Spec([factors] + [inner] * (len(call.operands) - 1), outs, shapes, whole=frozenset(inner))
 
 
-def _in_working_type(x: Any) -> Any:
-    return x.float() if x.dtype in _HALF else x
-
-
 def _moments(x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     """Mean, variance and what is left of `x` without its mean."""
     mean = x.mean(dims, keepdim=True).redistribute()
@@ -61,10 +56,12 @@ def layer_norm_of_shards(
     inner = _inner_dims(input, normalized_shape)
     if inner is None:
         return NotImplemented
-    _, variance, rest = _moments(_in_working_type(input), inner)
-    y = (rest * (variance + eps).rsqrt()).to(input.dtype)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    _, variance, rest = _moments(in_working_type(input), inner)
+    # Rounded once, and so are the parameters' gradients: they are summed over the ranks in the working type.
+    y = rest * (variance + eps).rsqrt()
+    y = y if weight is None else y * in_working_type(weight)
+    y = y if bias is None else y + in_working_type(bias)
+    return y.to(input.dtype)
 
 
 @decomposition("rms_norm")
@@ -72,10 +69,10 @@ def rms_norm_of_shards(input: Any, normalized_shape: Any, weight: Any = None, ep
     inner = _inner_dims(input, normalized_shape)
     if inner is None:
         return NotImplemented
-    x = _in_working_type(input)
+    x = in_working_type(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    y = (x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()).to(input.dtype)
-    return y if weight is None else y * weight
+    y = x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()
+    return (y if weight is None else y * in_working_type(weight)).to(input.dtype)
 
 
 def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
@@ -177,7 +174,7 @@ def batch_norm(
     """Training: the moments of the whole batch, wherever its samples are; running statistics move in place."""
     if not training or input.ndim < 2:
         return NotImplemented
-    x = _in_working_type(input)
+    x = in_working_type(input)
     dims = (0, *range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
     count = math.prod(x.shape[d] for d in dims)
@@ -195,10 +192,10 @@ def instance_norm(
     """Running statistics are the mean over the samples of each one's own."""
     if input.ndim < 3:
         return NotImplemented
-    x = _in_working_type(input)
+    x = in_working_type(input)
     if not use_input_stats:
         shape = (-1, *(1,) * (x.ndim - 2))
-        y = _scaled(x - running_mean.reshape(shape), running_var.reshape(shape), eps, weight, bias)
+        y = _scaled(x - running_mean.reshape(shape), in_working_type(running_var).reshape(shape), eps, weight, bias)
         return y.to(input.dtype)
     dims = tuple(range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
@@ -217,5 +214,5 @@ def _move(running: Any, seen: Any, momentum: float) -> None:
 def _scaled(rest: Any, variance: Any, eps: float, weight: Any, bias: Any) -> Any:
     shape = (-1, *(1,) * (rest.ndim - 2))
     scale = (variance + eps).rsqrt()
-    y = rest * (scale if weight is None else scale * weight.reshape(shape))
-    return y if bias is None else y + bias.reshape(shape)
+    y = rest * (scale if weight is None else scale * in_working_type(weight).reshape(shape))
+    return y if bias is None else y + in_working_type(bias).reshape(shape)

@@ -58,8 +58,13 @@ TABLE: dict[str, Operation] = {}
 
 
 def _add(operation: Operation) -> None:
-    if operation.name in TABLE:
-        raise AssertionError(f"{operation.name} is in the table twice")
+    """Enter an operation. A rule and a decomposition of one name become one entry, in whatever order they come."""
+    known = TABLE.get(operation.name)
+    if known is not None:
+        rule, apart = (known, operation) if known.how == "rule" else (operation, known)
+        if rule.how != "rule" or rule.otherwise is not None or apart.how != "decomposition":
+            raise AssertionError(f"{operation.name} is in the table twice")
+        operation = replace(rule, otherwise=apart.function)
     TABLE[operation.name] = operation
 
 
@@ -84,13 +89,7 @@ def decomposition(*names: str) -> Callable[[_F], _F]:
 
     def register(function: _F) -> _F:
         for name in names:
-            known = TABLE.get(name)
-            if known is None:
-                _add(Operation(name, "decomposition", function))
-            elif known.how == "rule" and known.otherwise is None:
-                TABLE[name] = replace(known, otherwise=function)
-            else:
-                raise AssertionError(f"{name} is a {known.how} and can be no decomposition")
+            _add(Operation(name, "decomposition", function))
         return function
 
     return register

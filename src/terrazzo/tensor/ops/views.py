@@ -32,6 +32,7 @@ def moved(
     *,
     localize: Any = None,
     even: Mapping[int, tuple[int, ...]] | None = None,
+    keeps_terms: bool = False,
 ) -> Spec:
     """A view whose output dims are these input dims (None: new, or not shardable)."""
     ins = tuple(d if d in out else None for d in range(input.ndim))
@@ -44,6 +45,7 @@ def moved(
         localize=localize,
         even=even or {},
         is_view=True,
+        keeps_terms=keeps_terms,
     )
 
 
@@ -75,6 +77,9 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
             # The outermost dims of a run, leaving out those of size 1, are where a cut can stay a cut.
             a = [d for d in old if input.shape[d] != 1]
             b = [d for d in new if shape[d] != 1]
+            # A dim of size 1 that is still there may be cut too: all of it is on one rank.
+            for single, still in zip([d for d in old if d not in a], [d for d in new if d not in b], strict=False):
+                out[still] = single
             if not a or not b:
                 continue
             out[b[0]] = a[0]
@@ -212,6 +217,78 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec:
         return run
 
     return moved(input, kept, [input.shape[d] for d in kept], localize=localize)
+
+
+@rule("view_as_complex")
+def view_as_complex(call: Call, input: Operand) -> Spec | None:
+    """Real and imaginary parts lie along the last dim."""
+    if not input.ndim or input.shape[-1] != 2:
+        return None
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        gathered = chosen.ins[0] is not input.layout
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            pairs: torch.Tensor = loc[0] if loc else kw["input"]
+            return torch.view_as_complex(pairs.contiguous() if gathered else pairs)
+
+        return run
+
+    return moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize)
+
+
+@rule("view_as_real")
+def view_as_real(call: Call, input: Operand) -> Spec:
+    # Twice the elements, of half the size.
+    return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True)
+
+
+@rule("diagonal", "linalg_diagonal")
+def diagonal(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Two dims become a new last one."""
+    ends = {"dim1": -2, "dim2": -1} if call.name == "linalg_diagonal" else {"dim1": 0, "dim2": 1}
+    given = {"offset": 0} | ends | dict(zip(("offset", "dim1", "dim2"), args, strict=False)) | dict(kwargs)
+    if input.ndim < 2 or len(given) > 3 or not all(isinstance(v, int) for v in given.values()):
+        return None
+    offset = given["offset"]
+    first, second = norm_dim(given["dim1"], input.ndim), norm_dim(given["dim2"], input.ndim)
+    if first == second:
+        return None
+    rows, columns = input.shape[first], input.shape[second]
+    length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    kept = [d for d in range(input.ndim) if d not in (first, second)]
+    return moved(input, [*kept, None], [*[input.shape[d] for d in kept], length])
+
+
+@rule("select_scatter", "slice_scatter")
+def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: Any, **kwargs: Any) -> Spec | None:
+    """A copy in which a part along `dim` is another tensor's."""
+    if call.operands != [input, src] or not isinstance(dim, int) or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
+    others = [n for i, n in enumerate(input.shape) if i != d]
+    part = tuple(f for f in dims if f is not None) if call.name == "select_scatter" else dims
+    given = [n for i, n in enumerate(src.shape) if i != d or call.name == "select_scatter"]
+    if len(part) != src.ndim or given != others:
+        return None
+    return Spec([dims, part], [dims], [input.shape], linear=[(0, 1)], moves_only=True, keeps_terms=True)
+
+
+@rule("diag_embed")
+def diag_embed(call: Call, input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec | None:
+    """The last dim becomes the diagonal of two."""
+    if not all(isinstance(v, int) for v in (offset, dim1, dim2)) or not input.ndim:
+        return None
+    first, second = norm_dim(dim1, input.ndim + 1), norm_dim(dim2, input.ndim + 1)
+    if first == second:
+        return None
+    size = input.shape[-1] + abs(offset)
+    rest = iter(range(input.ndim - 1))
+    out: Dims = tuple(None if i in (first, second) else next(rest) for i in range(input.ndim + 1))
+    ins: Dims = (*range(input.ndim - 1), None)
+    shape = tuple(size if f is None else input.shape[f] for f in out)
+    return Spec([ins], [out], [shape], linear=[(0,)], moves_only=True)
 
 
 @rule("expand", "broadcast_to")

@@ -21,6 +21,7 @@ from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.spec import HALF
 from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
 from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
@@ -142,7 +143,7 @@ class _Rows:
     def of(local: torch.Tensor, where: _Where) -> _Rows:
         dim, axis = where.classes, axis_of(where.layout.mesh, where.class_mesh)
         # Sums of exponentials in half precision would lose what small classes add.
-        x = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+        x = local.float() if local.dtype in HALF else local
         if x.shape[dim]:
             top = x.detach().amax(dim, keepdim=True)
         else:
@@ -209,15 +210,15 @@ def _of_probabilities(
 def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction: str, dtype: torch.dtype) -> DTensor:
     if reduction == "none":
         return wrap(losses.to(dtype), where.samples)
+    mesh, count = where.layout.mesh, len(where.layout.placements)
+    axis = axis_of(mesh, where.sample_mesh) if where.sample_mesh else None
     result = losses.sum()
     if reduction == "mean":
-        if where.sample_mesh:
-            total = all_reduce(total.detach(), axis_of(where.layout.mesh, where.sample_mesh))
-        result = result / total
-    placements: list[Placement] = [
-        Partial("sum") if m in where.sample_mesh else Replicate() for m in range(len(where.layout.placements))
-    ]
-    return wrap(result.to(dtype), Layout.of(where.layout.mesh, placements, ()))
+        result = result / (total if axis is None else all_reduce(total.detach(), axis))
+    if axis is not None and dtype in HALF:  # rounded once: no term is
+        return wrap(reduce_replicate(result, axis).to(dtype), Layout.of(mesh, [Replicate()] * count, ()))
+    placements: list[Placement] = [Partial("sum") if m in where.sample_mesh else Replicate() for m in range(count)]
+    return wrap(result.to(dtype), Layout.of(mesh, placements, ()))
 
 
 __all__ = ["loss_parallel"]
