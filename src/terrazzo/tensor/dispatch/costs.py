@@ -7,6 +7,7 @@ where other mesh dims shard the tensor as well):
     shard -> replicate, partial     s (n-1) / n       all-gather
     partial -> shard                s (n-1) / n       reduce-scatter; twice that for reductions other than sum and avg
     partial -> replicate           2s (n-1) / n       all-reduce
+    replicate -> shard              0; s / n where a later mesh dim shards the same tensor dim: it then cuts first
 
 Terms (Partial) that a candidate leaves are reduced sooner or later, and count as the all-reduce of the output. There is
 one exception: a contraction whose operands lie sharded on its loop already (or are replicas, of which a slice is free)
@@ -63,12 +64,12 @@ class Sizes:
         received = terms = left = 0.0
         in_place = True
         for i, (layout, need) in enumerate(zip(self.layouts, candidate.ins, strict=True)):
-            have = layout.placements[m]
-            if have is need or have is _R:
-                continue
-            if candidate.factor is None or candidate.factor in spec.ins[i]:
+            have, part = layout.placements[m], _part(layout, need, m)
+            if have not in (need, _R) and (candidate.factor is None or candidate.factor in spec.ins[i]):
                 in_place = False
-            received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * _part(have, need, n)
+            if not part:
+                continue
+            received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
         for j, (shape, placement) in enumerate(zip(spec.shapes, candidate.outs, strict=True)):
             size = self._size(shape, spec.outs[j], [c.outs[j] for c in self.chosen], m)
             left += size / n if isinstance(placement, Shard) else size
@@ -96,14 +97,17 @@ class Sizes:
         return [f for dims, p in placed if isinstance(p, Shard) and (f := dims[p.dim]) is not None]
 
 
-def _part(have: Placement, need: Placement, n: int) -> float:
-    """What share of a tensor one rank receives so that it is placed as needed."""
+def _part(layout: Layout, need: Placement, m: int) -> float:
+    """What share of a tensor one rank receives on mesh dim `m` so that it is placed there as needed."""
+    have, n = layout.placements[m], layout.mesh_shape[m]
     share = (n - 1) / n
+    if have is need or n == 1:
+        return 0.0
     if isinstance(have, Shard):
         return share / n if isinstance(need, Shard) else share
-    once = isinstance(need, Shard) and have.is_partial() and _scatters(have)
-    return share if once else 2 * share
-
-
-def _scatters(have: Placement) -> bool:
-    return isinstance(have, Partial) and have.reduce_op in ("sum", "avg")
+    # Cut inside a mesh dim that will lie inside this one, so that all pieces have to change places.
+    moved = 1 / n if isinstance(need, Shard) and need in layout.placements[m + 1 :] else 0.0
+    if have is _R:
+        return moved
+    scatters = isinstance(need, Shard) and isinstance(have, Partial) and have.reduce_op in ("sum", "avg")
+    return moved + (share if scatters else 2 * share)
