@@ -30,7 +30,7 @@ _IRREDUCIBLE = frozenset(
 )
 
 # Up to this many bytes on all ranks together, all-gather and all-reduce are one all-to-all on CPU: latency counts, not
-# bandwidth.
+# bandwidth.  On any device that much of a half type is gathered too: torch then sums it in single and rounds once.
 _ONE_ROUND_BYTES = 1 << 18
 
 
@@ -56,12 +56,12 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
     if observe.observers:
         observe.report("all_reduce", axis, 2 * (n - 1) * nbytes // n, op, async_op)
     x = dense(x)
-    if x.is_cpu and nbytes * n <= _ONE_ROUND_BYTES:
+    if (x.is_cpu or x.dtype in wire.HALF) and nbytes * n <= _ONE_ROUND_BYTES:
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
         return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
     native_op = "sum" if op == "avg" else op
-    if wire.reduces(x.dtype, native_op):
+    if wire.reduces(x, native_op):
         result = x.clone()
         work = wire.all_reduce(axis, result, native_op)
         return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op == "avg" else None)
@@ -106,7 +106,8 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
             return Pending("all_gather", axis, _start_gather(axis, out, x), out)
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
-        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape))
+        # Parts of length 1 can be joined without a copy, out of order.
+        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape).contiguous())
     row = lead * prod(x.shape[dim + 1 :])
     numels = [size * row for size in sizes]
     flat = x.new_empty(sum(numels))
@@ -144,7 +145,7 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int],
     own_shape = (*x.shape[:dim], sizes[axis.index], *x.shape[dim + 1 :])
     flat = flat_parts(x, dim, sizes)
     native_op = "sum" if op == "avg" else op
-    if wire.has_reduce_scatter(x) and wire.reduces(x.dtype, native_op) and _all_equal(sizes):
+    if wire.has_reduce_scatter(x) and wire.reduces(x, native_op) and _all_equal(sizes):
         out = x.new_empty(own_shape)
         work = wire.reduce_scatter(axis, out, flat, native_op)
         return Pending("reduce_scatter", axis, work, out, (lambda: out.div_(n)) if op == "avg" else None)

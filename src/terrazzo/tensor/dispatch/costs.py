@@ -34,20 +34,16 @@ _R = Replicate()
 @dataclass(frozen=True, slots=True)
 class Cost:
     """In elements. `received` brings the operands to where they are needed, `terms` is what reducing the outputs costs
-    later, `left` is what a rank then holds of them. `in_place`: the operands lie on the loop that makes the terms."""
+    later (and `counted` whether that counts here), `left` is what a rank then holds of them."""
 
     received: float
     terms: float
     left: float
-    in_place: bool
+    counted: bool
 
     @property
     def total(self) -> float:
-        return self.received if self.in_place else self.received + self.terms
-
-    @property
-    def order(self) -> tuple[float, float]:
-        return self.total, self.left
+        return self.received + self.terms if self.counted else self.received
 
 
 @dataclass(slots=True)
@@ -64,18 +60,20 @@ class Sizes:
         received = terms = left = 0.0
         in_place = True
         for i, (layout, need) in enumerate(zip(self.layouts, candidate.ins, strict=True)):
-            have, part = layout.placements[m], _part(layout, need, m)
-            if have not in (need, _R) and (candidate.factor is None or candidate.factor in spec.ins[i]):
-                in_place = False
-            if not part:
+            if i in spec.unread or layout.placements[m] is need:
                 continue
-            received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
+            if layout.placements[m] is not _R and (candidate.factor is None or candidate.factor in spec.ins[i]):
+                in_place = False
+            part = _part(layout, need, m)
+            if part:
+                received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
         for j, (shape, placement) in enumerate(zip(spec.shapes, candidate.outs, strict=True)):
             size = self._size(shape, spec.outs[j], [c.outs[j] for c in self.chosen], m)
             left += size / n if isinstance(placement, Shard) else size
             terms += 2 * size * share if isinstance(placement, Partial) else 0.0
-        passes = candidate.factor is None and any(isinstance(p, Partial) for p in candidate.ins)
-        return Cost(received, terms, left, in_place and not passes)
+        if candidate.factor is None and any(isinstance(p, Partial) for p in candidate.ins):
+            return Cost(received, terms, left, not spec.keeps_terms)
+        return Cost(received, terms, left, not in_place)
 
     def _size(self, shape: Sequence[int], dims: Dims, chosen: Sequence[Placement], m: int) -> float:
         """Elements on one rank but for the cut by mesh dim `m`: mesh dims before it have chosen, of those after it the

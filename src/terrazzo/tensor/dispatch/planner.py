@@ -1,11 +1,12 @@
 """From a rule's `Spec` and the operands' layouts to a `CallPlan`: which layouts the operands are brought to.
 
-Each mesh dim chooses for itself among its candidates (see `candidates`), knowing what the mesh dims before it chose. The
-cheapest wins (see `costs`). Everything is decided from global shapes and placements, so every rank decides alike.
+Each mesh dim chooses for itself among its candidates (see `candidates`), knowing what the mesh dims before it chose.
+The cheapest wins (see `costs`). Everything is decided from global shapes and placements, so every rank decides alike.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor.dispatch.candidates import Candidate, candidates_of
 from terrazzo.tensor.dispatch.costs import Cost, Sizes
-from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 
 _R = Replicate()
 
@@ -41,6 +42,12 @@ class CallPlan:
     varying: tuple[int, ...]
     local: LocalFunction | None
     copies_view: bool
+    joined: Joined | None = None
+
+    @property
+    def joined_outs(self) -> tuple[Layout, ...]:
+        """The outputs' layouts when `joined` runs."""
+        return tuple(out.dual for out in self.outs)
 
     @property
     def moves(self) -> bool:
@@ -68,13 +75,19 @@ def choices(spec: Spec, layouts: Sequence[Layout], fixed_output: Layout | None =
             for candidate in candidates_of(spec, layouts, m, mesh_shape, sharded, want)
             if want is None or not candidate.outs or candidate.outs[0] is want
         )
-        best = min(options, key=lambda option: (*option[1].order, option[0].rank))[0] if options else None
+        best = min(options, key=functools.partial(_order, spec))[0] if options else None
         yield Choice(m, options, best)
         if best is None:
             return
         sizes.chosen.append(best)
         if best.factor is not None:
             sharded.setdefault(best.factor, []).append(m)
+
+
+def _order(spec: Spec, option: tuple[Candidate, Cost]) -> tuple[float, float, int]:
+    candidate, cost = option
+    # Whoever lists what is acceptable lists first what is better.
+    return cost.total, 0.0 if spec.acceptable else cost.left, candidate.rank
 
 
 def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> CallPlan | None:
@@ -92,20 +105,24 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
     order = next((layout.order for layout in layouts if layout.order != tuple(range(ndim))), None)
     if order is not None:
         sharded = {f: sorted(ms, key=order.index) for f, ms in sharded.items()}
-    ins = tuple(Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order) for i, layout in enumerate(layouts))
+    ins = tuple(
+        layout if i in spec.unread else Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order)
+        for i, layout in enumerate(layouts)
+    )
     outs = tuple(Layout.of(mesh, [c.outs[i] for c in chosen], shape, order) for i, shape in enumerate(spec.shapes))
     if fixed_output is not None and outs[0] is not fixed_output:
         return None
     varying = tuple(m for m, c in enumerate(chosen) if any(p is not _R for p in (*c.ins, *c.outs)))
     operands = tuple(
-        OperandPlan(o.path, src, dst, _cast_dims(src, dst, varying))
-        for o, src, dst in zip(call.operands, layouts, ins, strict=True)
+        OperandPlan(o.path, src, dst, () if i in spec.unread else _cast_dims(src, dst, varying))
+        for i, (o, src, dst) in enumerate(zip(call.operands, layouts, ins, strict=True))
     )
-    local = None
-    if spec.localize is not None:
-        local = spec.localize(Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()}))
+    decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
+    local = None if spec.localize is None else spec.localize(decided)
+    has_terms = any(out.dual is not out for out in outs)
+    joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
-    return CallPlan(operands, outs, varying, local, spec.is_view and moved)
+    return CallPlan(operands, outs, varying, local, spec.is_view and moved, joined)
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
