@@ -6,18 +6,12 @@ would be whatever memory held at the time.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from terrazzo._torch.dispatching import capturing, collective_operators
 from terrazzo.comm.axis import Axis
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_mode_of = torch._C._get_dispatch_mode
-
-
-def capturing() -> bool:
-    """Whether operations are being recorded."""
-    return _mode_of(_PROXY) is not None
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "capturing", "reduce_scatter"]
 
 
 def all_reduce(axis: Axis, buffer: Tensor, op: str) -> None:
@@ -41,9 +35,7 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> None:
 
 
 def _waited(operation: str, *args: object) -> Tensor:
-    import torch.distributed._functional_collectives  # gives the operations below their shapes
-
-    operations = torch.ops._c10d_functional
+    operations = collective_operators()
     result: Tensor = operations.wait_tensor(getattr(operations, operation)(*args))
     return result
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import buffers_of, parameters_of
+from terrazzo._torch.tensors import mark_as_parameter
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import broadcast, scatter
 from terrazzo.errors import DTensorError
@@ -71,7 +73,7 @@ def distribute_tensor(
         local = local.clone(memory_format=torch.contiguous_format)
     result = wrap(local, layout).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        result._is_param = True
+        mark_as_parameter(result)
     return result
 
 
@@ -117,7 +119,7 @@ def distribute_module(
     done: dict[int, nn.Parameter] = {}
 
     def replicate_rest(submodule: nn.Module) -> None:
-        for name, parameter in submodule._parameters.items():
+        for name, parameter in parameters_of(submodule).items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 known = done.get(id(parameter))
                 if known is None:
@@ -125,9 +127,10 @@ def distribute_module(
                     done[id(parameter)] = known
                     done[id(known)] = known
                 submodule.register_parameter(name, known)
-        for name, buffer in submodule._buffers.items():
+        buffers = buffers_of(submodule)
+        for name, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[name] = distribute_tensor(buffer, mesh)
+                buffers[name] = distribute_tensor(buffer, mesh)
 
     for name, submodule in module.named_modules():
         if partition_fn is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo._torch.dispatching import qualified_name
+
 _OPERATOR_KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "all_reduce",
@@ -42,7 +44,7 @@ def kind_of_operator(operator: Any) -> str | None:
     'all_gather'
     """
     packet = getattr(operator, "overloadpacket", operator)
-    qualified = getattr(packet, "_qualified_op_name", "")
+    qualified = qualified_name(packet)
     namespace, _, name = qualified.partition("::")
     if namespace not in COLLECTIVE_NAMESPACES:
         return None

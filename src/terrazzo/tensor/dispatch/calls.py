@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.autograd import is_transformed
+from terrazzo._torch.dispatching import run_without_overrides_once, without_subclass_functions
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
@@ -60,7 +62,7 @@ def _ask_local(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
 
 
 # Before PyTorch 2.13 a function's body cannot be run without its asking for overrides again.
-_skip_one_hop = getattr(torch._C, "_skip_one_hop_torch_function", None)
+_skip_one_hop = run_without_overrides_once
 
 
 def special(*names: str) -> Callable[[Special], Special]:
@@ -224,7 +226,7 @@ def admit_plain_tensors(
     def walk(value: Any, where: str) -> Any:
         nonlocal found
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            if is_transformed(value):
                 raise DTensorError(
                     f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside "
                     "of it; give the transformed function all DTensors as arguments that are transformed, or use "
@@ -296,7 +298,7 @@ def _with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         set_wrapper_data(target, wrap(value._local.detach(), value._layout))
     target._local, target._layout, target._memo = value._local, value._layout, value._memo
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import is_view
 from terrazzo.layout import Layout, Replicate, moved_bytes
 from terrazzo.tensor.copied_view import check_writable, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -105,7 +106,7 @@ class _Gathered:
         assert self.layout is not None
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        if local._is_view() and self.copies and _storage(local) in self.copies:
+        if is_view(local) and self.copies and _storage(local) in self.copies:
             mark_copied(result, self.name, args, kwargs)
         return result
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import DTensorError, ParallelPlanError
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor
@@ -101,7 +102,7 @@ def _tied_parameters(module: nn.Module) -> list[list[_Owner]]:
     """The owners of each parameter that has several: modules with their names, and the parameter's name there."""
     owners: dict[int, list[_Owner]] = {}
     for path, submodule in module.named_modules():
-        for name, parameter in submodule._parameters.items():
+        for name, parameter in parameters_of(submodule).items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((f"{path}.{name}".lstrip("."), submodule, name))
     return [group for group in owners.values() if len(group) > 1]
@@ -110,7 +111,7 @@ def _tied_parameters(module: nn.Module) -> list[list[_Owner]]:
 def _tie_again(tied: list[list[_Owner]]) -> None:
     """Each style made a DTensor of its own; owners of one parameter share the first again."""
     for group in tied:
-        parameters: dict[str, Any] = {path: owner._parameters[name] for path, owner, name in group}
+        parameters: dict[str, Any] = {path: parameters_of(owner)[name] for path, owner, name in group}
         first: Any = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
         if first is None:
             continue
@@ -126,5 +127,5 @@ def _tie_again(tied: list[list[_Owner]]) -> None:
                 "by rows and an nn.Linear cut by columns do)"
             )
         for _, owner, name in group:
-            if owner._parameters[name] is not first:
+            if parameters_of(owner)[name] is not first:
                 owner.register_parameter(name, first)

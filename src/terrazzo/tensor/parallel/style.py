@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import ParallelPlanError, UnsupportedModuleError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.api import distribute_module, distribute_tensor
@@ -55,7 +56,7 @@ def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement], src_data_rank: int | None
 ) -> None:
     """Make the module's own parameters DTensors, in place."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
             whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
