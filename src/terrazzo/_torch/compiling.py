@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from terrazzo._torch.declared import attribute, private
 
@@ -11,7 +12,10 @@ _set_strategy: Any = private("torch._C._dynamo.eval_frame.set_code_exec_strategy
 _action: Any = private("torch._C._dynamo.eval_frame._FrameAction", _WHY)
 _strategy: Any = private("torch._C._dynamo.eval_frame._FrameExecStrategy", _WHY)
 
-disable_dynamo: Any = private("torch._disable_dynamo", "torch.compile breaks the graph at fully_shard's hooks")
+_F = TypeVar("_F", bound=Callable[..., Any])
+disable_dynamo: Callable[[_F], _F] = private(
+    "torch._disable_dynamo", "torch.compile breaks the graph at fully_shard's hooks"
+)
 
 # It is only ever set, on functions of terrazzo, so no torch can lack it; the tests of compilation see whether it works.
 attribute("torch.compiler.disable._torchdynamo_disable", _WHY, there=lambda: True)

@@ -10,8 +10,9 @@ import torch
 from terrazzo._torch.declared import attribute, later, private
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload, OpOverloadPacket
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     OpOverload = private("torch._ops.OpOverload", "operators are told from functions, and rules registered for them")
     OpOverloadPacket = private("torch._ops.OpOverloadPacket", "operators are told from functions")

@@ -20,6 +20,7 @@ def install(is_ours: type, refuse: Callable[[], Any]) -> None:
         return _plain(tensor, *args, **kwargs)
 
     like(to_dlpack, _plain)
-    to_dlpack.__module__ = "torch.utils.dlpack"  # under this name it can be pickled, and is found again
+    # Under this name it can be pickled, and is found again.
+    to_dlpack.__module__, to_dlpack.__name__, to_dlpack.__qualname__ = "torch.utils.dlpack", "to_dlpack", "to_dlpack"
     for path in _PATHS:
         replace(path, to_dlpack)

@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.declared import attribute, private, replace
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+    from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+    from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
+    from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+    from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 else:
     _OPTIONS = "process groups are called directly, which a small collective's time needs"
     AllreduceOptions = private("torch._C._distributed_c10d.AllreduceOptions", _OPTIONS)

@@ -22,6 +22,8 @@ keys_found: Any = private(
     "torch.nn.modules.module._IncompatibleKeys", "set_state_dict returns what Module.load_state_dict returns"
 )
 
+attribute("torch.nn.Module._apply", "sharded modules override it, to follow moves to another device or dtype")
+
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that the module itself registers; changes to the dict change the module."""

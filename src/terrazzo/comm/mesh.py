@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.groups import default_group, is_alive, when_destroyed
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
+from terrazzo.layout.transition import plan_transition
 
 MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
 """A mesh as plain data: device type, nested lists of ranks, names of the dims."""
@@ -48,6 +49,9 @@ def _forget_meshes() -> None:
     for mesh, (_, groups) in list(_known.items()):
         if not distributed_c10d.is_initialized() or not all(is_alive(group()) for group in groups):
             _known.pop(mesh, None)
+
+
+when_groups_end(plan_transition.cache_clear)  # layouts hold meshes
 
 
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo._torch.groups import backend_of, default_group, device_types, joined, root_of, without_groups
+from terrazzo._torch.groups import backend_of, default_group, device_types, is_alive, joined, root_of, without_groups
 from terrazzo.comm.axis import Axis, axis_of, axis_over
+from terrazzo.comm.mesh import when_groups_end
 from terrazzo.errors import FSDPError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 
@@ -123,6 +124,13 @@ def _is_accelerated(group: Any, device: torch.device) -> bool:
 
 
 _default: tuple[Any, DeviceMesh] | None = None
+
+
+@when_groups_end
+def _forget_default() -> None:
+    global _default
+    if _default is not None and not is_alive(_default[0]()):
+        _default = None
 
 
 def _default_mesh() -> DeviceMesh:

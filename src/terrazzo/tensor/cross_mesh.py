@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
 from terrazzo.comm.collectives import exchange
-from terrazzo.comm.mesh import ranks_of
+from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -66,6 +66,9 @@ def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
                 receive[ranks.index(sender)] = common.relative_to(want[receiver])
     shape = tuple(want[me].lengths) if me in want else (0,)
     return Transfer(ranks, tuple(send), tuple(receive), shape)
+
+
+when_groups_end(plan_transfer.cache_clear)
 
 
 def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:

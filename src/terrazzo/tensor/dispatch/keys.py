@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
+from terrazzo.comm.mesh import when_groups_end
+
 Plan = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]], Any]
 
 plans: dict[tuple[Any, ...], Plan] = {}
 """Cached plans by key; `dispatch` fills it and keeps it bounded."""
+
+when_groups_end(plans.clear)  # keys hold layouts, and these hold meshes
 
 list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
 """Functions of lists of tensors (`torch._foreach_*`), which are not worth a key: handler by function."""
