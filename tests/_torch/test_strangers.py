@@ -22,10 +22,14 @@ PROGRAM = Path(__file__).with_name("stranger_program.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
+PACKAGES = ("checkpoint", "engine", "fsdp", "tensor", "tensor.debug", "tensor.experimental", "tensor.parallel")
+
+
 def run(*args):
     env = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     done = subprocess.run([sys.executable, str(PROGRAM), *args], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert all(f"'{name}'" in done.stderr for name in args), done.stderr[-2000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
 
@@ -33,7 +37,7 @@ def run(*args):
 @pytest.fixture(scope="module")
 def found():
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda args: run(*args), [(), ("terrazzo",)]))
+        return list(pool.map(lambda args: run(*args), [(), [f"terrazzo.{name}" for name in PACKAGES]]))
 
 
 def test_a_stranger_finds_what_it_found_without_the_import(found):

@@ -39,14 +39,23 @@ TABLE: list[Declared] = []
 """Everything that terrazzo knows of torch's inside, in the order of the modules of this package."""
 
 
-class _Missing:
-    """Stands where a name was not found until `check` raises; it can be called and subclassed, so that imports end."""
+class _Anything(type):
+    """What is asked of the class below, is the class."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
 
-    def __getattr__(self, name: str) -> Any:
-        return self
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+
+class _Missing(metaclass=_Anything):
+    """Stands where a name was not found until `check` raises, so that the modules of this package can be imported."""
 
 
 _REQUIRED = object()
