@@ -39,23 +39,8 @@ TABLE: list[Declared] = []
 """Everything that terrazzo knows of torch's inside, in the order of the modules of this package."""
 
 
-class _Anything(type):
-    """What is asked of the class below, is the class."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls
-
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-
-class _Missing(metaclass=_Anything):
-    """Stands where a name was not found until `check` raises, so that the modules of this package can be imported."""
+class _Missing:
+    """Stands where a name was not found, until `check` raises."""
 
 
 _REQUIRED = object()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +86,16 @@ _KeySet: Any = private("torch._C.DispatchKeySet", "pieces of composites are not 
 _without_keys: Any = private(
     "torch._C._ExcludeDispatchKeyGuard", "pieces of composites are not cast by autocast a second time"
 )
-_AUTOCAST: Any = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
+
+
+@functools.cache
+def _autocast() -> Any:
+    return _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 
 
 def without_autocast() -> Any:
     """A block in which operators are not cast."""
-    return _without_keys(_AUTOCAST)
+    return _without_keys(_autocast())
 
 
 # ------------------------------------------------------------------ modes
