@@ -43,6 +43,11 @@ def qualified_name(operator: Any) -> str:
     return getattr(operator, "_qualified_op_name", "")
 
 
+def schema_of(operator: OpOverload) -> Any:
+    """The operator's arguments and results, with what they are aliases of."""
+    return operator._schema
+
+
 def writes_arguments(operator: OpOverload) -> bool:
     """Whether the operator changes an argument in place."""
     return operator._schema.is_mutable
@@ -102,11 +107,17 @@ def without_autocast() -> Any:
 
 _mode_of: Callable[[Any], Any] = private("torch._C._get_dispatch_mode", "communication is captured by make_fx")
 _PROXY: Any = private("torch._C._TorchDispatchModeKey.PROXY", "communication is captured by make_fx")
+_FAKE: Any = private("torch._C._TorchDispatchModeKey.FAKE", "random draws are captured on autograd's threads")
 
 
-def capturing() -> bool:
+def being_traced() -> bool:
     """Whether operations are being recorded as a graph."""
     return _mode_of(_PROXY) is not None
+
+
+def under_fake_tensors() -> bool:
+    """Whether operations make tensors without values."""
+    return _mode_of(_FAKE) is not None
 
 
 real_values: Any = private(

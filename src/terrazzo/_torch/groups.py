@@ -152,6 +152,11 @@ attribute(
     "fully_shard's inner mesh needs no groups of all ranks",
     there=lambda: "_init_backend" in inspect.signature(DeviceMesh.__init__).parameters,
 )
+attribute(
+    "torch.distributed.device_mesh.DeviceMesh.__init__._rank",
+    "files of DTensors are read without a process group",
+    there=lambda: "_rank" in inspect.signature(DeviceMesh.__init__).parameters,
+)
 
 
 def current_mesh() -> DeviceMesh:
@@ -173,6 +178,11 @@ def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
 def split(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The mesh with one dim made into several; it stays part of its root."""
     return mesh._unflatten(dim, sizes, names)
+
+
+def seen_from(rank: int | None, device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+    """A mesh of ranks that are not there, as `rank` sees it."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def without_groups(device_type: str, ranks: torch.Tensor) -> DeviceMesh:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo._torch.groups import default_group, is_alive, when_destroyed
+from terrazzo._torch.groups import default_group, is_alive, seen_from, when_destroyed
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
 from terrazzo.layout.transition import plan_transition
@@ -25,6 +25,7 @@ MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
 
 _Groups: TypeAlias = list["weakref.ref[ProcessGroup]"]
 _known: dict[DeviceMesh, tuple[DeviceMesh, _Groups]] = {}
+_without_group: dict[tuple[int | None, str], DeviceMesh] = {}
 _default_group: Any = None
 _making = threading.Lock()
 _caches: list[Callable[[], None]] = []
@@ -57,6 +58,8 @@ when_groups_end(plan_transition.cache_clear)  # layouts hold meshes
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh seen that equals `mesh` and whose process groups live."""
     _forget_dead()
+    if any(mesh is seen for seen in _without_group.values()):
+        return mesh
     found = _known.get(mesh)
     if found is None:
         found = _known.setdefault(mesh, (mesh, _groups_of(mesh)))
@@ -92,12 +95,24 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
         return ranks
 
 
-def mesh_from_data(data: MeshAsData) -> DeviceMesh:
-    """The mesh known here that `data` describes, or a new one, which all its ranks make together."""
-    if not distributed_c10d.is_initialized():
+def mesh_from_data(data: MeshAsData, written_by: int | None = None) -> DeviceMesh:
+    """The mesh known here that `data` describes, or a new one, which all its ranks make together.
+
+    Without a process group the mesh only says who held what, seen from the rank `written_by`; nothing can be sent on
+    it.
+    """
+    initialized = distributed_c10d.is_initialized()
+    if not initialized and written_by is None:
         raise CommError("a device mesh needs a process group: call torch.distributed.init_process_group first")
     _forget_dead()
     device_type, ranks, names = data
+    if not initialized:
+        # Seen from another rank, an equal mesh has another coordinate.
+        seen = _without_group.get((written_by, repr(data)))
+        if seen is None:
+            seen = seen_from(written_by, device_type, ranks, names)
+            _without_group[written_by, repr(data)] = seen
+        return seen
     with _making:  # threads that read one file make one mesh
         for mesh in list(_known):
             if mesh_as_data(mesh) == (device_type, ranks, names):

@@ -11,10 +11,10 @@ from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
 from terrazzo.tensor import patching
 from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
-from terrazzo.tensor.ops import foreach, loaded  # noqa: F401  (loaded: they register what they handle)
+from terrazzo.tensor.ops import loaded  # noqa: F401  (loaded: they register what they handle)
 
-foreach.install()
 patching.install()
 
 __all__ = [

@@ -20,11 +20,13 @@ from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.indices import region_of
+from terrazzo.tensor.strides import has_view, no_view
 
 _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
 _PARTS = {"unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
-_COPIES_WHAT_IS_STRIDED = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
+_COPYING_RESHAPES = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
+_RESHAPES = _COPYING_RESHAPES | {"view", "unflatten", "_unsafe_view"}
 
 
 # By local tensor: the copies of parts of it that are in use.
@@ -140,8 +142,10 @@ def _version_of(local: torch.Tensor) -> int:
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Make the results of the view function `name` copied views of its first argument."""
     base = args[0] if args else next(iter(kwargs.values()))
-    if name in _COPIES_WHAT_IS_STRIDED and not base._local.is_contiguous():
-        return  # on one device it would be no view either
+    if name in _RESHAPES and isinstance(result, DTensor) and not has_view(base._local, base.shape, result.shape):
+        if name in _COPYING_RESHAPES:
+            return  # on one device it would be no view either
+        raise no_view(base.shape, result.shape)
     results = (result,) if isinstance(result, DTensor) else result
     indices = _indices_of(name, args, kwargs, results)
     for t, index in zip(results, indices, strict=True):

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from terrazzo.comm import captured
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import RandomStateError
@@ -32,16 +33,32 @@ _CHECK_EVERY = 256
 _draws: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-def draw_key(mesh: Any, generator: torch.Generator | None = None) -> int:
-    """The key of one random operation; every rank of the mesh draws the same."""
-    device = "cpu" if generator is None else generator.device
-    with real_values():
-        key = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device=device))
+def draw_key(mesh: Any, generator: torch.Generator | None = None) -> int | torch.Tensor:
+    """The key of one random operation; every rank of the mesh draws the same.
+
+    While `terrazzo.compile` captures a program it is a 0-d tensor, an input of the graph.
+    """
+    recorder = captured.recorder()
+    if recorder is not None:
+        return recorder.draw(mesh, generator)
+    return draw_number(mesh, generator)
+
+
+def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
+    """The next number of a generator that all ranks of the mesh draw from."""
+    key = next_number(generator)
     count = _draws.get(mesh, 0)
     _draws[mesh] = count + 1
     if count % _CHECK_EVERY == 0 and mesh.get_coordinate() is not None:
         _check_in_step(mesh, key)
     return key
+
+
+def next_number(generator: torch.Generator | None = None) -> int:
+    """The next number of a generator, whatever other ranks do."""
+    device = "cpu" if generator is None else generator.device
+    with real_values():
+        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device=device))
 
 
 def _check_in_step(mesh: Any, key: int) -> None:
@@ -94,8 +111,11 @@ def global_index(layout: Layout, device: Any) -> torch.Tensor:
 def bits(layout: Layout, device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
     """64 random bits for each local element."""
     key = draw_key(layout.mesh, generator)
-    with real_values():
-        start = int(_mix(torch.tensor(_signed(key), dtype=torch.int64)))
+    if isinstance(key, torch.Tensor):
+        start: Any = _mix(key)
+    else:
+        with real_values():
+            start = int(_mix(torch.tensor(_signed(key), dtype=torch.int64)))
     z = global_index(layout, device) * _GAMMA
     return _mix(z.add_(start))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode
-from terrazzo.tensor.dispatch.aten import run_composite
+from terrazzo.tensor.dispatch.composites import run_composite
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
