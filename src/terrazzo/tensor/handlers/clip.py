@@ -1,8 +1,8 @@
 """`torch.nn.utils.clip_grad_norm_` over DTensors: local norms of all gradients at once, one reduction a mesh.
 
 PyTorch's function takes a list, so no tensor subclass can see it as one operation; gradient by gradient it would cost a
-reduction each, and fail where parameters live on different meshes. Its inner function that computes the total norm is
-replaced by one that asks first whether there are DTensors.
+reduction each, and fail where parameters live on different meshes. Its inner functions, which compute the total norm and
+scale by it, are replaced by ones that ask first whether there are DTensors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def install() -> None:
     """Let PyTorch's clipping, and its public function for the norm alone, compute the norm of DTensors at once."""
     clip_grad._get_total_norm = _over_dtensors(clip_grad._get_total_norm)
     torch.nn.utils.get_total_norm = clip_grad._get_total_norm
+    clip_grad._clip_grads_with_norm_ = _of_both_kinds(clip_grad._clip_grads_with_norm_)
+    torch.nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
 
 
 def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -48,6 +50,23 @@ def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return get_total_norm
 
 
+def _of_both_kinds(plain: Callable[..., None]) -> Callable[..., None]:
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+    ) -> None:
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        others = [p for p in found if type(p.grad) is not DTensor]
+        if type(total_norm) is not DTensor or not others:
+            plain(found, max_norm, total_norm, foreach)
+            return
+        # The norm is the same number on every rank, but a plain gradient cannot be multiplied by a DTensor in place.
+        plain([p for p in found if type(p.grad) is DTensor], max_norm, total_norm, foreach)
+        plain(others, max_norm, total_norm.full_tensor(), foreach)
+
+    clip_grads_with_norm_.__doc__ = plain.__doc__
+    return clip_grads_with_norm_
+
+
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     """The norm of all tensors taken as one vector, replicated on the mesh of the first DTensor.
 
@@ -68,7 +87,9 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     device = first.mesh.device_type
     norms = []
     for (mesh, dims), members in groups.items():
-        parts = [norm.to(device) for norm in local_norms(members, order)]
+        parts = local_norms(members, order)
+        if any(part.device.type != device for part in parts):
+            parts = [part.to(device) for part in parts]
         norm = torch.linalg.vector_norm(torch.stack(parts), order)
         norms.append(join_norms(norm, order, axis_of(mesh, dims)) if dims else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
