@@ -58,7 +58,6 @@ def distribute_tensor(
             )
         return tensor
     refuse_torch_dtensor("distribute_tensor", tensor)
-    refuse_subclass("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
             "distribute_tensor can only distribute leaf tensors, this one has a graph: use "
@@ -74,6 +73,7 @@ def distribute_tensor(
     elif src_data_rank is None or local.device.type == "meta":
         local = local[layout.box().slices()]
     else:
+        refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
     if local.device.type != "meta":
         # An own, dense copy: the caller's tensor may change later, and shards must not keep the whole alive.
