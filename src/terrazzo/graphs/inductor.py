@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
-from torch._guards import TracingContext, detect_fake_mode
 
 from terrazzo.graphs.joint import compile_joint
 

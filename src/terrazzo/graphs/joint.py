@@ -31,9 +31,7 @@ def given(compiler: GraphCompiler) -> Callable[[nn.Module, list[torch.Tensor]], 
         return run if getattr(run, "_boxed_call", False) else make_boxed_func(run)
 
     def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
-        return compile_joint(
-            program, inputs, compile_graph, bw_compiler=compile_graph, partition_fn=default_partition
-        )
+        return compile_joint(program, inputs, compile_graph, bw_compiler=compile_graph, partition_fn=default_partition)
 
     return backend
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +23,7 @@ from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
 from terrazzo.graphs.surroundings import Stale, Surroundings
-from terrazzo.graphs.values import Unkeyable, collect, describe_tensor, describe_value, local_of, tensor_key
+from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
 from terrazzo.tensor.dtensor import per_thread
 from terrazzo.tensor.parallel import loss
@@ -32,7 +31,6 @@ from terrazzo.tensor.parallel import loss
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _attention = F.scaled_dot_product_attention
-_fake_mode = torch._C._TorchDispatchModeKey.FAKE
 
 
 class CompileWarning(UserWarning):
@@ -77,7 +75,11 @@ class Program:
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
+        if (
+            torch._C._len_torch_dispatch_stack()
+            or captured.capturing()
+            or F.scaled_dot_product_attention is not _attention
+        ):
             return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
         try:
             key, tensors = self._key(args, kwargs)
@@ -96,9 +98,7 @@ class Program:
     # ------------------------------------------------------------------ running
 
     def _run(self, graph: Graph, tensors: Sequence[Any]) -> Any:
-        flat = [
-            local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs
-        ]
+        flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
             flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
         if torch._C._is_any_autocast_enabled():
@@ -128,16 +128,7 @@ class Program:
         key.append(self._searches)
         key.append(numbers)
         tensors += around
-        ids = []
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                local = local_of(tensor)
-                ids.append(id(local))
-                key += tensor_key(tensor, local)
-            else:
-                key.append(tensor)
-        if len(set(ids)) != len(ids):
-            key.append(tuple(distinct(tensors)[1]))
+        append_tensor_keys(tensors, key)
         return tuple(key), tensors
 
     def _look(self) -> tuple[list[Any], tuple[int, ...]]:
@@ -261,8 +252,11 @@ def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
     """What differs from the most similar of the others: its value there, and here."""
     differences = [
-        {name: (other.get(name, "absent"), what.get(name, "absent")) for name in {**other, **what}
-         if other.get(name) != what.get(name)}
+        {
+            name: (other.get(name, "absent"), what.get(name, "absent"))
+            for name in {**other, **what}
+            if other.get(name) != what.get(name)
+        }
         for other in others
     ]
     return min(differences, key=len, default={})
