@@ -8,7 +8,7 @@ through it or to read its files: modules named `interop` and the folder `checkpo
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -106,3 +106,60 @@ def test_what_is_exempt():
     assert may_see(Path("checkpoint/formats/dcp.py"), BUILT_HERE)
     assert not may_see(Path("checkpoint/api.py"), BUILT_HERE)
     assert not may_see(Path("layout/interop.py"), ("torch.distributed",))
+
+
+# ------------------------------------------------------------------ no circles
+
+KNOWN_CIRCLES = [
+    {"fsdp.misuse", "fsdp.schedule", "fsdp.trace", "fsdp.unit", "fsdp.watch"},
+    {"engine.content", "engine.deepspeed_layout", "engine.engine", "engine.saving"},
+]
+"""What is left of them; the list can only get shorter."""
+
+
+def imports_of(name: str, path: Path, modules: Iterable[str]) -> set[str]:
+    """The package's modules that a module imports, late imports included; a package's own file only by its name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in modules else node.module)
+    return {n for n in found if n in modules and n != name}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Groups of more than one node each of which can reach all others."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for following in graph[waiting.pop()] - seen:
+                seen.add(following)
+                waiting.append(following)
+        return seen
+
+    reached = {node: reach(node) for node in graph}
+    found: list[set[str]] = []
+    for node in graph:
+        group = {other for other in reached[node] if node in reached[other]}
+        if group and group not in found:
+            found.append(group)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    paths = {
+        ".".join(("terrazzo", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    found = circles({name: imports_of(name, path, paths) for name, path in paths.items()})
+    short = [{name.removeprefix("terrazzo.") for name in group} for group in found]
+    assert sorted(short, key=min) == sorted(KNOWN_CIRCLES, key=min)

@@ -20,6 +20,13 @@ class LayoutError(TerrazzoError, ValueError):
     """A placement, box or layout that cannot describe the tensor it was given for."""
 
 
+class PlacementsError(LayoutError, RuntimeError, AssertionError):
+    """Placements that do not fit their mesh or tensor, or are not placements of terrazzo.
+
+    PyTorch raises a ValueError, a RuntimeError or an AssertionError here, depending on who is called.
+    """
+
+
 # ------------------------------------------------------------------ communication
 
 
@@ -69,6 +76,13 @@ class DTensorError(TerrazzoError, RuntimeError):
     """An operation on a distributed tensor that cannot be carried out."""
 
 
+class DTensorArgumentError(DTensorError, ValueError, AssertionError):
+    """An argument that a function of distributed tensors cannot take.
+
+    For such arguments PyTorch raises a ValueError, a RuntimeError or an AssertionError, depending on the function.
+    """
+
+
 class CaptureError(DTensorError):
     """A program of which `terrazzo.compile` can make no graph.
 
@@ -86,15 +100,26 @@ class RandomStateError(DTensorError):
     """The random generators of the ranks are not in step."""
 
 
-class MixedTensorError(DTensorError):
-    """Plain tensors and DTensors met in one operation."""
+class MixedTensorError(DTensorError, ValueError):
+    """Plain tensors and DTensors met in one operation.
+
+    PyTorch raises a RuntimeError, and a ValueError where `loss_parallel` needs a DTensor.
+    """
 
 
-class ParallelPlanError(DTensorError, ValueError):
+class ParallelPlanError(DTensorArgumentError):
     """A plan for parallel modules does not fit the module, or its inputs and outputs."""
 
 
-class UnsupportedModuleError(DTensorError, NotImplementedError):
+class ParallelPlanTypeError(ParallelPlanError, TypeError):
+    """A plan for parallel modules that is neither a style nor a dict of styles."""
+
+
+class UnsupportedCallError(DTensorError, NotImplementedError):
+    """A form of a call that works on one device and not on distributed tensors."""
+
+
+class UnsupportedModuleError(UnsupportedCallError):
     """A parallel style was given a kind of module that it cannot cut."""
 
 
@@ -130,7 +155,7 @@ class LocalMapError(DTensorError, AssertionError):
     """What went into or came out of a function under `local_map` is not what was declared."""
 
 
-class PlacementMismatchError(DTensorError, ValueError):
+class PlacementMismatchError(DTensorArgumentError):
     """A DTensor is placed otherwise than a function requires, and nobody allowed to redistribute it."""
 
 

@@ -90,6 +90,11 @@ def axis_beside(axis: Axis) -> Axis:
 
 
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
+    if not distributed_c10d.is_initialized():
+        raise CommError(
+            f"nothing can be sent on {mesh}, for there is no process group: call torch.distributed.init_process_group, "
+            "and load anew what was loaded before"
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise CommError(f"rank {dist.get_rank()} is not part of the mesh {mesh}, so it has no axis in it")

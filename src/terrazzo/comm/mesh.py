@@ -18,12 +18,15 @@ MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
 """A mesh as plain data: device type, nested lists of ranks, names of the dims."""
 
 _known: dict[DeviceMesh, DeviceMesh] = {}
+_without_group: dict[tuple[int | None, str], DeviceMesh] = {}
 _default_group: Any = None
 
 
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh seen that equals `mesh` and whose process groups live."""
     _forget_dead()
+    if any(mesh is seen for seen in _without_group.values()):
+        return mesh
     return _known.setdefault(mesh, mesh)
 
 
@@ -48,12 +51,24 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
         return ranks
 
 
-def mesh_from_data(data: MeshAsData) -> DeviceMesh:
-    """The mesh known here that `data` describes, or a new one, which all its ranks make together."""
-    if not distributed_c10d.is_initialized():
+def mesh_from_data(data: MeshAsData, written_by: int | None = None) -> DeviceMesh:
+    """The mesh known here that `data` describes, or a new one, which all its ranks make together.
+
+    Without a process group the mesh only says who held what, seen from the rank `written_by`; nothing can be sent on
+    it.
+    """
+    initialized = distributed_c10d.is_initialized()
+    if not initialized and written_by is None:
         raise CommError("a device mesh needs a process group: call torch.distributed.init_process_group first")
     _forget_dead()
     device_type, ranks, names = data
+    if not initialized:
+        # Seen from another rank, an equal mesh has another coordinate.
+        seen = _without_group.get((written_by, repr(data)))
+        if seen is None:
+            seen = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=written_by)
+            _without_group[written_by, repr(data)] = seen
+        return seen
     for mesh in _known:
         if mesh_as_data(mesh) == (device_type, ranks, names):
             return mesh

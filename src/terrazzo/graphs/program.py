@@ -26,7 +26,7 @@ from terrazzo.graphs.surroundings import Stale, Surroundings
 from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
 from terrazzo.tensor.dtensor import per_thread
-from terrazzo.tensor.parallel import loss
+from terrazzo.tensor.ops.losses import parallel_loss
 
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
@@ -232,7 +232,7 @@ def _modes() -> tuple[Any, ...]:
     modes: tuple[Any, ...] = (
         torch.get_default_dtype(),
         per_thread.implicit_replication,
-        loss._active.depth > 0,
+        parallel_loss.depth > 0,
         _autocasts() if torch._C._is_any_autocast_enabled() else (),
     )
     if torch._C._len_torch_function_stack():

@@ -10,11 +10,11 @@ from terrazzo.layout import Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
 from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 from terrazzo.tensor.handlers import clip, compiling, masked, optimizers, transforms
-from terrazzo.tensor.ops import autograd, foreach, loaded  # noqa: F401  (loaded: they register what they handle)
+from terrazzo.tensor.ops import autograd, loaded  # noqa: F401  (loaded: they register what they handle)
 
-foreach.install()
 clip.install()
 masked.install()
 optimizers.install()

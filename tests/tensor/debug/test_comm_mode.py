@@ -220,4 +220,4 @@ def test_lookup():
     assert counts.get("all_reduce", 7) == 7 and counts.get(torch.ops.c10d_functional.all_gather_into_tensor) == 3
     assert torch.ops._c10d_functional.all_gather_into_tensor.default in counts
     assert torch.ops.aten.add not in counts and counts[torch.ops.aten.add] == 0
-    assert dict(counts) == {"all_gather": 3}
+    assert counts.by_kind() == {"all_gather": 3}

@@ -21,9 +21,10 @@ from terrazzo.comm import CommEvent, add_observer, remove_observer, wire
 from terrazzo.layout import Placement
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
 from terrazzo.tensor.debug.record import Collective, ModuleTree, Operation, Phase, describe_argument
-from terrazzo.tensor.debug.tables import json_tree, text_table
+from terrazzo.tensor.debug.tables import add_totals, json_tree, text_table
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.foreign import is_torch_dtensor
 
 
 class CommDebugMode:
@@ -86,9 +87,25 @@ class CommDebugMode:
     def get_comm_counts(self, phase: Phase | None = None) -> ByCollective:
         """How many collectives of each kind there were; `phase` limits that to forward or backward.
 
-        The keys are described at `ByCollective`: `counts["all_reduce"]`, or torch's operator for it.
+        Looked up as described at `ByCollective`: `counts["all_reduce"]`, or torch's operator for it.
         """
         return self._sum(phase, lambda _: 1)
+
+    @property
+    def comm_counts(self) -> ByCollective:
+        """`get_comm_counts()`, under PyTorch's name for it."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[Phase, ByCollective]]:
+        """How many collectives of each kind the modules had, forward and backward apart, by full name.
+
+        A module's numbers include those of the modules in it, and `"Global"` has everything. Other modules are there if
+        they had any collective.
+        """
+        result: dict[str, dict[Phase, ByCollective]] = {}
+        add_totals(self._tree.root, result)
+        return result
 
     def get_comm_bytes(self, phase: Phase | None = None) -> ByCollective:
         """How many bytes the collectives of each kind moved."""
@@ -204,7 +221,7 @@ class _LocalOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(t, DTensor) for t in types):
+        if any(issubclass(t, DTensor) or is_torch_dtensor(t) for t in types):
             return NotImplemented  # taken apart first; its parts come here
         kind = kind_of_operator(func)
         if kind is None:

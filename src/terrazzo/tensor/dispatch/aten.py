@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.names import canonical_name
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dispatch.overrides import OVERRIDES
+from terrazzo.tensor.dtensor import DTensor, links
+from terrazzo.tensor.ops.table import TABLE
 
 _DispatchKey = torch._C.DispatchKey
 _RestoreThreadState: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
@@ -21,21 +23,12 @@ _RestoreThreadState: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 _AUTOCAST = torch._C.DispatchKeySet(_DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(_DispatchKey.AutocastCUDA)
 
 
-def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let C++ take `func` apart."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One aten operation on DTensors, called from C++."""
-    from terrazzo.tensor.dispatch.overrides import OVERRIDES
-    from terrazzo.tensor.ops.table import has_rule
-
     name, _ = canonical_name(op)
     if (
         torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        and not has_rule(name)
+        and (name not in TABLE or TABLE[name].how == "body")
         and op not in OVERRIDES
         and op is not torch.ops.aten.detach.default
     ):
@@ -44,3 +37,6 @@ def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
     with _RestoreThreadState(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
+
+
+links.aten = dispatch_aten

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate, moved_bytes
-from terrazzo.tensor.copied_view import check_writable, mark_copied, pass_on
+from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -63,6 +63,7 @@ class _Gathered:
         self.bytes = 0
         self.layout: Layout | None = None
         self.copies: set[int] = set()
+        self.given: list[tuple[torch.Tensor, DTensor]] = []
 
     def walk(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -79,6 +80,7 @@ class _Gathered:
         if self.layout is None:
             self.layout = layout
         if layout.is_replicated:
+            self.given.append((value._local, value))
             return value._local
         target = layout.with_placements((Replicate(),) * len(layout.placements))
         self.bytes += moved_bytes(layout, target, value._local.element_size())
@@ -86,6 +88,7 @@ class _Gathered:
         # that draw random numbers follow it.
         full = redistribute_local(value._local, layout, target).contiguous()
         self.copies.add(_storage(full))
+        self.given.append((full, value))
         return full
 
     def warn(self) -> None:
@@ -103,10 +106,18 @@ class _Gathered:
 
     def _wrap_one(self, local: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
         assert self.layout is not None
+        for full, source in self.given:
+            if local is full:
+                return source  # the operation had nothing to do, and returns what it was given
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        if local._is_view() and self.copies and _storage(local) in self.copies:
-            mark_copied(result, self.name, args, kwargs)
+        if local._is_view():
+            storage = _storage(local)
+            if storage in self.copies:
+                mark_copied(result, self.name, args, kwargs)
+            for full, source in self.given:
+                if type(source) is CopiedView and source._layout.is_replicated and _storage(full) == storage:
+                    mark_alias(result, source)
         return result
 
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 
 _R = Replicate()
 
@@ -41,6 +41,12 @@ class CallPlan:
     varying: tuple[int, ...]
     local: LocalFunction | None
     copies_view: bool
+    joined: Joined | None = None
+
+    @property
+    def joined_outs(self) -> tuple[Layout, ...]:
+        """The outputs' layouts when `joined` runs."""
+        return tuple(out.dual for out in self.outs)
 
     @property
     def moves(self) -> bool:
@@ -79,20 +85,24 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
     order = next((layout.order for layout in layouts if layout.order != tuple(range(ndim))), None)
     if order is not None:
         sharded = {f: sorted(ms, key=order.index) for f, ms in sharded.items()}
-    ins = tuple(Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order) for i, layout in enumerate(layouts))
+    ins = tuple(
+        layout if i in spec.unread else Layout.of(mesh, [c.ins[i] for c in chosen], layout.shape, order)
+        for i, layout in enumerate(layouts)
+    )
     outs = tuple(Layout.of(mesh, [c.outs[i] for c in chosen], shape, order) for i, shape in enumerate(spec.shapes))
     if fixed_output is not None and outs[0] is not fixed_output:
         return None
     varying = tuple(m for m, c in enumerate(chosen) if any(p is not _R for p in (*c.ins, *c.outs)))
     operands = tuple(
-        OperandPlan(o.path, src, dst, _cast_dims(src, dst, varying))
-        for o, src, dst in zip(call.operands, layouts, ins, strict=True)
+        OperandPlan(o.path, src, dst, () if i in spec.unread else _cast_dims(src, dst, varying))
+        for i, (o, src, dst) in enumerate(zip(call.operands, layouts, ins, strict=True))
     )
-    local = None
-    if spec.localize is not None:
-        local = spec.localize(Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()}))
+    decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
+    local = None if spec.localize is None else spec.localize(decided)
+    has_terms = any(out.dual is not out for out in outs)
+    joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
-    return CallPlan(operands, outs, varying, local, spec.is_view and moved)
+    return CallPlan(operands, outs, varying, local, spec.is_view and moved, joined)
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
@@ -169,16 +179,16 @@ def _cost(spec: Spec, candidate: _Candidate, layouts: Sequence[Layout], m: int, 
         return 0.0
     share = (n - 1) / n
     total = 0.0
-    for layout, need in zip(layouts, candidate.ins, strict=True):
+    for i, (layout, need) in enumerate(zip(layouts, candidate.ins, strict=True)):
         have = layout.placements[m]
-        if have is need or have is _R:
+        if have is need or have is _R or i in spec.unread:
             continue
         size = prod(layout.shape)
         if isinstance(have, Shard):
             total += size * share / n if isinstance(need, Shard) else size * share
         else:
             total += size * share if isinstance(need, Shard) else 2 * size * share
-    if candidate.factor is None:
+    if candidate.factor is None and not spec.keeps_terms:
         # Terms that pass through are reduced later at the output's size, a factor's terms must be reduced in any case.
         total += sum(
             2 * prod(shape) * share

@@ -7,6 +7,7 @@ replaced by one that asks first whether there are DTensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from torch.nn.utils import clip_grad
 
 from terrazzo.comm.axis import axis_of
-from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.accumulate import join_norms
+from terrazzo.tensor.ops.foreach import local_norms
 
 
 def install() -> None:
@@ -66,29 +68,9 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     device = first.mesh.device_type
     norms = []
     for (mesh, dims), members in groups.items():
-        norm = _local_norm(members, order).to(device)
-        if dims:
-            axis = axis_of(mesh, dims)
-            if order == float("inf"):
-                norm = all_reduce(norm, axis, "max")
-            elif axis.size > 1:
-                norm = all_reduce(norm**order, axis) ** (1.0 / order)
-        norms.append(norm)
+        parts = [norm.to(device) for norm in local_norms(members, order)]
+        norm = torch.linalg.vector_norm(torch.stack(parts), order)
+        norms.append(join_norms(norm, order, axis_of(mesh, dims)) if dims else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
-    return wrap(total, Layout.of(first.mesh, (Replicate(),) * len(first.mesh_shape), ()))
-
-
-def _local_norm(members: list[torch.Tensor], order: float) -> torch.Tensor:
-    held = [t for t in members if t.numel()]
-    if not held:
-        return members[0].new_zeros(())
-    by_kind: dict[Any, list[torch.Tensor]] = {}
-    for t in held:
-        by_kind.setdefault((t.device, t.dtype), []).append(t)
-    norms: list[torch.Tensor] = []
-    for same in by_kind.values():
-        norms.extend(torch._foreach_norm(same, order))
-    device = norms[0].device
-    return torch.linalg.vector_norm(
-        torch.stack([n.to(device) for n in norms]) if len(by_kind) > 1 else torch.stack(norms), order
-    )
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    return wrap(total.to(dtype.to_real()), Layout.of(first.mesh, (Replicate(),) * len(first.mesh_shape), ()))

@@ -19,8 +19,8 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
-from terrazzo.tensor.dispatch.calls import special
-from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
+from terrazzo.tensor.dtensor import DTensor, links, sums_only, wrap
+from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
 
 Function = torch.autograd.Function
@@ -59,6 +59,9 @@ def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
     return cast(gradient._local, axis_of(layout.mesh, _term_dims(layout)))
 
 
+links.gradient_of, links.gradient_for = gradient_of, gradient_for
+
+
 def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
     """The local root and its gradient: of a sum's term the gradient is that of the sum.
 
@@ -81,7 +84,7 @@ def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
     return local, gradient_for(gradient, layout)
 
 
-@special("backward")
+@handler("backward")
 def backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if func is not torch.autograd.backward:
         tensor, *rest = args
@@ -108,7 +111,7 @@ def _backward(
     torch.autograd.backward([r[0] for r in roots], [r[1] for r in roots], retain_graph, create_graph, inputs=wanted)
 
 
-@special("grad")
+@handler("grad")
 def grad(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _grad(*args, **kwargs) if func is torch.autograd.grad else NotImplemented
 
@@ -141,7 +144,7 @@ def _grad(
     )
 
 
-@special("_has_compatible_shallow_copy_type")
+@handler("_has_compatible_shallow_copy_type")
 def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether one tensor's data can become another's: asked by `nn.Module.to`, which makes new parameters if not."""
     first, second = args
@@ -152,7 +155,7 @@ def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     )
 
 
-@special("_make_dual", "_unpack_dual")
+@handler("_make_dual", "_unpack_dual")
 def forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     raise DTensorError(
         "DTensors have no forward-mode derivatives (jvp): use backward or torch.autograd.grad, or "

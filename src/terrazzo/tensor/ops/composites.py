@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.ops.table import COMPOSITES, decomposition
+from terrazzo.tensor.ops.table import body, decomposition
 from terrazzo.tensor.ops.views import norm_dim
 
-COMPOSITES.update(
-    [
+body(
+    *[
         *("tensordot", "kron", "chain_matmul", "linalg_multi_dot", "bilinear", "inner", "cosine_similarity"),
         *("pairwise_distance", "margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss"),
         *("triplet_margin_loss", "kl_div", "poisson_nll_loss", "tile", "hstack", "vstack", "dstack", "column_stack"),
-        *("diff", "trapezoid", "trapz", "cumulative_trapezoid", "cov", "corrcoef", "row_stack", "linalg_vander"),
+        *("diff", "trapezoid", "trapz", "cumulative_trapezoid", "cov", "corrcoef", "row_stack"),
         *("expand_as", "view_as", "reshape_as", "hsplit", "vsplit", "dsplit", "atleast_1d", "atleast_2d"),
-        *("atleast_3d", "meshgrid", "broadcast_tensors", "square", "vander", "nanmean", "fliplr", "flipud"),
+        *("atleast_3d", "meshgrid", "broadcast_tensors", "nanmean", "fliplr", "flipud"),
         *("cross", "msort", "cartesian_prod", "combinations", "take_along_dim"),
     ]
 )
@@ -48,11 +48,6 @@ def tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **na
     bounds = [slice(None, c).indices(n)[1] for c in cuts]
     starts, ends = [0, *bounds], [*bounds, n]
     return tuple(input.narrow(d, min(a, n), max(b - a, 0)) for a, b in zip(starts, ends, strict=True))
-
-
-@decomposition("equal")
-def equal(input: Any, other: Any) -> bool:
-    return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
 
 
 @decomposition("trace")

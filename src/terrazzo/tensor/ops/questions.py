@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.layout import Shard
+from terrazzo.layout import Partial, Shard
 from terrazzo.tensor.dtensor import DTensor
 
 
@@ -16,3 +16,8 @@ def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
         isinstance(p, Shard) and p.dim in dims and n > 1
         for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
     )
+
+
+def is_cut(input: Any, dims: Sequence[int]) -> bool:
+    """Whether a reduction along `dims` meets a shard or terms there, so that no rank can do it alone."""
+    return any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim in dims) for p in input.placements)

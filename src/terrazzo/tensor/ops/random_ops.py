@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,8 +12,8 @@ import torch
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
-from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -28,7 +29,7 @@ def _plain_layout(layout: Layout) -> Layout:
     return layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
 
 
-@special("rand_like", "randn_like")
+@handler("rand_like", "randn_like")
 def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     layout = _plain_layout(source._layout)
@@ -37,7 +38,7 @@ def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return wrap(local, layout).requires_grad_(bool(kwargs.get("requires_grad")))
 
 
-@special("randint_like")
+@handler("randint_like")
 def randint_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source, *bounds = args
     if "high" in kwargs:
@@ -55,7 +56,7 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
     """Register an in-place filling operation `make(layout, dtype, generator, *parameters) -> local`."""
 
     def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not args:
+        if isinstance(func, types.FunctionType):
             return NotImplemented  # `torch.nn.init`'s function of this name: its body comes back with the tensor's own
         target, *parameters = args
         named = dict(kwargs)
@@ -69,7 +70,7 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
         pass_on(target)
         return target
 
-    special(name)(run)
+    handler(name)(run)
 
 
 def _uniform(
@@ -126,7 +127,7 @@ _fill("geometric_", _geometric)
 _fill("random_", _random)
 
 
-@special("bernoulli_")
+@handler("bernoulli_")
 def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, *rest = args
     p = rest[0] if rest else kwargs.get("p", 0.5)
@@ -141,7 +142,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return target
 
 
-@special("bernoulli")
+@handler("bernoulli")
 def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
@@ -156,7 +157,7 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return result
 
 
-@special("normal")
+@handler("normal")
 def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """torch.normal(mean, std) with DTensors for either."""
     mean = args[0] if args else kwargs.get("mean", 0.0)
@@ -220,7 +221,7 @@ def _dropout(x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Seque
     return wrap(settled._local * scaled, settled._layout)
 
 
-@special("dropout", "dropout_")
+@handler("dropout", "dropout_")
 def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
     train = named.get("training", named.get("train", True))
@@ -229,7 +230,7 @@ def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _dropout(x, named.get("p", 0.5), train, inplace, x.shape)
 
 
-@special("feature_dropout", "feature_dropout_")
+@handler("feature_dropout", "feature_dropout_")
 def feature_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x = named["input"]
@@ -249,7 +250,7 @@ def _alpha_dropped(x: DTensor, p: float, train: bool, mask_shape: Sequence[int])
     return wrap(settled._local * (kept * scale) + ((kept - 1) * alpha * scale + alpha * scale * p), settled._layout)
 
 
-@special("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+@handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
 def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
     x = named["input"]
@@ -262,7 +263,7 @@ def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return result
 
 
-@special("native_dropout")
+@handler("native_dropout")
 def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x, p = named["input"], named["p"]
