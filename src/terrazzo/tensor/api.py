@@ -17,7 +17,7 @@ from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.foreign import refuse_torch_dtensor
+from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.sharing import SharedParameters
 
@@ -56,6 +56,7 @@ def distribute_tensor(
             )
         return tensor
     refuse_torch_dtensor("distribute_tensor", tensor)
+    refuse_subclass("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
             "distribute_tensor can only distribute leaf tensors, this one has a graph: use "
@@ -95,7 +96,7 @@ def _from_source(local: torch.Tensor, layout: Layout, source: int) -> torch.Tens
             shape = list(local.shape)
             shape[placement.dim] = sizes[axis.index]
             parts = [p.contiguous() for p in local.split(sizes, placement.dim)] if axis.index == source else None
-            local = scatter(parts, axis, source, tuple(shape), local.dtype, local.device)
+            local = scatter(parts, axis, source, tuple(shape), local)
         else:
             local = broadcast(local.contiguous(), axis, source)
     return local

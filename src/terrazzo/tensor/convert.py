@@ -22,7 +22,7 @@ from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, links, wrap
-from terrazzo.tensor.foreign import refuse_torch_dtensor
+from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
@@ -52,6 +52,7 @@ def from_local(
             "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
         )
     refuse_torch_dtensor("from_local", local)
+    refuse_subclass("from_local", local)
     if local.layout is not torch.strided:
         raise DTensorError(f"a DTensor holds strided tensors, not {local.layout}: use local_tensor.to_dense()")
     mesh = current_mesh(mesh)

@@ -1,9 +1,12 @@
-"""PyTorch's own distributed tensors, where terrazzo's or plain ones are expected."""
+"""Tensors of other classes, where terrazzo's or plain ones are expected: PyTorch's own DTensor, tensor subclasses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from terrazzo.comm.wrapped import is_wrapper, why_not_sent
 from terrazzo.errors import DTensorArgumentError
 
 
@@ -18,4 +21,23 @@ def refuse_torch_dtensor(function: str, value: Any) -> None:
         raise DTensorArgumentError(
             f"{function} got a DTensor of torch.distributed.tensor, which is no tensor of terrazzo's: make all "
             "DTensors with terrazzo.tensor, or convert this one with terrazzo.tensor.interop.from_torch_dtensor"
+        )
+
+
+def refuse_subclass(function: str, value: torch.Tensor) -> None:
+    """Raise if `value` is of a subclass that cannot be cut and communicated as the tensor that it stands for."""
+    kind = type(value)
+    if kind is torch.Tensor or kind.__module__.startswith("torch._subclasses"):  # what a compiler runs programs on
+        return
+    if is_wrapper(value):
+        why = why_not_sent(value)
+    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not hasattr(value, "trigger_wait"):
+        why = "it has operations of its own and no __tensor_flatten__ to say what it is made of"
+    else:
+        why = None  # it holds its elements as a plain tensor does, or it is a result that PyTorch waits for
+    if why is not None:
+        raise DTensorArgumentError(
+            f"{function} cannot cut a {kind.__name__} of shape {tuple(value.shape)} and send its parts: {why}. "
+            "Distribute the plain tensors that it is made of, or the one that it stands for, and make "
+            f"a {kind.__name__} of each rank's part"
         )

@@ -94,7 +94,7 @@ def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
     assert isinstance(step, Exchange)
     pieces = [None if box is None else local[box.slices()] for box in step.send]
     shapes = [None if box is None else box.lengths for box in step.receive]
-    return collectives.exchange_start(pieces, axis, shapes, local.dtype, local.device)
+    return collectives.exchange_start(pieces, axis, shapes, local)
 
 
 def _slice(local: torch.Tensor, step: Slice, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from terrazzo.tensor.dispatch.spec import Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
+from terrazzo.tensor.strides import check_no_overlap, is_thin
 
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
@@ -296,12 +297,16 @@ def in_place_route(plan: CallPlan) -> Route:
     mesh = plan.operands[0].src.mesh
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
+    layout = plan.operands[0].src
+    thin = is_thin(layout.local_shape, layout.shape)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]
         is_copied = type(target) is CopiedView
         if is_copied:
             check_writable(target)
+        if thin:
+            check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
         if local_function is None:
