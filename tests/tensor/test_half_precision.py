@@ -50,7 +50,9 @@ def as_accurate(ours: Any, one: torch.Tensor, exact: torch.Tensor, what: str) ->
     exact = torch.where(exact.abs() > torch.finfo(dtype).max, exact.sign() * INF, exact)
     allowed = max(2 * error(one, exact), ulp(exact, dtype))
     found = error(ours, exact)
-    assert found <= allowed, f"{what}: errs by {found}, one device by {error(one, exact)}, exact is {exact.flatten()[:4]}"
+    assert found <= allowed, (
+        f"{what}: errs by {found}, one device by {error(one, exact)}, exact is {exact.flatten()[:4]}"
+    )
 
 
 @dataclass
@@ -64,7 +66,9 @@ class Case:
     backward: bool = True
 
 
-def results(function: Callable[..., Any], inputs: Sequence[torch.Tensor], backward: bool) -> tuple[list[Any], list[Any]]:
+def results(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], backward: bool
+) -> tuple[list[Any], list[Any]]:
     """The results, and the gradients of the inputs for cotangents that are the same in every form."""
     inputs = [t.detach().requires_grad_(backward) for t in inputs]
     outs = function(*inputs)
@@ -209,7 +213,9 @@ def losses() -> Iterator[Case]:
     yield Case("logits", lambda x: F.binary_cross_entropy_with_logits(x, (x.detach() > 0).to(x.dtype)), some())
     yield Case("soft margins", lambda x: F.soft_margin_loss(x, x.detach().sign()), some())
     yield Case(
-        "divergence", lambda x: F.kl_div(x, (x.detach() * 0 + 0.25), reduction="batchmean"), lambda: torch.randn(400, 500)
+        "divergence",
+        lambda x: F.kl_div(x, (x.detach() * 0 + 0.25), reduction="batchmean"),
+        lambda: torch.randn(400, 500),
     )
 
 
