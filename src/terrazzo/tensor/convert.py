@@ -212,9 +212,18 @@ def _redistribute(
         return wrap(local.view_as(local) if local.requires_grad else local, dst)
     if async_op:
         return _redistribute_later(tensor, dst)
-    result = wrap(redistribute_local(tensor._local, src, dst), dst)
+    result = wrap(_own_memory(redistribute_local(tensor._local, src, dst), src, dst), dst)
     result._memo = gathered_from(tensor._local, src, dst, result._local)
     return result
+
+
+def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+    """What is only a part of what the rank had is copied: a write to it must not change the replica on one rank alone,
+    and a part must not keep the whole alive."""
+    steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
+    if any(isinstance(step, LOCAL_STEPS) for step in steps):
+        return local.clone(memory_format=torch.contiguous_format)
+    return local
 
 
 def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
@@ -240,7 +249,7 @@ def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.
     steps = plan_transition(src, dst)
     first = next((i for i, s in enumerate(steps) if _communicates(s, src)), None)
     if first is None:
-        return lambda: redistribute_local(local, src, dst)
+        return lambda: _own_memory(redistribute_local(local, src, dst), src, dst)
     for step in steps[:first]:
         local = run_step(local, step, src.mesh, ())
     started = start_step(local, steps[first], src.mesh)
