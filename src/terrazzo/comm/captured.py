@@ -25,7 +25,10 @@ class Recording(Protocol):
 
 
 recording: Recording | None = None
-"""The capture under way. Autograd may run a part of it on threads of its own, so this is no thread's: ask `recorder`."""
+"""The capture under way.
+
+Autograd may run a part of it on threads of its own, so this is not kept by thread: ask `recorder`.
+"""
 
 
 def recorder() -> Recording | None:

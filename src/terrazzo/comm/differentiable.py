@@ -335,7 +335,7 @@ def _exchange_boxes(
     if pending is None:
         pieces = [None if box is None else x[box.slices()] for box in send]
         lengths = [None if box is None else box.lengths for box in receive]
-        pending = collectives.exchange_start(pieces, axis, lengths, x.dtype, x.device)
+        pending = collectives.exchange_start(pieces, axis, lengths, x)
     return assemble(pending.wait(), receive, shape, x)
 
 

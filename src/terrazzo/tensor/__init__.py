@@ -12,6 +12,7 @@ from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers wh
 from terrazzo.tensor import patching
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
+from terrazzo.tensor.explanation import Explanation, explain
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 from terrazzo.tensor.ops import loaded  # noqa: F401  (loaded: they register what they handle)
 
@@ -20,6 +21,7 @@ patching.install()
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "Explanation",
     "Partial",
     "Placement",
     "Replicate",
@@ -27,6 +29,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "init_device_mesh",
     "ones",

@@ -19,7 +19,7 @@ from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.foreign import refuse_torch_dtensor
+from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.sharing import SharedParameters
 
@@ -73,6 +73,7 @@ def distribute_tensor(
     elif src_data_rank is None or local.device.type == "meta":
         local = local[layout.box().slices()]
     else:
+        refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
     if local.device.type != "meta":
         # An own, dense copy: the caller's tensor may change later, and shards must not keep the whole alive.
@@ -97,7 +98,7 @@ def _from_source(local: torch.Tensor, layout: Layout, source: int) -> torch.Tens
             shape = list(local.shape)
             shape[placement.dim] = sizes[axis.index]
             parts = [p.contiguous() for p in local.split(sizes, placement.dim)] if axis.index == source else None
-            local = scatter(parts, axis, source, tuple(shape), local.dtype, local.device)
+            local = scatter(parts, axis, source, tuple(shape), local)
         else:
             local = broadcast(local.contiguous(), axis, source)
     return local

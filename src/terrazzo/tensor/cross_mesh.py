@@ -101,7 +101,7 @@ def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     local = local.detach()
     pieces = [None if box is None else local[box.slices()] for box in plan.send]
     shapes = [None if box is None else box.lengths for box in plan.receive]
-    arrived = exchange(pieces, axis, shapes, local.dtype, local.device)
+    arrived = exchange(pieces, axis, shapes, local)
     result = local.new_zeros(plan.shape)
     for box, piece in zip(plan.receive, arrived, strict=True):
         if box is not None:

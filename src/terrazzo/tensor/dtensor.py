@@ -98,9 +98,12 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
 
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
+    local = value._local
+    if target.requires_grad and not local.requires_grad:  # without a graph, a leaf stays one that wants its gradient
+        local = local.detach().requires_grad_()
     with without_subclass_functions():
-        set_wrapper_data(target, wrap(value._local.detach(), value._layout))
-    target._local, target._layout, target._memo = value._local, value._layout, value._memo
+        set_wrapper_data(target, wrap(local.detach(), value._layout))
+    target._local, target._layout, target._memo = local, value._layout, value._memo
 
 
 def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

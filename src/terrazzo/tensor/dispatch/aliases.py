@@ -19,7 +19,7 @@ _SAME = frozenset(
     [
         *("to", "contiguous", "positive", "real", "conj", "resolve_conj", "resolve_neg", "type_as", "cpu", "cuda"),
         *("half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"),
-        *("chalf", "type", "pin_memory", "_autocast_to_full_precision", "_autocast_to_reduced_precision"),
+        *("chalf", "type", "flatten", "pin_memory", "_autocast_to_full_precision", "_autocast_to_reduced_precision"),
     ]
 )
 

@@ -163,7 +163,7 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
     if need is None:
         if check:
             raise LocalMapError(
-                f"local_map: argument {position}, a DTensor, expects placements, but in_placements has None"
+                f"local_map: argument {position}, a DTensor, expects placements, but in_placements has None for it"
             )
         return x
     layout = x._layout

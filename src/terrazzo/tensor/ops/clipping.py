@@ -51,7 +51,9 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     device = first.mesh.device_type
     norms = []
     for (mesh, dims), members in groups.items():
-        parts = [norm.to(device) for norm in local_norms(members, order)]
+        parts = local_norms(members, order)
+        if any(part.device.type != device for part in parts):
+            parts = [part.to(device) for part in parts]
         norm = torch.linalg.vector_norm(torch.stack(parts), order)
         norms.append(join_norms(norm, order, axis_of(mesh, dims)) if dims else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)

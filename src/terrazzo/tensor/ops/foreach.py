@@ -239,7 +239,8 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         layout = scalars.get(mesh)
         if layout is None:
             layout = scalars[mesh] = Layout.of(mesh, (Replicate(),) * len(x._layout.mesh_shape), ())
-        wrapped.append(wrap(value.to((dtype or x._local.dtype).to_real()), layout))
+        wanted = dtype or x._local.dtype
+        wrapped.append(wrap(value if value.dtype is wanted else value.to(wanted.to_real()), layout))
     return tuple(wrapped)
 
 
