@@ -172,7 +172,8 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
         if arrives is not layout.dual:
             if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
                 # Terms of the gradient of what was gathered are reduced and scattered.
-                return tensor._memo.varying(local, arrives.varying)
+                with asked_for():
+                    return tensor._memo.varying(local, arrives.varying)
             result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
             return result
     return local.view_as(local)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from terrazzo._torch.tensors import version_of
+from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -81,7 +81,7 @@ class Origin:
 
         if with_grad:
             local = self._base._local
-            root = local if local._base is None else local._base
+            root = base_of(local)
             if local.requires_grad and root.is_leaf:
                 raise RuntimeError(
                     "a view of a leaf Variable that requires grad is being used in an in-place operation."
