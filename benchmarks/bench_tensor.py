@@ -133,7 +133,7 @@ def clip_grad_norm(setting: Setting) -> Implementations:
 
 
 def _at_scale(work: str, ranks: int, limit: float) -> None:
-    @case(name=f"{work}_at_scale", unit="seconds", repetitions=3, budget=Budget("value", limit))
+    @case(name=f"{work}_at_scale", unit="seconds", repetitions=1, budget=Budget("value", limit))
     def run(setting: Setting) -> Implementations:
         simulated = 64 if setting.quick else ranks
         return {"terrazzo": lambda: seconds_at_scale(work, simulated)}
