@@ -1,8 +1,8 @@
 """`torch.nn.utils.clip_grad_norm_` over DTensors: local norms of all gradients at once, one reduction a mesh.
 
 PyTorch's function takes a list, so no tensor subclass can see it as one operation; gradient by gradient it would cost a
-reduction each, and fail where parameters live on different meshes. Its inner functions, which compute the total norm and
-scale by it, are replaced by ones that ask first whether there are DTensors.
+reduction each, and fail where parameters live on different meshes. Its inner functions, which compute the total norm
+and scale by it, are replaced by ones that ask first whether there are DTensors.
 """
 
 from __future__ import annotations
