@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import make_wrapper as _make
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm import observe
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
@@ -24,8 +26,8 @@ from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
+from terrazzo.tensor.strides import check_no_overlap, is_thin
 
-_make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 _grad_enabled = torch.is_grad_enabled
 
@@ -33,7 +35,7 @@ _grad_enabled = torch.is_grad_enabled
 def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
     """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
     memo = source._memo
-    version = local._version
+    version = version_of(local)
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
     result = memo.varying(local, dims) if type(memo) is Gathered else cast_fresh(local, dims, mesh)
@@ -297,12 +299,16 @@ def in_place_route(plan: CallPlan) -> Route:
     mesh = plan.operands[0].src.mesh
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
+    layout = plan.operands[0].src
+    thin = is_thin(layout.local_shape, layout.shape)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]
         is_copied = type(target) is CopiedView
         if is_copied:
             check_writable(target)
+        if thin:
+            check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
         if local_function is None:
