@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
@@ -71,7 +72,7 @@ def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.
     steps = plan_transition(src, dst)
     if len(steps) != 1 or not isinstance(steps[0], Gather) or axis_of(src.mesh, steps[0].mesh_dims).size == 1:
         return None
-    return Gathered(local, steps[0], src.mesh, replica._version)
+    return Gathered(local, steps[0], src.mesh, version_of(replica))
 
 
 def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None) -> torch.Tensor:
