@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -71,7 +72,8 @@ class Program:
         self._searches = 0
         self._known: dict[Any, Record] = {}
         self._lock = threading.RLock()
-        self._warned = False
+        self._beyond: Record | None = None  # for all calls beyond the limit
+        self._warned: set[str] = set()
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,11 +151,13 @@ class Program:
             found = self._known.get(key)
             if found is not None:
                 return found
+            if self._beyond is not None:
+                return self._beyond
             what = self._describe(args, kwargs, tensors)
             record = Record(what, _difference(what, [other.what for other in self.records]))
             if len(self.records) >= self.settings.limit:
                 record.error = self._too_many(record)
-                self._known[key] = record
+                self._beyond = record
                 self._warn(record.error)
                 return record
             try:
@@ -168,6 +172,18 @@ class Program:
 
     def _capture(self, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         assert self._surroundings is not None
+        own = self._searched if isinstance(self._searched, nn.Module) else getattr(self._searched, "__self__", None)
+        for module in self._surroundings.modules:
+            if module is not own and hasattr(type(module), "unshard") and hasattr(type(module), "reshard"):
+                raise _located(
+                    CaptureError(
+                        f"it contains a {type(module).__name__}, whose parameters fully_shard gathers while it runs: "
+                        "compile the inner modules instead, and call fully_shard on these",
+                        operation="fully_shard",
+                    ),
+                    self.name,
+                    None,
+                )
         conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts())
         subject = Subject(self._eager, args, kwargs, tensors, self._surroundings, conditions)
         try:
@@ -197,8 +213,9 @@ class Program:
         self._warn(error)
 
     def _warn(self, error: CaptureError) -> None:
-        if not self._warned:
-            self._warned = True
+        kind = "limit" if error.operation == "recompile_limit" else "capture"
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(f"{error}. It runs eagerly", CompileWarning, stacklevel=5)
 
     def _too_many(self, record: Record) -> CaptureError:
@@ -271,9 +288,9 @@ def _why(error: Any) -> str:
     return f"{name} cannot run on tensors without data"
 
 
-def _located(error: CaptureError, name: str, cause: BaseException) -> CaptureError:
+def _located(error: CaptureError, name: str, cause: BaseException | None) -> CaptureError:
     """The same error with the program's own line, the innermost that is not in a library's file."""
-    for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
+    for frame, line in reversed(list(traceback.walk_tb(None if cause is None else cause.__traceback__))):
         file = frame.f_code.co_filename
         if not file.startswith((*_PACKAGES, "<")):
             where = f"{file}:{line} ({frame.f_code.co_name})"
