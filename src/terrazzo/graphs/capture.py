@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
+from terrazzo._torch.graphs import FakeTensorMode, memory_of, no_autocast, no_saved_tensor_hooks
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
 from terrazzo.graphs.draws import Draws
@@ -32,7 +33,6 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
 """Given a module of local tensors and its inputs without data, returns what runs it."""
 
-_hooks: Any = torch._C._autograd
 _lock = threading.RLock()  # what is captured is swapped in where all threads see it
 
 
@@ -209,8 +209,8 @@ def _replaced(value: Any, given: Iterator[Any]) -> Any:
     collect(value, key, tensors)
     if not tensors:
         return value
-    leaves, spec = torch.utils._pytree.tree_flatten(value)
-    return torch.utils._pytree.tree_unflatten([_replaced(leaf, given) for leaf in leaves], spec)
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([_replaced(leaf, given) for leaf in leaves], spec)
 
 
 def _shape_of(arguments: Any) -> tuple[list[Any], list[int]]:
@@ -228,20 +228,6 @@ def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_saved_tensor_hooks() -> Iterator[None]:
-    """Without the hooks of those around: what they would keep is not there when the graph runs."""
-    outer = []
-    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
-        outer.append(top)
-        _hooks._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(outer):
-            _hooks._push_saved_tensors_default_hooks(pack, unpack)
-
-
 # ------------------------------------------------------------------ capture
 
 
@@ -253,8 +239,8 @@ def capture(subject: Subject, backend: Backend) -> Graph:
         stack.enter_context(_lock)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(subject.conditions.grad))
-        stack.enter_context(_no_autocast())
-        stack.enter_context(_no_saved_tensor_hooks())
+        stack.enter_context(no_autocast())
+        stack.enter_context(no_saved_tensor_hooks())
         if captured.recording is not None:
             raise CaptureError("another program is being captured")
         program = _LocalProgram(subject, draws, len(subject.inputs))
@@ -276,18 +262,6 @@ def capture(subject: Subject, backend: Backend) -> Graph:
     return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
 
 
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    if not torch._C._is_any_autocast_enabled():
-        yield
-        return
-    guard = torch._C._DisableAutocast()
-    try:
-        yield
-    finally:
-        del guard
-
-
 def _rehearse(
     program: _LocalProgram, subject: Subject, real: Sequence[torch.Tensor], fake: FakeTensorMode
 ) -> tuple[list[bool], tuple[int, ...]]:
@@ -307,7 +281,7 @@ def _rehearse(
         if isinstance(subject.tensors[subject.inputs[i]], CopiedView):
             raise CaptureError("it writes to a view of which a redistribution made a copy", operation="a write")
     if written:
-        memory = [local.untyped_storage()._cdata for local in real]
+        memory = [memory_of(local) for local in real]
         if any(memory.count(memory[i]) > 1 for i in written):
             raise CaptureError("it writes to an input that shares memory with another", operation="a write")
     reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])

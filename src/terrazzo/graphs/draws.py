@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from terrazzo._torch.graphs import without_modes
 from terrazzo.errors import CaptureError
 from terrazzo.tensor import random
 
@@ -30,7 +30,7 @@ class Draws:
 
     def draw(self, mesh: Any, generator: torch.Generator | None) -> torch.Tensor:
         """The number that the program draws next."""
-        with _disable_current_modes():  # these are real numbers
+        with without_modes():  # these are real numbers
             index = self._index(mesh, generator)
         return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
 
@@ -59,7 +59,7 @@ class Draws:
         """Begin another run, in which these are drawn."""
         self._numbers = numbers
         self._known.clear()
-        with _disable_current_modes():
+        with without_modes():
             for source, state in self._starts.items():
                 source.set_state(state)
                 random.next_number(source)
@@ -72,7 +72,7 @@ class Draws:
 
     def check_end(self) -> None:
         """Raise if the run left a generator elsewhere than its draws did."""
-        with _disable_current_modes():
+        with without_modes():
             if any(_state(source) != state for source, state in self._next.items()):
                 raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
 

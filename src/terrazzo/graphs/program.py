@@ -14,12 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
+from terrazzo._torch.graphs import (
+    NEEDS_SHAPE,
+    NEEDS_VALUE,
+    NO_FAKE,
+    any_autocast,
+    autocasts,
+    dispatch_modes,
+    function_modes,
+    no_autocast,
+)
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
@@ -77,11 +82,7 @@ class Program:
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch._C._len_torch_dispatch_stack()
-            or captured.capturing()
-            or F.scaled_dot_product_attention is not _attention
-        ):
+        if dispatch_modes() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
             return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
         try:
             key, tensors = self._key(args, kwargs)
@@ -103,12 +104,9 @@ class Program:
         flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
             flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
-        if torch._C._is_any_autocast_enabled():
-            guard = torch._C._DisableAutocast()
-            try:
+        if any_autocast():
+            with no_autocast():
                 results = graph.run(*flat)
-            finally:
-                del guard
         else:
             results = graph.run(*flat)
         for holder, name, value in graph.writes:
@@ -184,13 +182,13 @@ class Program:
                     self.name,
                     None,
                 )
-        conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts())
+        conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts())
         subject = Subject(self._eager, args, kwargs, tensors, self._surroundings, conditions)
         try:
             return capture(subject, self._load_backend())
         except CaptureError as error:
             raise _located(error, self.name, error) from error.__cause__
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        except (NEEDS_VALUE, NEEDS_SHAPE, NO_FAKE) as error:
             raise _located(CaptureError(_why(error), operation=str(error.func)), self.name, error) from error
         except TerrazzoError:
             raise
@@ -229,7 +227,7 @@ class Program:
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, str]:
         assert self._surroundings is not None
-        what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(_autocasts() or None)}
+        what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(autocasts() or None)}
         what["inference mode"] = str(torch.is_inference_mode_enabled())
         what["modes"] = repr(_modes())
         for i, arg in enumerate(args):
@@ -250,20 +248,10 @@ def _modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         per_thread.implicit_replication,
         parallel_loss.depth > 0,
-        _autocasts() if torch._C._is_any_autocast_enabled() else (),
+        autocasts(),
     )
-    if torch._C._len_torch_function_stack():
-        modes += tuple(
-            (type(mode), getattr(mode, "device", None)) for mode in torch.overrides._get_current_function_mode_stack()
-        )
+    modes += tuple((type(mode), getattr(mode, "device", None)) for mode in function_modes())
     return modes
-
-
-def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    kinds = dict.fromkeys(["cpu", "cuda", torch._C._get_privateuse1_backend_name(), "xpu", "mps"])
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
@@ -280,10 +268,10 @@ def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[
 
 
 def _why(error: Any) -> str:
-    name = error.func._schema.name
+    name = error.func.name().partition(".")[0]
     if name in ("aten::_local_scalar_dense", "aten::item"):
         return "it needs a value of a tensor (.item(), float(), if or while on a tensor), which a graph does not have"
-    if isinstance(error, DynamicOutputShapeException):
+    if isinstance(error, NEEDS_SHAPE):
         return f"the shape of the result of {name} depends on values, which a graph does not have"
     return f"{name} cannot run on tensors without data"
 
