@@ -230,33 +230,31 @@ def exchange(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> list[Tensor]:
     """Send `pieces[i]` to rank i, and return what comes from each rank, of the given shapes (None: nothing).
 
-    Nothing comes as an empty tensor.  The piece of a rank for itself is handed through as it is, not copied.
+    All ranks send tensors of the type of `like`.  Nothing comes as an empty tensor.  The piece of a rank for itself is
+    handed through as it is, not copied.
     """
-    return _exchange(pieces, axis, recv_shapes, dtype, device, False).wait()
+    return _exchange(pieces, axis, recv_shapes, like, False).wait()
 
 
 def exchange_start(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> Pending[list[Tensor]]:
     """`exchange`, started."""
-    return _exchange(pieces, axis, recv_shapes, dtype, device, True)
+    return _exchange(pieces, axis, recv_shapes, like, True)
 
 
 def _exchange(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
     async_op: bool,
 ) -> Pending[list[Tensor]]:
     n, index = axis.size, axis.index
@@ -267,7 +265,8 @@ def _exchange(
             f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {own_shapes[0]} as {own_shapes[1]}"
         )
     own = pieces[index]
-    nothing = torch.empty(0, dtype=dtype, device=device)
+    like = like.detach()
+    nothing = like.new_empty(0)
     if n == 1:
         return Pending("exchange", axis, None, [nothing if own is None else own])
     # Empty pieces for oneself keep what stays off the wire.
@@ -276,7 +275,7 @@ def _exchange(
     numels = [0 if shape is None or i == index else prod(shape) for i, shape in enumerate(recv_shapes)]
     if observe.observers:
         observe.report("exchange", axis, sum(sent_numels) * nothing.element_size(), None, async_op)
-    out = torch.empty(sum(numels), dtype=dtype, device=device)
+    out = like.new_empty(sum(numels))
     work = wire.all_to_all(axis, out, torch.cat(sent), numels, sent_numels)
 
     def finish() -> list[Tensor]:
@@ -309,17 +308,19 @@ def scatter(
     axis: Axis,
     src: int,
     shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> Tensor:
-    """The part that position `src` has for this rank, of the given shape; parts may differ in shape."""
+    """The part that position `src` has for this rank, of the given shape and the type of `like`.
+
+    Parts may differ in shape.
+    """
     if (parts is not None) != (axis.index == src) or (parts is not None and len(parts) != axis.size):
         raise CommError(f"scatter on {axis} takes one part per rank from position {src}, and None from the others")
     if parts is not None and tuple(parts[src].shape) != tuple(shape):
         raise CommError(f"scatter on {axis}: position {src} keeps {tuple(parts[src].shape)}, not {tuple(shape)}")
     if parts is not None and axis.size == 1:
         return parts[0]
-    out = torch.empty(prod(shape), dtype=dtype, device=device)
+    out = like.detach().new_empty(prod(shape))
     if parts is None:
         sent, sent_numels = out.new_empty(0), [0] * axis.size
     else:

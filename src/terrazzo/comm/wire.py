@@ -13,11 +13,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from terrazzo._torch.groups import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    all_gather_flat,
+    reduce_scatter_flat,
+)
 from terrazzo.comm import captured
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.wrapped import each_inner, is_wrapper
 from terrazzo.errors import CommError
 
 _REDUCE_OPS = {
@@ -53,9 +60,9 @@ def reduces(x: Tensor, op: str) -> bool:
     """Whether the backend for this tensor reduces it as torch would reduce it on one device.
 
     Gloo rounds after each rank where torch accumulates half types in single. Accelerators' backends do what they can;
-    there the bytes count.
+    there the bytes count.  What a sum of wrappers is, they know themselves.
     """
-    if x.dtype in HALF and x.is_cpu:
+    if (x.dtype in HALF and x.is_cpu) or is_wrapper(x):
         return False
     return x.dtype in _INTEGERS or (x.dtype in _FLOATS and op in ("sum", "product"))
 
@@ -78,18 +85,20 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | N
     if captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    return _group(axis)._reduce_scatter_base(out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
+    return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     """Concatenate equally long parts in `out`."""
+    if is_wrapper(part):
+        return each_inner(lambda out, part: all_gather(axis, out, part), out, part)
     out, part = out.view(-1), part.view(-1)
     if part.dtype not in _MOVABLE:
         out, part = out.view(torch.uint8), part.view(torch.uint8)
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
-    return _group(axis)._allgather_base(out, part)
+    return all_gather_flat(_group(axis), out, part)
 
 
 def all_to_all(
@@ -104,6 +113,8 @@ def all_to_all(
     No sizes mean that between any two of the ranks the same number of elements passes. All of them must leave the sizes
     out then: backends have another call for it, which costs the host the same for thousands of ranks as for two.
     """
+    if is_wrapper(buffer):
+        return each_inner(lambda out, buffer: all_to_all(axis, out, buffer, out_sizes, buffer_sizes), out, buffer)
     if out_sizes is None or buffer_sizes is None:
         return _all_to_all_even(axis, out, buffer)
     if buffer.dtype not in _MOVABLE:
@@ -129,6 +140,8 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
 
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     """Overwrite `buffer` with that of position `src`."""
+    if is_wrapper(buffer):
+        return each_inner(lambda buffer: broadcast(axis, buffer, src), buffer)
     if buffer.dtype not in _MOVABLE:
         buffer = buffer.view(-1).view(torch.uint8)
     if captured.capturing():

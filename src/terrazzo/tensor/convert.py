@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.groups import current_mesh as enclosing_mesh
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
@@ -34,7 +35,7 @@ def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """`mesh`, or that of the enclosing `with mesh:`."""
     if mesh is None:
         try:
-            mesh = _mesh_resources.get_current_mesh()
+            mesh = enclosing_mesh()
         except RuntimeError:
             raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
     return canonical_mesh(mesh)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
 from terrazzo.comm.collectives import exchange
-from terrazzo.comm.mesh import ranks_of
+from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, cells_in, first_holders, replicas
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -81,6 +81,9 @@ def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
     return Transfer(ranks, tuple(send), tuple(receive), shape)
 
 
+when_groups_end(plan_transfer.cache_clear)
+
+
 def _coordinate(index: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     at: list[int] = []
     for n in reversed(mesh_shape):
@@ -98,7 +101,7 @@ def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     local = local.detach()
     pieces = [None if box is None else local[box.slices()] for box in plan.send]
     shapes = [None if box is None else box.lengths for box in plan.receive]
-    arrived = exchange(pieces, axis, shapes, local.dtype, local.device)
+    arrived = exchange(pieces, axis, shapes, local)
     result = local.new_zeros(plan.shape)
     for box, piece in zip(plan.receive, arrived, strict=True):
         if box is not None:

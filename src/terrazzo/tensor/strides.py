@@ -109,3 +109,12 @@ def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
                 j += 1
         groups.append((a, b))
     return groups
+
+
+def check_no_overlap(local: torch.Tensor, shape: Sequence[int]) -> None:
+    """Before an in-place write, on a rank that is too thin to see it: raise where an element stands for several."""
+    if any(step == 0 and n > 1 for step, n in zip(local.stride(), shape, strict=True)) and 0 not in shape:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from terrazzo.errors import TerrazzoError
 from terrazzo.layout import Partial, Replicate
 from terrazzo.tensor import DTensor, init_device_mesh
-from terrazzo.tensor.dispatch.keys import plans
+from terrazzo.tensor.dispatch.keys import routes
 from tests.tensor.fuzz.program import Program, compiled, distributed, is_variable, plain, variables_read
 from tests.tensor.sweep.placing import distribute, terms_in_mean
 
@@ -61,7 +61,7 @@ def run_programs(programs: Sequence[Program]) -> list[Verdict]:
 
 def _run_program(program: Program) -> Verdict:
     """Twice: first every call is planned, then it runs as planned."""
-    plans.clear()
+    routes.clear()
     verdict = Verdict()
     for turn in ("", "run again: "):
         run = _Run(program, verdict)

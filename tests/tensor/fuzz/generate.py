@@ -115,14 +115,14 @@ class _Maker:
         """Add a statement after running it on one device, unless that raises; some of those are kept too."""
         if is_known(step):
             return False
-        versions = {n: t._version for n, t in self.variables.items()}
+        before = {n: t.detach().clone() for n, t in self.variables.items()}
         try:
             exec(compiled(step), self.names, self.variables)
         except SyntaxError:
             raise
         except Exception as error:
-            if any(t._version != versions[n] for n, t in self.variables.items()):
-                return False
+            if any(not torch.equal(t.detach(), before[n]) for n, t in self.variables.items()):
+                return False  # it wrote a part of what it was to write
             if "refer to a single memory" in str(error) or not (keep_errors or self.draw.chance(8)):
                 return False
             self.steps.append(step)

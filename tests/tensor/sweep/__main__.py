@@ -49,7 +49,13 @@ def main(
     ranks.close_all()
     print(counted(reports))
     if write is not None:
-        write.write_text(summary(reports, samples))
+        extent = (
+            f"each entry in each dtype and form {samples + 1} times, in ways, sizes and on meshes that rotate"
+            if quick
+            else f"for float32 {samples} samples of each entry at each of three sizes in every way, and each other "
+            f"dtype and form {samples + 1} times"
+        )
+        write.write_text(summary(reports, extent, f" --quick --samples {samples}" if quick else ""))
     raise typer.Exit(1 if any(r.verdict == "wrong" for r in reports) else 0)
 
 

@@ -46,7 +46,7 @@ def _by_dtype_and_form(reports: Sequence[Report]) -> list[str]:
     return lines
 
 
-def summary(reports: Sequence[Report], samples: int) -> str:
+def summary(reports: Sequence[Report], extent: str, arguments: str) -> str:
     """docs/op-sweep.md."""
     counts = {v: [r for r in reports if r.verdict == v] for v in ("right", "raises", "wrong", "skipped")}
     cases = sum(r.right for r in reports)
@@ -66,12 +66,12 @@ def summary(reports: Sequence[Report], samples: int) -> str:
         "device of the same dtype, and where these differ with double precision. What is random must not depend on the "
         "placements.",
         "",
-        "    python -m tests.tensor.sweep --write docs/op-sweep.md",
+        f"    python -m tests.tensor.sweep{arguments} --write docs/op-sweep.md",
         "",
         "writes this page. The test suite runs a part of it that meets every entry (`tests/tensor/test_sweep.py`).",
         "",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {samples} samples "
-        f"of each entry at each of three sizes; {cases} cases right.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {extent}; "
+        f"{cases} cases right.",
         "",
         "| entries | count | share |",
         "|---|---|---|",
@@ -102,8 +102,8 @@ def summary(reports: Sequence[Report], samples: int) -> str:
         if counts[verdict]:
             lines += [f"## {title}", ""]
             for r in counts[verdict]:
-                reasons = {m for _, m in r.wrong + r.raises} or set(r.skipped)
+                reasons = [f"{case}: {m}" for case, m in r.wrong + r.raises] or list(r.skipped)
                 total = r.right + len(r.raises) + len(r.wrong)
-                lines.append(f"- `{r.name}` ({total - r.right} of {total} cases): {'; '.join(sorted(reasons)[:2])}")
+                lines.append(f"- `{r.name}` ({total - r.right} of {total} cases): {'; '.join(reasons[:2])}")
             lines.append("")
     return "\n".join(lines)

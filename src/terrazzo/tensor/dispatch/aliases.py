@@ -11,13 +11,15 @@ from typing import Literal
 
 import torch
 
+from terrazzo._torch.dispatching import schema_of
+
 Alias = Literal["new", "view", "same", "written"]
 
 _SAME = frozenset(
     [
         *("to", "contiguous", "positive", "real", "conj", "resolve_conj", "resolve_neg", "type_as", "cpu", "cuda"),
         *("half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"),
-        *("chalf", "type", "pin_memory", "_autocast_to_full_precision", "_autocast_to_reduced_precision"),
+        *("chalf", "type", "flatten", "pin_memory", "_autocast_to_full_precision", "_autocast_to_reduced_precision"),
     ]
 )
 
@@ -39,7 +41,7 @@ def alias_of(name: str, inplace: bool = False) -> Alias:
     if packet is None or not hasattr(packet, "overloads"):
         return "new"
     for overload in packet.overloads():
-        schema = getattr(packet, overload)._schema
+        schema = schema_of(getattr(packet, overload))
         if schema.returns and schema.arguments:
             info = schema.returns[0].alias_info
             if info is not None and not info.is_write:

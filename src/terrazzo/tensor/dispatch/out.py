@@ -38,7 +38,7 @@ def _write(name: str, target: DTensor, value: DTensor) -> None:
             "arguments requires grad."
         )
     if not torch.can_cast(value.dtype, target.dtype):
-        raise RuntimeError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
+        raise DTensorError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
     if target.shape == value.shape:
         target.copy_(value)
     elif target.numel():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
@@ -75,7 +76,7 @@ def axis_of_terms(out: Layout) -> Axis:
 
 
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`x ** exponent` of values that are not negative, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
+    """`x ** exponent` of values from 0 on, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
     end = (x == 0) | (x == float("inf"))
     return torch.where(end, x.detach() ** exponent, torch.where(end, torch.ones_like(x), x) ** exponent)
 
@@ -96,6 +97,20 @@ def join_norms(norms: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
     if order in (0, 1):
         return reduce_replicate(norms, axis)
     return _power(reduce_replicate(_power(norms, order), axis), 1.0 / order)
+
+
+def join_extremes(norms: torch.Tensor, ties: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
+    """`join_norms` of an infinite order for a backward: all elements that reach the norm share its gradient evenly.
+
+    `ties` says how many of this rank's elements reach this rank's norm; in half types they are often several.
+    """
+    found = norms.detach()
+    reached = found == all_reduce(found, axis, "max" if order > 0 else "min")
+    own = ties.double() * reached
+    share = own / all_reduce(own, axis)
+    # In float64, so that shares add up to the norm itself. A rank that does not reach it may hold an infinity.
+    part = torch.where(share == 0, torch.zeros_like(share), norms.double() * share)
+    return reduce_replicate(part, axis).to(norms.dtype)
 
 
 def norm_of_nothing(order: float) -> float:

@@ -30,26 +30,6 @@ def glu(input: Any, dim: int = -1) -> Any:
     return kept * torch.sigmoid(gate)
 
 
-@decomposition("tensor_split")
-def tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    """Where the places of the cuts are a tensor, its values are needed on every rank."""
-    cuts = named.get("indices", named.get("sections", named.get("tensor_indices_or_sections", indices_or_sections)))
-    if isinstance(cuts, torch.Tensor):
-        cuts = cuts.tolist()
-    if not input.ndim or not isinstance(cuts, (int, list, tuple)):
-        return NotImplemented
-    d = norm_dim(dim, input.ndim)
-    n = input.shape[d]
-    if isinstance(cuts, int):
-        if cuts <= 0:
-            return NotImplemented
-        small, longer = divmod(n, cuts)
-        return torch.split(input, [small + (i < longer) for i in range(cuts)], d)
-    bounds = [slice(None, c).indices(n)[1] for c in cuts]
-    starts, ends = [0, *bounds], [*bounds, n]
-    return tuple(input.narrow(d, min(a, n), max(b - a, 0)) for a, b in zip(starts, ends, strict=True))
-
-
 @decomposition("trace")
 def trace(input: Any) -> Any:
     return torch.diagonal(input).sum() if input.ndim == 2 else NotImplemented

@@ -18,6 +18,9 @@ def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
     )
 
 
-def is_cut(input: Any, dims: Sequence[int]) -> bool:
-    """Whether a reduction along `dims` meets a shard or terms there, so that no rank can do it alone."""
-    return any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim in dims) for p in input.placements)
+def is_cut(x: Any, dims: Sequence[int]) -> bool:
+    """Whether there are terms, or several ranks hold parts of what lies along `dims`: no rank can do it alone."""
+    layout = x._layout if isinstance(x, DTensor) else x.layout
+    return is_sharded_along(x, dims) or any(
+        isinstance(p, Partial) and n > 1 for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
+    )

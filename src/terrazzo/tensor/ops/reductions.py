@@ -20,6 +20,7 @@ from terrazzo.tensor.ops.accumulate import (
     axis_of_terms,
     given_type,
     in_working_type,
+    join_extremes,
     join_norms,
     norm_of_nothing,
     root,
@@ -239,7 +240,8 @@ def vector_norm(
 
     def make(chosen: Chosen) -> Joined:
         out = chosen.outs[0]
-        empty = prod(chosen.ins[0].local_shape) == 0
+        shape = chosen.ins[0].local_shape
+        empty, row_shape = prod(shape) == 0, [1 if d in dims else n for d, n in enumerate(shape)]
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
@@ -252,6 +254,10 @@ def vector_norm(
             else:
                 wide = working_type(result) if local.dtype in HALF else dtype
                 norms = torch.linalg.vector_norm(local, order, dims, keepdim, dtype=wide)
+            if abs(order) == float("inf") and norms.requires_grad and torch.is_grad_enabled():
+                top = norms.detach() if keepdim else norms.detach().reshape(row_shape)
+                ties = (local.detach().abs() == top).sum(dims).reshape(norms.shape)
+                return join_extremes(norms, ties, order, axis).to(result.to_real())
             return join_norms(norms, order, axis).to(result.to_real())
 
         return Joined(run, half_only=False)

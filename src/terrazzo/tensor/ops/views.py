@@ -8,13 +8,16 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
 
 
@@ -128,6 +131,9 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
     if start > end:
         return None
+    if start == end:  # C++ returns the tensor itself
+        dims = tuple(range(input.ndim))
+        return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
     return reshape_spec(call, input, shape)
 
@@ -354,6 +360,11 @@ def _cut(input: Operand, dim: int, start: int, stop: int, step: int) -> Spec:
     return moved(input, out, shape)
 
 
+def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    same: torch.Tensor = loc[0]
+    return same
+
+
 def _identity(chosen: Chosen) -> LocalFunction:
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         result: torch.Tensor = loc[0].view(loc[0].shape)
@@ -396,6 +407,43 @@ def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
     return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)])
 
 
+def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Where the places of the cuts are a tensor, its values are needed on every rank."""
+    cuts = named.get("tensor_indices_or_sections", indices_or_sections)
+    return torch.tensor_split(input, cuts.tolist(), dim) if isinstance(cuts, torch.Tensor) else NotImplemented
+
+
+@rule("tensor_split", otherwise=_split_by_values, takes_plain=lambda cuts: True)
+def tensor_split(
+    call: Call, input: Operand, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None,
+    sections: Any = None,
+) -> Spec | None:  # fmt: skip
+    cuts = next((c for c in (indices_or_sections, indices, sections) if c is not None), None)
+    if not input.ndim or not isinstance(dim, int) or not isinstance(cuts, (int, list, tuple)):
+        return None
+    d = norm_dim(dim, input.ndim)
+    n = input.shape[d]
+    if isinstance(cuts, int):
+        if cuts <= 0:
+            return None
+        small, longer = divmod(n, cuts)
+        stops = list(accumulate(small + (i < longer) for i in range(cuts)))
+        bounds = list(zip([0, *stops], stops, strict=False))
+    elif all(isinstance(c, int) for c in cuts):
+        places = [slice(None, c).indices(n)[1] for c in cuts]
+        bounds = [(min(a, n), max(a, b)) for a, b in zip([0, *places], [*places, n], strict=True)]
+    else:
+        return None
+    spec = _parts(input, d, [b - a for a, b in bounds])
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        # Each is a view of its own, as on one device: those of `split` may not be written to under autograd.
+        return lambda func, loc, kw: tuple(loc[0].narrow(d, a, b - a) for a, b in bounds)
+
+    spec.localize = localize
+    return spec
+
+
 @rule("unbind")
 def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
     if not isinstance(dim, int) or not input.ndim:
@@ -406,3 +454,17 @@ def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
     shape = tuple(input.shape[d] for d in kept)
     count = input.shape[dim]
     return Spec([ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True)
+
+
+@decomposition("as_strided")
+def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
+    """What the strides of memory mean is only known of a tensor that is all of its memory; that one is gathered."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    is_view = isinstance(input, CopiedView) or input._local._is_view()
+    if not input.is_contiguous() or (storage_offset and is_view) or (storage_offset or 0) + extent > input.numel():
+        raise DTensorError(
+            f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) of a DTensor of shape {tuple(input.shape)}: "
+            "the memory around a view, or behind strides that are not contiguous, is not in one place. Use indexing, "
+            "unfold or contiguous() first"
+        )
+    return NotImplemented
