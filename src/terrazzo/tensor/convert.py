@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.groups import current_mesh as enclosing_mesh
@@ -74,9 +75,9 @@ def from_local(
         )
     if run_check:
         _check_alike(local, layout)
-    if not local.requires_grad:
+    if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
-    elif local.is_leaf:
+    elif local.requires_grad and local.is_leaf:
         local = _OfLeaf.apply(local)
     else:
         local = local.view_as(local)
@@ -90,13 +91,23 @@ class _OfLeaf(torch.autograd.Function):
     leaf's influence on what is written, as for any other result, and it changes the leaf's values.
     """
 
+    generate_vmap_rule = True  # torch.func's transforms of a function that calls from_local meet it
+
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> Any:
+        return tangent.view_as(tangent)
 
 
 def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
