@@ -12,7 +12,7 @@ from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers wh
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
 from terrazzo.tensor.handlers import clip, compiling, masked, optimizers, transforms
-from terrazzo.tensor.ops import autograd, foreach, loaded  # noqa: F401  (loaded: they register what they handle)
+from terrazzo.tensor.ops import autograd, foreach, loaded, recurrent  # noqa: F401  (loaded: they register what they handle)
 
 foreach.install()
 clip.install()
@@ -21,6 +21,7 @@ optimizers.install()
 compiling.install()
 autograd.install_function_bridge()
 transforms.install()
+recurrent.install()
 
 __all__ = [
     "DTensor",

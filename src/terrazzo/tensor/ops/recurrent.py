@@ -1,14 +1,20 @@
-"""LSTM, GRU and plain recurrent layers: samples are independent, weights and time are whole.
+"""LSTM, GRU and plain recurrent layers and their cells: samples are independent, weights and time are whole.
 
-The layers make their first states themselves, as plain zeros, which are the same on every rank.
+PyTorch's modules make their first states themselves where the caller gives none: plain zeros, the same on every rank.
+A function that receives them cannot see that they are zeros without waiting for the device. So a call of a module says
+that it was given no states, and the plain ones that arrive within it count as replicas. All others are refused, as any
+plain tensor is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.calls import run_again, special
@@ -17,6 +23,7 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import rule
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
 @rule(*RECURRENT)
@@ -45,9 +52,31 @@ def recurrent(
     return Spec(ins, outs, shapes) if input.shape[batch_at] == states[0].shape[1] else None
 
 
-@special(*RECURRENT)
+@rule(*CELLS)
+def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
+    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    samples = [input, *states]
+    if not all(isinstance(o, Operand) and o.ndim == 2 and o.shape[0] == input.shape[0] for o in samples):
+        return None
+    rows = {id(o) for o in samples}
+    ins: list[Dims] = [(0, None) if id(o) in rows else (None,) * o.ndim for o in call.operands]
+    return Spec(ins, [(0, None)] * len(states), [tuple(s.shape) for s in states])
+
+
+class _PerThread(threading.local):
+    makes_states = False
+    """Whether the next recurrent function is called by a module of PyTorch's that was given no states."""
+
+
+_per_thread = _PerThread()
+
+
+@special(*RECURRENT, *CELLS)
 def with_first_states(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Plain states that are all zero are the same on every rank; others are refused as any plain tensor is."""
+    """Plain states that a module has made count as replicas."""
+    if not _per_thread.makes_states:
+        return NotImplemented
+    _per_thread.makes_states = False
     like = next((a for a in args if isinstance(a, DTensor)), None)
     at = next(
         (i for i, a in enumerate(args) if i and (_is_plain(a) or (type(a) is tuple and any(map(_is_plain, a))))), None
@@ -55,8 +84,6 @@ def with_first_states(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if like is None or at is None:
         return NotImplemented
     states = args[at] if type(args[at]) is tuple else (args[at],)
-    if any(_is_plain(s) and bool(s.any()) for s in states):
-        return NotImplemented
     mesh = like.device_mesh
     whole = tuple(
         wrap(s, Layout.of(mesh, (Replicate(),) * mesh.ndim, tuple(s.shape))) if _is_plain(s) else s for s in states
@@ -66,3 +93,33 @@ def with_first_states(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
+# Their `forward` makes zeros, and nothing else, where it is given no states.
+_FORWARDS = frozenset(kind.forward for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell))
+
+
+def install() -> None:
+    """Let PyTorch's recurrent modules say when they make the first states.
+
+    `forward` itself is left alone: TorchScript compiles it from its source.
+    """
+    for kind in (RNNBase, RNNCellBase):
+        if "__call__" not in vars(kind):
+            kind.__call__ = _call  # type: ignore[method-assign]
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    call: Callable[..., Any] = nn.Module.__call__
+    if (
+        (args[1] if len(args) > 1 else kwargs.get("hx")) is not None
+        or type(module).forward not in _FORWARDS
+        or "forward" in vars(module)
+        or not any(isinstance(p, DTensor) for p in module.parameters())
+    ):
+        return call(module, *args, **kwargs)
+    before, _per_thread.makes_states = _per_thread.makes_states, True
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        _per_thread.makes_states = before
