@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 
-.PHONY: setup deepspeed test demo bench lint types format clean
+.PHONY: setup deepspeed test proofs demo bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED)
 
@@ -30,6 +30,11 @@ $(TRIED_DEEPSPEED): $(READY)
 
 test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# What takes too long for every change: random programs, and the whole of PyTorch's op database.
+proofs: $(READY)
+	$(BIN)/python -m tests.tensor.fuzz --programs 10000
+	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
 
 demo: $(READY)
 	$(BIN)/python -m terrazzo.cli demo $(ARGS)

@@ -118,3 +118,19 @@ def test_what_cannot_be_started_is_one_line_and_status_two(tmp_path: Path) -> No
     ):
         result = run(*command)
         assert result.exit_code == 2 and result.output.startswith("error: ") and len(result.output.splitlines()) == 1
+
+
+def test_ops() -> None:
+    printed = run("ops", "softmax").stdout
+    assert "rule" in printed and "terrazzo/tensor/ops/softmax.py:" in printed and "aten::softmax.int" in printed
+    rows = {row["name"]: row for row in json.loads(run("ops", "--json").stdout)}
+    assert rows["mm"]["how"] == "rule" and rows["mm"]["alias"] == "new" and rows["mm"]["otherwise"] == "replicate"
+    assert rows["contiguous"]["alias"] == "same" and rows["transpose"]["alias"] == "view"
+    assert rows["uniform_"]["how"] == "handler" and rows["glu"]["how"] == "decomposition"
+    assert rows["tile"]["how"] == "body" and rows["linalg_svd"]["how"] == "replicate"
+    for row in rows.values():
+        if row["where"]:
+            file, line = row["where"].split(":")
+            source = (Path(__file__).parents[1] / "src" / file).read_text().splitlines()
+            assert source[int(line) - 1].lstrip().startswith(("@", "def ")), row
+    assert run("ops", "no such thing").exit_code == 2

@@ -13,11 +13,22 @@ class TerrazzoError(Exception):
     """The root of terrazzo's exceptions."""
 
 
+class TorchMovedError(TerrazzoError, ImportError):
+    """The installed torch lacks private names that terrazzo uses; the message lists them."""
+
+
 # ------------------------------------------------------------------ layouts
 
 
 class LayoutError(TerrazzoError, ValueError):
     """A placement, box or layout that cannot describe the tensor it was given for."""
+
+
+class PlacementsError(LayoutError, RuntimeError, AssertionError):
+    """Placements that do not fit their mesh or tensor, or are not placements of terrazzo.
+
+    PyTorch raises a ValueError, a RuntimeError or an AssertionError here, depending on who is called.
+    """
 
 
 # ------------------------------------------------------------------ communication
@@ -69,19 +80,50 @@ class DTensorError(TerrazzoError, RuntimeError):
     """An operation on a distributed tensor that cannot be carried out."""
 
 
+class DTensorArgumentError(DTensorError, ValueError, AssertionError):
+    """An argument that a function of distributed tensors cannot take.
+
+    For such arguments PyTorch raises a ValueError, a RuntimeError or an AssertionError, depending on the function.
+    """
+
+
+class CaptureError(DTensorError):
+    """A program of which `terrazzo.compile` can make no graph.
+
+    `operation` is what stands in the way, `file` and `line` are where the program asks for it, as far as known.
+    """
+
+    def __init__(self, message: str, *, operation: str = "", file: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.file = file
+        self.line = line
+
+
 class RandomStateError(DTensorError):
     """The random generators of the ranks are not in step."""
 
 
-class MixedTensorError(DTensorError):
-    """Plain tensors and DTensors met in one operation."""
+class MixedTensorError(DTensorError, ValueError):
+    """Plain tensors and DTensors met in one operation.
+
+    PyTorch raises a RuntimeError, and a ValueError where `loss_parallel` needs a DTensor.
+    """
 
 
-class ParallelPlanError(DTensorError, ValueError):
+class ParallelPlanError(DTensorArgumentError):
     """A plan for parallel modules does not fit the module, or its inputs and outputs."""
 
 
-class UnsupportedModuleError(DTensorError, NotImplementedError):
+class ParallelPlanTypeError(ParallelPlanError, TypeError):
+    """A plan for parallel modules that is neither a style nor a dict of styles."""
+
+
+class UnsupportedCallError(DTensorError, NotImplementedError):
+    """A form of a call that works on one device and not on distributed tensors."""
+
+
+class UnsupportedModuleError(UnsupportedCallError):
     """A parallel style was given a kind of module that it cannot cut."""
 
 
@@ -117,7 +159,7 @@ class LocalMapError(DTensorError, AssertionError):
     """What went into or came out of a function under `local_map` is not what was declared."""
 
 
-class PlacementMismatchError(DTensorError, ValueError):
+class PlacementMismatchError(DTensorArgumentError):
     """A DTensor is placed otherwise than a function requires, and nobody allowed to redistribute it."""
 
 

@@ -130,13 +130,13 @@ def movements() -> None:
                 assert torch.equal(as_bytes(result), as_bytes(inputs[src].t()))
                 parts = [values((i, 2), dtype, 10 + i) for i in range(n)]
                 result = collectives.scatter(
-                    parts if axis.index == src else None, axis, src, (axis.index, 2), dtype, torch.device("cpu")
+                    parts if axis.index == src else None, axis, src, (axis.index, 2), torch.empty(0, dtype=dtype)
                 )
                 assert torch.equal(as_bytes(result), as_bytes(parts[axis.index]))
             # From i to j goes a tensor of i rows and j columns, and nothing where i + j is 3.
             pieces = [[None if i + j == 3 else values((i, j), dtype, i * n + j) for j in range(n)] for i in range(n)]
             shapes = [None if i + axis.index == 3 else (i, axis.index) for i in range(n)]
-            received = collectives.exchange(pieces[axis.index], axis, shapes, dtype, torch.device("cpu"))
+            received = collectives.exchange(pieces[axis.index], axis, shapes, torch.empty(0, dtype=dtype))
             for i, result in enumerate(received):
                 expected = pieces[i][axis.index]
                 assert result.dtype == dtype
@@ -209,7 +209,6 @@ def history() -> None:
 def started() -> None:
     axis = world_axis()
     n, me = axis.size, axis.index
-    cpu = torch.device("cpu")
     x = torch.full((n, 3), float(me + 1))
     pending = [
         collectives.all_reduce_start(x, axis, "max"),
@@ -217,7 +216,7 @@ def started() -> None:
         collectives.reduce_scatter_start(x, axis, 0, (1,) * n, "avg"),
         collectives.all_to_all_start(x, axis, 0, (1,) * n, 1, (3,) * n),
     ]
-    exchanged = collectives.exchange_start([x[i] for i in range(n)], axis, [(3,)] * n, x.dtype, cpu)
+    exchanged = collectives.exchange_start([x[i] for i in range(n)], axis, [(3,)] * n, x)
     results = [each.wait() for each in pending]
     assert torch.equal(results[0], torch.full((n, 3), float(n)))
     assert torch.equal(results[1], torch.arange(1.0, n + 1).repeat_interleave(3).expand(n, -1))
@@ -231,7 +230,6 @@ def refusals() -> None:
     axis = world_axis()
     n = axis.size
     x = torch.ones(n, 3)
-    cpu = torch.device("cpu")
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: collectives.all_reduce(x, axis, "mean"), "'mean' is no reduction"),
         (lambda: collectives.all_reduce(x.int(), axis, "avg"), "no avg of torch.int32"),
@@ -244,10 +242,10 @@ def refusals() -> None:
         (lambda: collectives.reduce_scatter(x, axis, 1, (1,) * n), "does not fit sizes"),
         (lambda: collectives.all_to_all(x, axis, 0, (1,) * n, 1, (2,) * n), "does not fit sizes"),
         (lambda: collectives.all_to_all(torch.ones(n), axis, 0, (1,) * n, 0, (n,) * n), "must differ"),
-        (lambda: collectives.exchange([None], axis, [None] * n, x.dtype, cpu), "a piece and a shape per rank"),
-        (lambda: collectives.exchange([x] * n, axis, [(1,)] * n, x.dtype, cpu), "what a rank keeps"),
-        (lambda: collectives.scatter([x], axis, axis.index, (1,), x.dtype, cpu), "one part per rank"),
-        (lambda: collectives.scatter([x] * n, axis, axis.index, (1,), x.dtype, cpu), "keeps"),
+        (lambda: collectives.exchange([None], axis, [None] * n, x), "a piece and a shape per rank"),
+        (lambda: collectives.exchange([x] * n, axis, [(1,)] * n, x), "what a rank keeps"),
+        (lambda: collectives.scatter([x], axis, axis.index, (1,), x), "one part per rank"),
+        (lambda: collectives.scatter([x] * n, axis, axis.index, (1,), x), "keeps"),
     ]
     for call, message in cases:
         with pytest.raises(CommError, match=message):
@@ -272,9 +270,9 @@ def one_rank() -> None:
     assert collectives.reduce_scatter(x, axis, 1, (3,)) is x
     assert collectives.all_to_all(x, axis, 0, (2,), 1, (3,)) is x
     assert collectives.broadcast(x, axis, 0) is x
-    assert collectives.scatter([x], axis, 0, (2, 3), x.dtype, x.device) is x
-    assert collectives.exchange([x], axis, [(2, 3)], x.dtype, x.device)[0] is x
-    assert collectives.exchange([None], axis, [None], x.dtype, x.device)[0].shape == (0,)
+    assert collectives.scatter([x], axis, 0, (2, 3), x) is x
+    assert collectives.exchange([x], axis, [(2, 3)], x)[0] is x
+    assert collectives.exchange([None], axis, [None], x)[0].shape == (0,)
     assert collectives.all_gather_start(x, axis, 0, (2,)).wait() is x
 
 

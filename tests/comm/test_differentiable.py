@@ -406,7 +406,7 @@ def started_before() -> None:
         with torch.no_grad():
             assert torch.equal(function(x, *args, pending=start(x, *args)), expected)
     pieces = [x[box.slices()] for box in boxes]
-    pending = collectives.exchange_start(pieces, axis, [(1, 3)] * n, x.dtype, x.device)
+    pending = collectives.exchange_start(pieces, axis, [(1, 3)] * n, x)
     assert torch.equal(d.exchange(x, axis, boxes, boxes, (n, 3), pending), d.exchange(x, axis, boxes, boxes, (n, 3)))
 
 

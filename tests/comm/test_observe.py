@@ -24,7 +24,6 @@ class Listening:
 def counted() -> None:
     axis = axis_of(DeviceMesh("cpu", list(range(4))), 0)
     me = axis.index
-    cpu = torch.device("cpu")
     part = torch.ones(2, 3)  # 24 bytes
     whole = torch.ones(8, 3)  # 96 bytes
     uneven = (0, 1, 2, 5)
@@ -38,11 +37,10 @@ def counted() -> None:
             [None if i < me else part for i in range(4)],
             axis,
             [None if i > me else (2, 3) for i in range(4)],
-            part.dtype,
-            cpu,
+            part,
         )
         collectives.broadcast(whole, axis, 3)
-        collectives.scatter([part] * 4 if me == 1 else None, axis, 1, (2, 3), part.dtype, cpu)
+        collectives.scatter([part] * 4 if me == 1 else None, axis, 1, (2, 3), part)
     assert [(event.kind, event.bytes, event.op, event.async_op) for event in events] == [
         ("all_reduce", 2 * 72, "max", False),
         ("all_gather", 72, None, False),

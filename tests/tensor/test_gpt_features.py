@@ -330,10 +330,10 @@ def test_conversions_of_modules():
 
 def threads() -> list[str]:
     """Every thread meets every plan for the first time, in a world of one: ranks' collectives must not interleave."""
-    from terrazzo.tensor.dispatch.keys import plans
+    from terrazzo.tensor.dispatch.keys import routes
 
     mesh = init_device_mesh("cpu", (1,))
-    plans.clear()
+    routes.clear()
     errors: list[str] = []
 
     def work(seed: int) -> None:
@@ -397,7 +397,7 @@ def captured() -> list[str]:
     """Forward and backward of a distributed model as one graph of plain operations on locals."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from terrazzo.tensor.dispatch.keys import plans
+    from terrazzo.tensor.dispatch.keys import routes
     from terrazzo.tensor.dtensor import wrap
 
     _, model, _, brought = twins()
@@ -412,7 +412,7 @@ def captured() -> list[str]:
         return [loss.detach()._local, *(g._local for g in torch.autograd.grad(loss, parameters))]
 
     inputs = ([p._local.detach() for p in model.parameters()], brought[0]._local, brought[1]._local)
-    plans.clear()  # captured as the first thing that runs
+    routes.clear()  # captured as the first thing that runs
     graph = make_fx(step)(*inputs)
     expected = step(*inputs)
     for a, b in zip(graph(*inputs), expected, strict=True):

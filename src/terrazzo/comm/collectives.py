@@ -30,7 +30,7 @@ _IRREDUCIBLE = frozenset(
 )
 
 # Up to this many bytes on all ranks together, all-gather and all-reduce are one all-to-all on CPU: latency counts, not
-# bandwidth.
+# bandwidth.  On any device that much of a half type is gathered too: torch then sums it in single and rounds once.
 _ONE_ROUND_BYTES = 1 << 18
 
 
@@ -56,12 +56,12 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
     if observe.observers:
         observe.report("all_reduce", axis, 2 * (n - 1) * nbytes // n, op, async_op)
     x = dense(x)
-    if x.is_cpu and nbytes * n <= _ONE_ROUND_BYTES:
+    if (x.is_cpu or x.dtype in wire.HALF) and nbytes * n <= _ONE_ROUND_BYTES:
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
         return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
     native_op = "sum" if op == "avg" else op
-    if wire.reduces(x.dtype, native_op):
+    if wire.reduces(x, native_op):
         result = x.clone()
         work = wire.all_reduce(axis, result, native_op)
         return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op == "avg" else None)
@@ -100,20 +100,21 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
     n = axis.size
     lead = prod(x.shape[:dim])
     shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-    if sizes.count(sizes[0]) == n:
+    if _all_equal(sizes):
         if lead == 1:
             out = x.new_empty(shape)
             return Pending("all_gather", axis, _start_gather(axis, out, x), out)
         stack = x.new_empty((n, *x.shape))
         work = _start_gather(axis, stack, x)
-        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape))
+        # Parts of length 1 can be joined without a copy, out of order.
+        return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape).contiguous())
     row = lead * prod(x.shape[dim + 1 :])
     numels = [size * row for size in sizes]
     flat = x.new_empty(sum(numels))
     work = wire.all_to_all(axis, flat, repeat(x, n), numels, [x.numel()] * n)
     if lead == 1:
         return Pending("all_gather", axis, work, flat.view(shape))
-    return Pending("all_gather", axis, work, flat, lambda: concatenate(flat, numels, x.shape, dim, sizes))
+    return Pending("all_gather", axis, work, flat, lambda: concatenate(flat, x.shape, dim, sizes))
 
 
 # ------------------------------------------------------------------ reduce-scatter
@@ -144,14 +145,17 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int],
     own_shape = (*x.shape[:dim], sizes[axis.index], *x.shape[dim + 1 :])
     flat = flat_parts(x, dim, sizes)
     native_op = "sum" if op == "avg" else op
-    if wire.has_reduce_scatter(x) and wire.reduces(x.dtype, native_op) and sizes.count(sizes[0]) == n:
+    if wire.has_reduce_scatter(x) and wire.reduces(x, native_op) and _all_equal(sizes):
         out = x.new_empty(own_shape)
         work = wire.reduce_scatter(axis, out, flat, native_op)
         return Pending("reduce_scatter", axis, work, out, (lambda: out.div_(n)) if op == "avg" else None)
     row = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
     own = sizes[axis.index] * row
     received = x.new_empty(n * own)
-    work = wire.all_to_all(axis, received, flat, [own] * n, [size * row for size in sizes])
+    if _all_equal(sizes):
+        work = wire.all_to_all(axis, received, flat)
+    else:
+        work = wire.all_to_all(axis, received, flat, [own] * n, [size * row for size in sizes])
     return Pending("reduce_scatter", axis, work, received, lambda: _reduce(received.view(n, *own_shape), op))
 
 
@@ -210,44 +214,47 @@ def _all_to_all(
         moved = (sum(split_sizes) * sum(concat_sizes) - kept) * rest * x.element_size()
         observe.report("all_to_all", axis, moved // n, None, async_op)
     flat = flat_parts(x, split_dim, split_sizes)
-    sent_row = x.numel() // x.shape[split_dim] if x.shape[split_dim] else 0
-    numels = [size * row for size in concat_sizes]
-    out = x.new_empty(sum(numels))
-    work = wire.all_to_all(axis, out, flat, numels, [size * sent_row for size in split_sizes])
-    return Pending("all_to_all", axis, work, out, lambda: concatenate(out, numels, shape, concat_dim, concat_sizes))
+    if _all_equal(split_sizes) and _all_equal(concat_sizes):
+        out = torch.empty_like(flat)
+        work = wire.all_to_all(axis, out, flat)
+    else:
+        sent_row = x.numel() // x.shape[split_dim] if x.shape[split_dim] else 0
+        out = x.new_empty(sum(concat_sizes) * row)
+        work = wire.all_to_all(
+            axis, out, flat, [size * row for size in concat_sizes], [size * sent_row for size in split_sizes]
+        )
+    return Pending("all_to_all", axis, work, out, lambda: concatenate(out, shape, concat_dim, concat_sizes))
 
 
 def exchange(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> list[Tensor]:
     """Send `pieces[i]` to rank i, and return what comes from each rank, of the given shapes (None: nothing).
 
-    Nothing comes as an empty tensor.  The piece of a rank for itself is handed through as it is, not copied.
+    All ranks send tensors of the type of `like`.  Nothing comes as an empty tensor.  The piece of a rank for itself is
+    handed through as it is, not copied.
     """
-    return _exchange(pieces, axis, recv_shapes, dtype, device, False).wait()
+    return _exchange(pieces, axis, recv_shapes, like, False).wait()
 
 
 def exchange_start(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> Pending[list[Tensor]]:
     """`exchange`, started."""
-    return _exchange(pieces, axis, recv_shapes, dtype, device, True)
+    return _exchange(pieces, axis, recv_shapes, like, True)
 
 
 def _exchange(
     pieces: Sequence[Tensor | None],
     axis: Axis,
     recv_shapes: Sequence[Sequence[int] | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
     async_op: bool,
 ) -> Pending[list[Tensor]]:
     n, index = axis.size, axis.index
@@ -258,7 +265,8 @@ def _exchange(
             f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {own_shapes[0]} as {own_shapes[1]}"
         )
     own = pieces[index]
-    nothing = torch.empty(0, dtype=dtype, device=device)
+    like = like.detach()
+    nothing = like.new_empty(0)
     if n == 1:
         return Pending("exchange", axis, None, [nothing if own is None else own])
     # Empty pieces for oneself keep what stays off the wire.
@@ -267,7 +275,7 @@ def _exchange(
     numels = [0 if shape is None or i == index else prod(shape) for i, shape in enumerate(recv_shapes)]
     if observe.observers:
         observe.report("exchange", axis, sum(sent_numels) * nothing.element_size(), None, async_op)
-    out = torch.empty(sum(numels), dtype=dtype, device=device)
+    out = like.new_empty(sum(numels))
     work = wire.all_to_all(axis, out, torch.cat(sent), numels, sent_numels)
 
     def finish() -> list[Tensor]:
@@ -300,17 +308,19 @@ def scatter(
     axis: Axis,
     src: int,
     shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> Tensor:
-    """The part that position `src` has for this rank, of the given shape; parts may differ in shape."""
+    """The part that position `src` has for this rank, of the given shape and the type of `like`.
+
+    Parts may differ in shape.
+    """
     if (parts is not None) != (axis.index == src) or (parts is not None and len(parts) != axis.size):
         raise CommError(f"scatter on {axis} takes one part per rank from position {src}, and None from the others")
     if parts is not None and tuple(parts[src].shape) != tuple(shape):
         raise CommError(f"scatter on {axis}: position {src} keeps {tuple(parts[src].shape)}, not {tuple(shape)}")
     if parts is not None and axis.size == 1:
         return parts[0]
-    out = torch.empty(prod(shape), dtype=dtype, device=device)
+    out = like.detach().new_empty(prod(shape))
     if parts is None:
         sent, sent_numels = out.new_empty(0), [0] * axis.size
     else:
@@ -330,8 +340,7 @@ def scatter(
 def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
     """All parts one after the other in `out`, all as large as the dense `x`."""
     if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
-        numels = [x.numel()] * axis.size
-        return wire.all_to_all(axis, out.view(-1), repeat(x, axis.size), numels, numels)
+        return wire.all_to_all(axis, out.view(-1), repeat(x, axis.size))
     return wire.all_gather(axis, out, x)
 
 
@@ -363,6 +372,10 @@ def _check_sizes(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int
         raise CommError(
             f"{kind} on {axis}: a tensor of shape {tuple(x.shape)} does not fit sizes {tuple(sizes)} along dim {dim}"
         )
+
+
+def _all_equal(sizes: Sequence[int]) -> bool:
+    return sizes.count(sizes[0]) == len(sizes)
 
 
 def _shape_or_none(piece: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -1,9 +1,10 @@
 """Comparing numbers between ranks without any rank waiting for another.
 
-Each comparison of a series has a number, that of a round and that within it. The first rank that comes to it leaves its value in the store of the default
-process group; every later one finds that and compares. So one that comes late, or never, holds up nobody, and ranks
-that ask for different collectives are no danger. The price: it is not the first rank that learns of a difference, but
-those behind it; the first one learns at its next comparison, from a mark that they leave.
+Each comparison of a series has a number: that of a round, and that within the round. The first rank that comes to it
+leaves its value in the store of the default process group; every later one finds that and compares. So one that comes
+late, or never, holds up nobody, and ranks that ask for different collectives are no danger. The price: it is not the
+first rank that learns of a difference, but those behind it; the first one learns at its next comparison, from a mark
+that they leave.
 
 What a rank asks of the store takes one thread and a connection of its own. A store that is gone (the process that hosts
 it has ended, and so has the job) compares nothing.

@@ -4,19 +4,27 @@ Process groups are called directly: the functions of `torch.distributed` around 
 which is what a whole small collective takes.
 
 Gloo moves most kinds of elements and reduces some of them; what it cannot move is sent as bytes.  Its reduce-scatter is
-an all-reduce in disguise (it sends twice as much as needed), and its max and min lose NaN depending on the order of
-ranks.  Its all-to-all does neither harm and has the lowest latency, so most reductions are built on that.
+an all-reduce in disguise (it sends twice as much as needed), its max and min lose NaN depending on the order of ranks,
+and sums of half types it rounds after each rank.  Its all-to-all does no such harm and has the lowest latency, so most
+reductions are built on that.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from terrazzo._torch.groups import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    all_gather_flat,
+    reduce_scatter_flat,
+)
 from terrazzo.comm import captured
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.wrapped import each_inner, is_wrapper
 from terrazzo.errors import CommError
 
 _REDUCE_OPS = {
@@ -26,6 +34,7 @@ _REDUCE_OPS = {
     "min": ReduceOp(ReduceOp.MIN),
 }
 
+HALF = frozenset([torch.float16, torch.bfloat16])
 _FLOATS = frozenset([torch.float32, torch.float64, torch.float16, torch.bfloat16])
 _INTEGERS = frozenset([torch.int8, torch.uint8, torch.int32, torch.int64])
 _MOVABLE = _FLOATS | _INTEGERS | {torch.bool}
@@ -47,9 +56,15 @@ _ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()
 _REDUCE_SCATTER = {name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()}
 
 
-def reduces(dtype: torch.dtype, op: str) -> bool:
-    """Whether backends reduce this exactly as torch would reduce it on one device."""
-    return dtype in _INTEGERS or (dtype in _FLOATS and op in ("sum", "product"))
+def reduces(x: Tensor, op: str) -> bool:
+    """Whether the backend for this tensor reduces it as torch would reduce it on one device.
+
+    Gloo rounds after each rank where torch accumulates half types in single. Accelerators' backends do what they can;
+    there the bytes count.  What a sum of wrappers is, they know themselves.
+    """
+    if (x.dtype in HALF and x.is_cpu) or is_wrapper(x):
+        return False
+    return x.dtype in _INTEGERS or (x.dtype in _FLOATS and op in ("sum", "product"))
 
 
 def has_reduce_scatter(x: Tensor) -> bool:
@@ -70,24 +85,38 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | N
     if captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    return _group(axis)._reduce_scatter_base(out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
+    return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     """Concatenate equally long parts in `out`."""
+    if is_wrapper(part):
+        return each_inner(lambda out, part: all_gather(axis, out, part), out, part)
     out, part = out.view(-1), part.view(-1)
     if part.dtype not in _MOVABLE:
         out, part = out.view(torch.uint8), part.view(torch.uint8)
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
-    return _group(axis)._allgather_base(out, part)
+    return all_gather_flat(_group(axis), out, part)
 
 
 def all_to_all(
-    axis: Axis, out: Tensor, buffer: Tensor, out_sizes: Sequence[int], buffer_sizes: Sequence[int]
+    axis: Axis,
+    out: Tensor,
+    buffer: Tensor,
+    out_sizes: Sequence[int] | None = None,
+    buffer_sizes: Sequence[int] | None = None,
 ) -> Work | None:
-    """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes."""
+    """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes.
+
+    No sizes mean that between any two of the ranks the same number of elements passes. All of them must leave the sizes
+    out then: backends have another call for it, which costs the host the same for thousands of ranks as for two.
+    """
+    if is_wrapper(buffer):
+        return each_inner(lambda out, buffer: all_to_all(axis, out, buffer, out_sizes, buffer_sizes), out, buffer)
+    if out_sizes is None or buffer_sizes is None:
+        return _all_to_all_even(axis, out, buffer)
     if buffer.dtype not in _MOVABLE:
         width = buffer.element_size()
         out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
@@ -99,8 +128,20 @@ def all_to_all(
     return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes))
 
 
+def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
+    if buffer.dtype not in _MOVABLE:
+        out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
+    if captured.capturing():
+        sizes = [buffer.numel() // axis.size] * axis.size
+        captured.all_to_all(axis, out, buffer, sizes, sizes)
+        return None
+    return _group(axis).alltoall_base(out, buffer, [], [])
+
+
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     """Overwrite `buffer` with that of position `src`."""
+    if is_wrapper(buffer):
+        return each_inner(lambda buffer: broadcast(axis, buffer, src), buffer)
     if buffer.dtype not in _MOVABLE:
         buffer = buffer.view(-1).view(torch.uint8)
     if captured.capturing():
@@ -109,6 +150,16 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     options = BroadcastOptions()
     options.rootRank = src
     return _group(axis).broadcast([buffer], options)
+
+
+def send(axis: Axis, buffer: Tensor, to: int, tag: int) -> Work:
+    """Send `buffer` to position `to`."""
+    return _group(axis).send([buffer], to, tag)
+
+
+def receive(axis: Axis, out: Tensor, source: int, tag: int) -> Work:
+    """Overwrite `out` with what position `source` sends."""
+    return _group(axis).recv([out], source, tag)
 
 
 def _group(axis: Axis) -> ProcessGroup:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
-from terrazzo.comm import observe
+from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.collectives import all_gather_start, reduce_scatter_start
 from terrazzo.comm.pending import Pending
@@ -88,14 +88,13 @@ def _sum_of_two(other: Tensor, mine: Tensor, op: str) -> Tensor:
 
 def _exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> _Messages:
     """Send and receive one message per other rank; empty ones stay away."""
-    group, n, own = axis.group, axis.size, axis.index
-    assert isinstance(group, ProcessGroup)
+    n, own = axis.size, axis.index
     works = []
     for distance in range(1, n):  # each rank begins with its neighbour, so that not all send to the same
         source = (own - distance) % n
         if incoming[source].numel():
-            works.append(group.recv([incoming[source]], source, tag))
+            works.append(wire.receive(axis, incoming[source], source, tag))
         target = (own + distance) % n
         if outgoing[target].numel():
-            works.append(group.send([outgoing[target]], target, tag))
+            works.append(wire.send(axis, outgoing[target], target, tag))
     return _Messages(works)

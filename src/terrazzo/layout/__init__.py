@@ -1,6 +1,13 @@
 """The maths of who holds what, without any communication: boxes, placements, layouts, transitions."""
 
 from terrazzo.layout.box import Box, boxes_of_flat_range
+from terrazzo.layout.cells import (
+    cells_in,
+    coordinates_of_all_shapes,
+    first_holders,
+    leaves_a_rank_empty,
+    replicas,
+)
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
 from terrazzo.layout.layout import Layout
 from terrazzo.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
@@ -15,8 +22,13 @@ __all__ = [
     "Replicate",
     "Shard",
     "boxes_of_flat_range",
+    "cells_in",
     "chunk_sizes",
     "chunk_span",
+    "coordinates_of_all_shapes",
+    "first_holders",
+    "leaves_a_rank_empty",
     "moved_bytes",
     "plan_transition",
+    "replicas",
 ]

@@ -30,9 +30,47 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     >>> chunk_sizes(7, 4), chunk_sizes(0, 2)
     ((2, 2, 2, 1), (0, 0))
     """
+    runs = chunk_runs(size, parts)
+    firsts = [first for first, _ in runs]
+    sizes: tuple[int, ...] = ()
+    for (first, length), stop in zip(runs, [*firsts[1:], parts], strict=True):
+        sizes += (length,) * (stop - first)
+    return sizes
+
+
+def chunk_runs(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """The lengths of the parts without repetition: (the first part of this length, the length), at most three.
+
+    So what depends on lengths alone need not look at every part, of which there may be thousands.
+
+    >>> chunk_runs(5, 8), chunk_runs(7, 4), chunk_runs(8192, 4096)
+    (((0, 1), (5, 0)), ((0, 2), (3, 1)), ((0, 2),))
+    """
     _check(size, parts)
+    if not size:
+        return ((0, 0),)
     step = -(-size // parts)
-    return tuple(max(0, min(step, size - step * index)) for index in range(parts))
+    full, rest = divmod(size, step)
+    runs = [(0, step)]
+    if rest:
+        runs.append((full, rest))
+        full += 1
+    if full < parts:
+        runs.append((full, 0))
+    return tuple(runs)
+
+
+def chunks_between(size: int, parts: int, start: int, stop: int) -> range:
+    """The parts that have elements from `start` (inclusive) to `stop` (exclusive), which lie within `size`.
+
+    >>> chunks_between(10, 4, 2, 7), chunks_between(10, 4, 3, 3)
+    (range(0, 3), range(0, 0))
+    """
+    _check(size, parts)
+    if start >= stop:
+        return range(0)
+    step = -(-size // parts)
+    return range(start // step, (stop - 1) // step + 1)
 
 
 def _check(size: int, parts: int) -> None:

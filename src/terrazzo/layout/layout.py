@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from terrazzo.errors import LayoutError
+from terrazzo.errors import LayoutError, PlacementsError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
-from terrazzo.layout.placement import Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, check_placement
 
 
 class MeshLike(Protocol):
@@ -158,18 +158,17 @@ def _canonical_order(
 
 def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     if len(placements) != len(mesh.shape):
-        raise LayoutError(
+        raise PlacementsError(
             f"{len(placements)} placements {list(placements)} for a mesh of {len(mesh.shape)} dimensions "
-            f"{tuple(mesh.shape)}: give one placement per mesh dimension"
+            f"{tuple(mesh.shape)}: placements must have the same length as the mesh has dimensions"
         )
     result: list[Placement] = []
     for p in placements:
-        if not isinstance(p, (Shard, Replicate, Partial)):
-            raise LayoutError(f"{p!r} is not a placement; use Shard(dim), Replicate() or Partial(reduce_op)")
+        check_placement(p)
         if isinstance(p, Shard):
             dim = p.dim + len(shape) if p.dim < 0 else p.dim
             if not 0 <= dim < len(shape):
-                raise LayoutError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")
+                raise PlacementsError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")
             p = Shard(dim)
         result.append(p)
     return tuple(result)
@@ -185,7 +184,10 @@ def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...],
     built.shape, built.ndim = torch.Size(shape), len(shape)
     built.mesh_shape = tuple(mesh.shape)
     built.coord = None if coord is None else tuple(coord)
-    built.local_shape = torch.Size((0,)) if coord is None else torch.Size(built.box().lengths)
+    if coord is None:  # a rank outside of the mesh has no elements, and a neutral value of what has no dims
+        built.local_shape = torch.Size((0,) if shape else ())
+    else:
+        built.local_shape = torch.Size(built.box().lengths)
     built.varying = tuple(m for m, p in enumerate(placements) if p is not _REPLICATE)
     built.is_replicated = not built.varying
     if any(isinstance(p, Partial) for p in placements):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.errors import LayoutError
+from terrazzo.errors import LayoutError, PlacementsError
+from terrazzo.layout.chunking import chunk_span
 
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
@@ -64,6 +65,18 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
+
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """The length of chunk number `rank` of a dim of `curr_local_size`, and where in that dim it begins.
+
+        An empty chunk begins at the dim's end.
+
+        >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
+        [(2, 0), (2, 2), (1, 4), (0, 5)]
+        """
+        offset, length = chunk_span(curr_local_size, num_chunks, rank)
+        return length, offset
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
@@ -135,3 +148,18 @@ class Partial(Placement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Partial, (self.reduce_op,))
+
+
+def check_placement(value: Any) -> None:
+    """Raise if `value` is none of the three placements above; one of PyTorch's is named with what to import instead."""
+    if isinstance(value, (Shard, Replicate, Partial)):
+        return
+    name = type(value).__name__
+    if type(value).__module__.startswith("torch."):
+        ours = next((n for n in ("Shard", "Replicate", "Partial") if name.endswith(n)), None)
+        raise PlacementsError(
+            f"{value!r} is PyTorch's own {name}, which says nothing to terrazzo's tensors: "
+            + (f"import {ours} from terrazzo.tensor instead, or " if ours else "")
+            + "convert placements with terrazzo.tensor.interop.from_torch_placements"
+        )
+    raise PlacementsError(f"{value!r} is not a placement; use Shard(dim), Replicate() or Partial(reduce_op)")

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from terrazzo.errors import LayoutError
 from terrazzo.layout.box import Box
+from terrazzo.layout.cells import cells_in, mesh_strides, replicas
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.layout.layout import Layout
 from terrazzo.layout.placement import Partial, Placement, Replicate, Shard
@@ -338,19 +339,27 @@ def _exchange_step(now: Layout, then: Layout, dims: tuple[int, ...]) -> Exchange
     me = now.coord
     assert me is not None
     old, new = now.box(me), then.box(me)
-    send: list[Box | None] = []
-    receive: list[Box | None] = []
-    for peer in _line(now.mesh_shape, me, dims):
-        out = old.intersect(then.box(peer))
-        back = new.intersect(now.box(peer))
-        send.append(None if out is None or out.is_empty else out.relative_to(old))
-        receive.append(None if back is None or back.is_empty else back.relative_to(new))
-    return Exchange(dims, tuple(send), tuple(receive), tuple(new.lengths))
+    return Exchange(dims, _by_peer(old, then, me, dims), _by_peer(new, now, me, dims), tuple(new.lengths))
 
 
-def _line(mesh_shape: tuple[int, ...], me: tuple[int, ...], dims: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Coordinates of the ranks that differ from `me` only on `dims`, the first of them outermost."""
-    coords = [list(me)]
+def _by_peer(mine: Box, layout: Layout, me: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Box | None, ...]:
+    """What of `mine`, relative to it, each rank holds under `layout` that differs from `me` only on `dims`.
+
+    The first of `dims` is the outermost.
+    """
+    strides = mesh_strides(layout.mesh_shape)
+    line = [sum(i * stride for m, (i, stride) in enumerate(zip(me, strides, strict=True)) if m not in dims)]
     for m in dims:
-        coords = [[*c[:m], i, *c[m + 1 :]] for c in coords for i in range(mesh_shape[m])]
-    return [tuple(c) for c in coords]
+        line = [index + i * strides[m] for index in line for i in range(layout.mesh_shape[m])]
+    place = {index: position for position, index in enumerate(line)}
+    result: list[Box | None] = [None] * len(line)
+    copies = replicas(layout, dims)
+    beside = sum(
+        me[m] * strides[m] for m, p in enumerate(layout.placements) if m not in dims and not isinstance(p, Shard)
+    )
+    for first, part in cells_in(layout, mine):
+        for copy in copies:
+            position = place.get(first + beside + copy)
+            if position is not None:
+                result[position] = part
+    return tuple(result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import buffers_of, parameters_of
+from terrazzo._torch.tensors import mark_as_parameter
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import broadcast, scatter
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
+from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.sharing import SharedParameters
 
 
 def distribute_tensor(
@@ -33,45 +40,47 @@ def distribute_tensor(
     Args:
         tensor: The global tensor. Its values matter on the source rank only, its shape and dtype everywhere.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
-        placements: One per mesh dimension; None replicates.
+        placements: One per mesh dimension; None replicates. Partial makes terms that reduce to the tensor's values.
         src_data_rank: Where the values come from.
     """
     mesh = current_mesh(device_mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise DTensorError(
-                "distribute_tensor got a DTensor on another mesh: use tensor.redistribute(mesh, placements)"
+            raise DTensorArgumentError(
+                f"distribute_tensor was to bring a DTensor on {tensor.device_mesh} to a different device mesh, {mesh}: "
+                "use tensor.redistribute(mesh, placements)"
             )
         if tensor._layout is not Layout.of(mesh, placed, tensor.shape):
-            raise DTensorError(
-                f"distribute_tensor got a DTensor placed {list(tensor.placements)}: use "
-                "tensor.redistribute(placements=...) to "
-                f"place it as {list(placed)}"
+            raise DTensorArgumentError(
+                f"distribute_tensor was to bring a DTensor placed {list(tensor.placements)} to a different placements "
+                f"list, {list(placed)}: use tensor.redistribute(placements=...)"
             )
         return tensor
+    refuse_torch_dtensor("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
-            "distribute_tensor takes a leaf tensor, this one has a graph: use DTensor.from_local(...).redistribute(...)"
+            "distribute_tensor can only distribute leaf tensors, this one has a graph: use "
+            "DTensor.from_local(...).redistribute(...)"
         )
-    if any(p.is_partial() for p in placed):
-        raise DTensorError("distribute_tensor makes Shard and Replicate; terms (Partial) come from DTensor.from_local")
-    layout = Layout.of(mesh, placed, tuple(tensor.shape))
+    wanted = Layout.of(mesh, placed, tuple(tensor.shape))
+    layout = wanted.dual  # terms are made of the replicas, below
     local = tensor.detach()
     if local.device.type != mesh.device_type and local.device.type != "meta":
         local = local.to(mesh.device_type)
     if layout.coord is None:
-        local = local.new_empty((0,))
+        local = local.new_zeros(layout.local_shape)
     elif src_data_rank is None or local.device.type == "meta":
         local = local[layout.box().slices()]
     else:
+        refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
     if local.device.type != "meta":
         # An own, dense copy: the caller's tensor may change later, and shards must not keep the whole alive.
         local = local.clone(memory_format=torch.contiguous_format)
-    result = wrap(local, layout).requires_grad_(tensor.requires_grad)
+    result = wrap(redistribute_local(local, layout, wanted), wanted).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        result._is_param = True
+        mark_as_parameter(result)
     return result
 
 
@@ -82,14 +91,14 @@ def _from_source(local: torch.Tensor, layout: Layout, source: int) -> torch.Tens
         if axis.size == 1:
             continue
         if not 0 <= source < axis.size:
-            raise DTensorError(f"src_data_rank {source} is outside mesh dimension {m} of size {axis.size}")
+            raise DTensorArgumentError(f"src_data_rank {source} is outside mesh dimension {m} of size {axis.size}")
         placement = layout.placements[m]
         if isinstance(placement, Shard):
             sizes = layout.part_sizes((m,), placement.dim, local.shape[placement.dim])
             shape = list(local.shape)
             shape[placement.dim] = sizes[axis.index]
             parts = [p.contiguous() for p in local.split(sizes, placement.dim)] if axis.index == source else None
-            local = scatter(parts, axis, source, tuple(shape), local.dtype, local.device)
+            local = scatter(parts, axis, source, tuple(shape), local)
         else:
             local = broadcast(local.contiguous(), axis, source)
     return local
@@ -108,35 +117,68 @@ def distribute_module(
         module: The module; it is changed and returned.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
         partition_fn: Called as `partition_fn(name, submodule, mesh)` for each submodule, to distribute parameters;
-        what it
-            leaves plain is replicated.
+            what it leaves plain is replicated. Parameters that modules share stay shared.
         input_fn: Called as `input_fn(module, inputs, mesh)` before forward; returns the new inputs.
         output_fn: Called as `output_fn(module, outputs, mesh)` after forward; returns the new outputs.
     """
     mesh = current_mesh(device_mesh)
-    done: dict[int, nn.Parameter] = {}
-
-    def replicate_rest(submodule: nn.Module) -> None:
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                known = done.get(id(parameter))
-                if known is None:
-                    known = nn.Parameter(distribute_tensor(parameter.detach(), mesh), parameter.requires_grad)
-                    done[id(parameter)] = known
-                    done[id(known)] = known
-                submodule.register_parameter(name, known)
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[name] = distribute_tensor(buffer, mesh)
-
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
+    before = None if input_fn is None else _of_three("input_fn", input_fn)
+    after = None if output_fn is None else _of_three("output_fn", output_fn)
+    shared = SharedParameters(module)
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-        replicate_rest(submodule)
-    if input_fn is not None:
-        before = input_fn
-        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
-    if output_fn is not None:
-        after = output_fn
-        module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, mesh))
+        shared.share_again()
+    replicate_rest(module, mesh)
+    shared.share_again()
+    convert_calls(module, mesh, before, after)
     return module
+
+
+def convert_calls(
+    module: nn.Module, mesh: DeviceMesh, before: Callable[..., Any] | None, after: Callable[..., Any] | None
+) -> None:
+    """Have a module's inputs pass through `before(module, inputs, mesh)`, and its outputs likewise through `after`."""
+    if before is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
+    if after is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, mesh))
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate what parameters and buffers are plain tensors still."""
+    for submodule in module.modules():
+        for name, parameter in parameters_of(submodule).items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                whole = distribute_tensor(parameter.detach(), mesh)
+                submodule.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+        buffers = buffers_of(submodule)
+        for name, buffer in buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                buffers[name] = distribute_tensor(buffer, mesh)
+
+
+def _of_three(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one of (module, values, mesh); the form of (values, mesh) is deprecated, as in PyTorch."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # not a Python function
+        return function
+    if _takes(signature, 3):
+        return function
+    if not _takes(signature, 2):
+        raise DTensorArgumentError(f"distribute_module: {what} takes (module, values, mesh), this one is {signature}")
+    warnings.warn(
+        f"Deprecating {what} of two arguments (values, mesh): let it take (module, values, mesh)",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda _module, values, mesh: function(values, mesh)
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -8,26 +8,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.groups import current_mesh as enclosing_mesh
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
-from terrazzo.errors import DTensorError
-from terrazzo.layout import Layout, Placement, Replicate, Shard, plan_transition
+from terrazzo.comm.simulated import is_simulated
+from terrazzo.errors import DTensorArgumentError, DTensorError, PlacementsError
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
+from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.cross_mesh import redistribute_across
+from terrazzo.tensor.dtensor import DTensor, links, wrap
+from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
-from terrazzo.tensor.redistribute import gathered_from, redistribute_local, run_step, start_step
+from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
+from terrazzo.tensor.strides import global_stride
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """`mesh`, or that of the enclosing `with mesh:`."""
     if mesh is None:
         try:
-            mesh = _mesh_resources.get_current_mesh()
+            mesh = enclosing_mesh()
         except RuntimeError:
             raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
     return canonical_mesh(mesh)
@@ -45,6 +52,7 @@ def from_local(
         raise DTensorError(
             "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
         )
+    refuse_torch_dtensor("from_local", local)
     if local.layout is not torch.strided:
         raise DTensorError(f"a DTensor holds strided tensors, not {local.layout}: use local_tensor.to_dense()")
     mesh = current_mesh(mesh)
@@ -54,46 +62,83 @@ def from_local(
     if shape is None:
         shape = _even_shape(local, mesh, placed)
     layout = Layout.of(mesh, placed, tuple(shape))
-    if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
-        raise DTensorError(
+    if layout.coord is None:  # outside of the mesh nothing is held, whatever the caller has
+        return wrap(local.new_zeros(layout.local_shape, requires_grad=local.requires_grad), layout)
+    if tuple(local.shape) != tuple(layout.local_shape):
+        raise DTensorArgumentError(
             f"rank {dist.get_rank()}: a local tensor of shape {tuple(local.shape)} is not this rank's part of a "
             "tensor of "
             f"shape {tuple(shape)} placed {list(placed)}, which is {tuple(layout.local_shape)}; pass shape= when "
             "ranks hold "
             "parts of different sizes"
         )
-    local = local.view_as(local) if local.requires_grad else local.detach()
-    if run_check and layout.coord is not None:
-        local = _checked(local, layout)
-    return wrap(local, layout)
+    if run_check:
+        _check_alike(local, layout)
+    if not local.requires_grad:
+        local = local.detach()
+    elif local.is_leaf:
+        local = _OfLeaf.apply(local)
+    else:
+        local = local.view_as(local)
+    return wrap(_first_replica(local, layout) if run_check else local, layout)
+
+
+class _OfLeaf(torch.autograd.Function):
+    """The same memory as a leaf's, for a DTensor that may be written to.
+
+    Autograd forbids writes to a view of a leaf. The DTensor is a result of the leaf, not a view of it: a write ends the
+    leaf's influence on what is written, as for any other result, and it changes the leaf's values.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
 
 
 def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     shape = list(local.shape)
-    for m, p in enumerate(placements):
+    for m, p in enumerate(placements[: mesh.ndim]):
+        check_placement(p)
         if isinstance(p, Shard):
             if not -len(shape) <= p.dim < len(shape):
-                raise DTensorError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
+                raise PlacementsError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
             shape[p.dim] *= mesh.size(m)
     return shape
 
 
-def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Compare dtype and shape across the mesh; replicas take the first rank's values."""
-    from terrazzo.comm.collectives import all_gather, broadcast
+_DESCRIPTION_BYTES = 256
 
+
+def _check_alike(local: torch.Tensor, layout: Layout) -> None:
+    """Compare across the mesh what ranks must have in common: dtype, global shape, requires_grad, order of dims."""
     everyone = axis_of(layout.mesh, tuple(range(len(layout.mesh_shape))))
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
-    mine = torch.tensor(
-        [dtypes.index(local.dtype) if local.dtype in dtypes else -1, *layout.shape], device=local.device
-    )
-    rows = all_gather(mine.unsqueeze(0), everyone, 0, (1,) * everyone.size)
-    for i, row in enumerate(rows):
-        if not torch.equal(row, mine):
-            raise DTensorError(
-                f"from_local: rank {everyone.ranks[i]} holds a part of another dtype or global shape than rank "
-                f"{dist.get_rank()}: {row.tolist()} against {mine.tolist()} (dtype code, then global shape)"
+    if everyone.group is None or is_simulated(everyone.group):
+        return
+    strides = global_stride(local, layout.shape) if local.numel() else "of no elements"
+    mine = [
+        f"{local.dtype}, global shape {tuple(layout.shape)}, requires_grad={local.requires_grad}",
+        f"global strides {strides}",
+    ]
+    # Of one size, because what is compared may have another number of dims on another rank.
+    data = b"".join(text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES) for text in mine)
+    row = torch.tensor([list(data)], dtype=torch.uint8, device=local.device)
+    rows = all_gather(row, everyone, 0, (1,) * everyone.size).cpu().view(everyone.size, 2, _DESCRIPTION_BYTES)
+    for rank, texts in zip(everyone.ranks, rows.tolist(), strict=True):
+        other = [bytes(text).decode(errors="replace").rstrip() for text in texts]
+        comparable = 1 if any(text.endswith("of no elements") for text in (mine[1], other[1])) else 2
+        if other[:comparable] != [text[:_DESCRIPTION_BYTES] for text in mine[:comparable]]:
+            raise DTensorArgumentError(
+                f"from_local: the parts do not make one tensor. Rank {rank} has a part of {', '.join(other)}; rank "
+                f"{dist.get_rank()} of {', '.join(mine)}"
             )
+
+
+def _first_replica(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Replicas take the first rank's values."""
     for m, p in enumerate(layout.placements):
         if isinstance(p, Replicate):
             with torch.no_grad():
@@ -125,6 +170,9 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
     if grad_placements is not None:
         arrives = layout.with_placements(tuple(grad_placements), layout.order)
         if arrives is not layout.dual:
+            if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
+                # Terms of the gradient of what was gathered are reduced and scattered.
+                return tensor._memo.varying(local, arrives.varying)
             result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
             return result
     return local.view_as(local)
@@ -155,8 +203,6 @@ def _redistribute(
 ) -> DTensor:
     src = tensor._layout
     if mesh is not None and (mesh := canonical_mesh(mesh)) is not src.mesh:
-        from terrazzo.tensor.cross_mesh import redistribute_across
-
         placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
         return redistribute_across(tensor, Layout.of(mesh, placed, src.shape, order))
     placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
@@ -215,7 +261,7 @@ def _communicates(step: Step, layout: Layout) -> bool:
 def chunk_list(tensor: DTensor) -> list[Any]:
     layout = tensor._layout
     if any(p.is_partial() for p in layout.placements):
-        raise DTensorError(
+        raise DTensorArgumentError(
             f"a DTensor placed {list(layout.placements)} holds terms, which have no place in a checkpoint: "
             "redistribute it to "
             "Shard or Replicate first"
@@ -225,5 +271,8 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     box = layout.box()
     return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
 
+
+links.from_local, links.to_local, links.full_tensor = from_local, to_local, full_tensor
+links.redistribute, links.chunk_list = redistribute, chunk_list
 
 __all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]

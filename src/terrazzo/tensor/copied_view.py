@@ -15,15 +15,18 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from terrazzo._torch.tensors import version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.indices import region_of
+from terrazzo.tensor.strides import has_view, no_view
 
 _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
 _PARTS = {"unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
-_COPIES_WHAT_IS_STRIDED = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
+_COPYING_RESHAPES = frozenset(["reshape", "reshape_as", "flatten", "ravel"])
+_RESHAPES = _COPYING_RESHAPES | {"view", "unflatten", "_unsafe_view"}
 
 
 # By local tensor: the copies of parts of it that are in use.
@@ -66,8 +69,8 @@ class Origin:
         """What has been written is none of what the copy shows."""
         self._version = _version_of(self._local)
 
-    def check_writable(self) -> None:
-        """Raise if a write to the copy could not be passed on."""
+    def check_writable(self, with_grad: bool) -> None:
+        """Raise if a write to the copy, which autograd is to see or not, could not be passed on."""
         self.check()
         if self._index is None or self._base._local is not self._local:
             raise DTensorError(
@@ -75,6 +78,16 @@ class Origin:
                 "not reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or "
                 "redistribute it first so that the viewed dimension is not sharded"
             )
+
+        if with_grad:
+            local = self._base._local
+            root = local if local._base is None else local._base
+            if local.requires_grad and root.is_leaf:
+                raise RuntimeError(
+                    "a view of a leaf Variable that requires grad is being used in an in-place operation."
+                )
+        if type(self._base) is CopiedView:
+            self._base._pending.check_writable(with_grad)
 
     def pass_on(self) -> None:
         """Write the copy to where it is from."""
@@ -133,14 +146,16 @@ CopiedView.data = property(lambda self: self.detach(), DTensor.data.fset)  # typ
 
 
 def _version_of(local: torch.Tensor) -> int:
-    return -1 if local.is_inference() else local._version  # inference tensors do not count
+    return -1 if local.is_inference() else version_of(local)  # inference tensors do not count
 
 
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Make the results of the view function `name` copied views of its first argument."""
     base = args[0] if args else next(iter(kwargs.values()))
-    if name in _COPIES_WHAT_IS_STRIDED and not base._local.is_contiguous():
-        return  # on one device it would be no view either
+    if name in _RESHAPES and isinstance(result, DTensor) and not has_view(base._local, base.shape, result.shape):
+        if name in _COPYING_RESHAPES:
+            return  # on one device it would be no view either
+        raise no_view(base.shape, result.shape)
     results = (result,) if isinstance(result, DTensor) else result
     indices = _indices_of(name, args, kwargs, results)
     for t, index in zip(results, indices, strict=True):
@@ -188,7 +203,7 @@ def _indices_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 def check_writable(target: Any) -> None:
     """Before an in-place write: raise if it would be lost."""
     if type(target) is CopiedView:
-        target._pending.check_writable()
+        target._pending.check_writable(torch.is_grad_enabled() and target.requires_grad)
 
 
 def check_keeps_shape(target: Any) -> None:

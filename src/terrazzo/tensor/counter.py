@@ -4,8 +4,8 @@ An element's index is its row-major position in the global tensor, so its bits d
 number of ranks. The hash works on int32 tensors in place, in pieces that stay in a cache: for a local tensor of any
 size, what it needs beside its result is bounded (`PIECE` elements, 12 bytes each).
 
-Four rounds of multiplication (odd constants of C. Wellons' `triple32` and of MurmurHash3), each with a key word added and
-with its upper bits folded into the lower ones, are what is needed for every bit of the index, and of the key words up
+Four rounds of multiplication (odd constants of C. Wellons' `triple32` and of MurmurHash3), each with a key word added
+and the upper bits folded into the lower ones, are what is needed for every bit of the index, and of the key words up
 to the second, to change every bit of the result in half of the cases. The index is added once more at the end: without
 it, equal words would never occur within one tensor. torch's shift of negative numbers keeps the sign and it has no fast
 mask, so bits are folded with the sign in front; the last fold is an addition, which gives the top bit its due.
@@ -55,6 +55,24 @@ def key_words(key: int, upper: int, number: int) -> tuple[int, ...]:
     state = _mixed((key + _GAMMA * (4 * upper + number + 1)) & _WHOLE)
     pairs = [_mixed((state + _GAMMA * i) & _WHOLE) for i in (1, 2)]
     return tuple(_signed(pair >> shift) for pair in pairs for shift in (0, 32))
+
+
+def _mixed_tensor(z: torch.Tensor) -> torch.Tensor:
+    for bits, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = z ^ (z >> bits & (1 << 64 - bits) - 1)  # torch's shift keeps the sign
+        z = z * (multiplier - (1 << 64) if multiplier > 1 else 1)
+    return z
+
+
+def key_words_of(key: torch.Tensor, upper: int, number: int) -> tuple[torch.Tensor, ...]:
+    """The same for a key that is an input of a captured graph."""
+
+    def step(times: int) -> int:
+        return (_GAMMA * times + (1 << 63) & _WHOLE) - (1 << 63)
+
+    state = _mixed_tensor(key + step(4 * upper + number + 1))
+    pairs = [_mixed_tensor(state + step(i)) for i in (1, 2)]
+    return tuple((pair >> shift).to(torch.int32) for pair in pairs for shift in (0, 32))
 
 
 class Run(NamedTuple):
@@ -114,7 +132,7 @@ class Words:
 
     __slots__ = ("_folded", "_index", "_key", "_keys", "_run", "_word")
 
-    def __init__(self, run: Run, key: int, index: torch.Tensor) -> None:
+    def __init__(self, run: Run, key: int | torch.Tensor, index: torch.Tensor) -> None:
         self._key = key
         self._keys: dict[int, tuple[torch.Tensor, ...]] = {}
         self._run = run
@@ -141,8 +159,12 @@ class Words:
     def _key_words(self, number: int) -> tuple[torch.Tensor, ...]:
         found = self._keys.get(number)
         if found is None:
-            ints = key_words(self._key, self._run.first >> 32, number)
-            found = self._keys[number] = torch.tensor(ints, dtype=torch.int32).unbind()
+            key, upper = self._key, self._run.first >> 32
+            if isinstance(key, torch.Tensor):
+                found = key_words_of(key, upper, number)
+            else:
+                found = torch.tensor(key_words(key, upper, number), dtype=torch.int32).unbind()
+            self._keys[number] = found
         return found
 
 
@@ -158,7 +180,9 @@ def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
     return index.add_(_signed(run.first)) if run.first else index
 
 
-def words_of(run: Run, key: int, device: torch.device | str) -> Iterator[tuple[tuple[slice, ...], Words]]:
+def words_of(
+    run: Run, key: int | torch.Tensor, device: torch.device | str
+) -> Iterator[tuple[tuple[slice, ...], Words]]:
     """The words of a run, piece by piece, with where each lies in a tensor of the run's lengths."""
     words: Words | None = None
     lengths: tuple[int, ...] = ()

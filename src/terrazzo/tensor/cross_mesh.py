@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
 from terrazzo.comm.collectives import exchange
-from terrazzo.comm.mesh import ranks_of
-from terrazzo.layout import Box, Layout, Partial, Placement, Replicate
+from terrazzo.comm.mesh import ranks_of, when_groups_end
+from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, cells_in, first_holders, replicas
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -44,28 +44,52 @@ def boxes_by_rank(layout: Layout) -> dict[int, Box]:
 
 @functools.lru_cache(maxsize=1024)
 def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
-    """The transfer of rank `me` between two layouts without terms."""
-    have, want = boxes_by_rank(src), boxes_by_rank(dst)
-    ranks = tuple(sorted({*have, *want}))
-    owners: dict[Box, list[int]] = {}
-    for rank, box in have.items():
-        if not box.is_empty:
-            owners.setdefault(box, []).append(rank)
-    # sender[(receiver, box)]: every rank works the same table out.
+    """The transfer of rank `me` between two layouts without terms.
+
+    Only the boxes that meet this rank's own are made; of the other ranks no more is needed than their numbers.
+    """
+    holders, receivers = ranks_of(src.mesh), ranks_of(dst.mesh)
+    at = {rank: index for index, rank in enumerate(holders)}
+    firsts, copies = first_holders(src), replicas(src)
+    ranks = tuple(sorted({*holders, *receivers}))
+    place = {rank: i for i, rank in enumerate(ranks)}
+    turn = {rank: i for i, rank in enumerate(sorted(receivers))}
+
+    def sender(receiver: int, first: int) -> int:
+        """Who sends a box to `receiver`: itself if it holds it; otherwise the holders take turns."""
+        index = at.get(receiver)
+        if index is not None and firsts[index] == first:
+            return receiver
+        return holders[first + copies[turn[receiver] % len(copies)]]
+
     send: list[Box | None] = [None] * len(ranks)
     receive: list[Box | None] = [None] * len(ranks)
-    for turn, receiver in enumerate(sorted(want)):
-        for box, holders in owners.items():
-            common = want[receiver].intersect(box)
-            if common is None or common.is_empty:
-                continue
-            sender = receiver if receiver in holders else holders[turn % len(holders)]
-            if sender == me:
-                send[ranks.index(receiver)] = common.relative_to(box)
-            if receiver == me:
-                receive[ranks.index(sender)] = common.relative_to(want[receiver])
-    shape = tuple(want[me].lengths) if me in want else (0,)
+    shape: tuple[int, ...] = (0,)
+    if me in turn:
+        wanted = dst.box(_coordinate(receivers.index(me), dst.mesh_shape))
+        shape = tuple(wanted.lengths)
+        for first, part in cells_in(src, wanted):
+            receive[place[sender(me, first)]] = part
+    if me in at:
+        mine = firsts[at[me]]
+        beside = replicas(dst)
+        for first, part in cells_in(dst, src.box(_coordinate(at[me], src.mesh_shape))):
+            for copy in beside:
+                receiver = receivers[first + copy]
+                if sender(receiver, mine) == me:
+                    send[place[receiver]] = part
     return Transfer(ranks, tuple(send), tuple(receive), shape)
+
+
+when_groups_end(plan_transfer.cache_clear)
+
+
+def _coordinate(index: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    at: list[int] = []
+    for n in reversed(mesh_shape):
+        index, i = divmod(index, n)
+        at.append(i)
+    return tuple(reversed(at))
 
 
 def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
@@ -77,7 +101,7 @@ def _transfer(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     local = local.detach()
     pieces = [None if box is None else local[box.slices()] for box in plan.send]
     shapes = [None if box is None else box.lengths for box in plan.receive]
-    arrived = exchange(pieces, axis, shapes, local.dtype, local.device)
+    arrived = exchange(pieces, axis, shapes, local)
     result = local.new_zeros(plan.shape)
     for box, piece in zip(plan.receive, arrived, strict=True):
         if box is not None:

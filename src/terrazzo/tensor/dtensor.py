@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -19,24 +19,52 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.autograd import run_backward
+from terrazzo._torch.dispatching import without_subclass_functions
+from terrazzo._torch.tensors import make_wrapper as _make
+from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
 from terrazzo.tensor.dispatch.keys import (
     FALSE,
+    KEYWORD,
+    LIST,
+    NUMBER_TENSOR,
     PLAIN_KEYS,
+    SLICE,
     TRUE,
+    TUPLE,
     Unkeyable,
     any_float,
     append_basic_index,
+    float_key,
     list_handlers,
-    plans,
+    routes,
 )
 from terrazzo.tensor.raw_access import NoRawAccess
+from terrazzo.tensor.strides import global_stride, is_contiguous
 
-_make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
-set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"].__set__
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class Links:
+    """What the methods of `DTensor` call in modules that are built on it. Each of these puts its own functions here."""
+
+    miss: Callable[..., Any]
+    """A call for which no route is known (`dispatch.calls`)."""
+    aten: Callable[..., Any]
+    """An operator called from C++ (`dispatch.aten`)."""
+    from_local: Callable[..., DTensor]
+    to_local: Callable[..., torch.Tensor]
+    full_tensor: Callable[..., torch.Tensor]
+    redistribute: Callable[..., DTensor]
+    chunk_list: Callable[..., list[Any]]
+    gradient_of: Callable[..., DTensor]
+    gradient_for: Callable[..., torch.Tensor]
+    reduce: Callable[..., Any]
+
+
+links = Links()
 
 
 class PerThread(threading.local):
@@ -68,6 +96,21 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
+def become(target: DTensor, value: DTensor) -> None:
+    """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
+    local = value._local
+    if target.requires_grad and not local.requires_grad:  # without a graph, a leaf stays one that wants its gradient
+        local = local.detach().requires_grad_()
+    with without_subclass_functions():
+        set_wrapper_data(target, wrap(local.detach(), value._layout))
+    target._local, target._layout, target._memo = local, value._layout, value._memo
+
+
+def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func`, by code that already knows that DTensors are among the arguments."""
+    return DTensor.__torch_function__(func, (DTensor,), args, dict(kwargs))
+
+
 def sums_only(layout: Layout) -> bool:
     """Whether what terms the layout has are terms of sums, whose gradient is the sum's on every rank."""
     if layout.dual is layout:
@@ -87,14 +130,17 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
     if kind is bool:
         key.append(TRUE if value else FALSE)
         return value
-    if kind is float or kind is complex:
-        key.append(kind if func in any_float else (kind, value))
+    if kind is float:
+        key.append(kind if func in any_float else float_key(value))
+        return value
+    if kind is complex:
+        key.append(kind if func in any_float else (kind, float_key(value.real), float_key(value.imag)))
         return value
     if kind is list or kind is tuple:
         if value and type(value[0]) is DTensor:
             try:
                 key.append((kind, *[x._layout for x in value]))
-                return [x._local for x in value]
+                return kind([x._local for x in value])
             except AttributeError:
                 pass
         key.append(kind)
@@ -112,7 +158,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         return value._local
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 and not value.requires_grad:
-            key.append("0-d")
+            key.append(NUMBER_TENSOR)
             return value
         raise Unkeyable("a plain tensor")
     if isinstance(value, torch.Generator):
@@ -121,7 +167,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         hash(value)
     except TypeError:
         raise Unkeyable(f"an unhashable {kind.__name__}") from None
-    key.append(value)
+    key.append((kind, value))  # a Size equals a tuple, numpy's numbers equal Python's
     return value
 
 
@@ -143,9 +189,18 @@ def _general_key(
             loc.append(key_of(a, key, func))
     kw = {}
     for name, a in kwargs.items():
+        key.append(KEYWORD)
         key.append(name)
         kw[name] = key_of(a, key, func)
     return tuple(key), loc, kw
+
+
+def key_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A key for a call; None if its arguments allow none."""
+    try:
+        return _general_key(func, args, kwargs)[0]
+    except Unkeyable:
+        return None
 
 
 class DTensor(NoRawAccess, torch.Tensor):
@@ -196,10 +251,10 @@ class DTensor(NoRawAccess, torch.Tensor):
                             hashable = (func, first._layout, second)
                             loc = [first._local, second]
                         elif kind is tuple:
-                            key = [func, first._layout]
+                            key = [func, first._layout, TUPLE]
                             for i in second:  # append_basic_index, without the call
                                 if type(i) is slice:
-                                    key.append((i.start, i.stop, i.step))
+                                    key.append((SLICE, i.start, i.stop, i.step))
                                 elif type(i) in PLAIN_KEYS:
                                     key.append(i)
                                 else:
@@ -222,26 +277,22 @@ class DTensor(NoRawAccess, torch.Tensor):
                 elif type(first) is list and count == 2 and type(args[1]) in PLAIN_KEYS:
                     second = args[1]
                     try:
-                        hashable = (func, second, *[x._layout for x in first])
+                        hashable = (func, LIST, second, *[x._layout for x in first])
                         loc = [[x._local for x in first], second]
                     except AttributeError:  # not all of them are DTensors
                         hashable, loc, kw = _general_key(func, args, kw)
                 else:
                     hashable, loc, kw = _general_key(func, args, kw)
-            plan = plans.get(hashable)
+            route = routes.get(hashable)
         except Unkeyable:
-            hashable, plan = None, None
-        if plan is not None:
-            return plan(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
-        from terrazzo.tensor.dispatch.calls import call_without_plan
-
-        return call_without_plan(func, types, args, kwargs, hashable)  # type: ignore[arg-type]
+            hashable, route = None, None
+        if route is not None:
+            return route(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
+        return links.miss(func, args, kwargs, hashable)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from terrazzo.tensor.dispatch.aten import dispatch_aten
-
-        return dispatch_aten(func, args, kwargs or {})
+        return links.aten(func, args, kwargs or {})
 
     # ------------------------------------------------------------------ what it is
 
@@ -278,6 +329,8 @@ class DTensor(NoRawAccess, torch.Tensor):
         return strides if dim is None else strides[dim]
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        if memory_format is torch.contiguous_format:
+            return is_contiguous(self._local, self._layout.shape)
         return self._local.is_contiguous(memory_format=memory_format)
 
     def is_floating_point(self) -> bool:
@@ -341,24 +394,18 @@ class DTensor(NoRawAccess, torch.Tensor):
         and gives replicas the first rank's data. `stride` is accepted for compatibility: strides follow the local
         tensor.
         """
-        from terrazzo.tensor.convert import from_local
-
-        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+        return links.from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
         local: torch.Tensor = self._local
         if not local.requires_grad:
             return local
-        from terrazzo.tensor.convert import to_local
-
-        return to_local(self, grad_placements)
+        return links.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh; differentiable."""
-        from terrazzo.tensor.convert import full_tensor
-
-        return full_tensor(self, grad_placements)
+        return links.full_tensor(self, grad_placements)
 
     def redistribute(
         self,
@@ -371,15 +418,11 @@ class DTensor(NoRawAccess, torch.Tensor):
 
         Without `placements` it is replicated. With `async_op=True` the communication runs until the result is used.
         """
-        from terrazzo.tensor.convert import redistribute
-
-        return redistribute(self, device_mesh, placements, async_op=async_op)
+        return links.redistribute(self, device_mesh, placements, async_op=async_op)
 
     def __create_chunk_list__(self) -> list[Any]:
         """The boxes of the global tensor that this rank holds, for checkpoints."""
-        from terrazzo.tensor.convert import chunk_list
-
-        return chunk_list(self)
+        return links.chunk_list(self)
 
     # ------------------------------------------------------------------ autograd
 
@@ -404,9 +447,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         except AttributeError:  # the slot is only set once a gradient was asked for
             pass
         if g.requires_grad and self._layout.dual is not self._layout:
-            from terrazzo.tensor.ops.autograd import gradient_of
-
-            return gradient_of(g, self._layout)
+            return links.gradient_of(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
         return w
 
@@ -443,7 +484,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             self._local.data = local
             self._layout = value._layout
         else:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 set_wrapper_data(self, wrap(local, value._layout))
             self._local.data = local
             self._layout = value._layout
@@ -478,16 +519,14 @@ class DTensor(NoRawAccess, torch.Tensor):
             return
         local = self._local
         keep = create_graph if retain_graph is None else retain_graph
-        _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
+        run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        from terrazzo.tensor.ops.autograd import gradient_for, gradient_of
-
         layout = self._layout
 
         def on_local(grad: torch.Tensor) -> torch.Tensor | None:
-            result = hook(gradient_of(grad, layout))
-            return None if result is None else gradient_for(result, layout)
+            result = hook(links.gradient_of(grad, layout))
+            return None if result is None else links.gradient_for(result, layout)
 
         return self._local.register_hook(on_local)
 
@@ -545,9 +584,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from terrazzo.tensor.pickling import reduce
-
-        return reduce(self)
+        return links.reduce(self)
 
 
 for _name in (
@@ -556,15 +593,3 @@ for _name in (
     *("is_xla", "is_mtia", "is_ipu", "is_vulkan", "is_maia"),
 ):
     setattr(DTensor, _name, property(attrgetter(f"_local.{_name}")))
-
-
-def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor with the dims in the order in which the local tensor keeps them."""
-    order: Sequence[int] = range(len(shape))
-    if not local.is_contiguous():
-        order = sorted(order, key=lambda d: (-local.stride()[d], d))
-    strides, step = [0] * len(shape), 1
-    for d in reversed(list(order)):
-        strides[d] = step
-        step *= max(shape[d], 1)
-    return tuple(strides)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout import Layout, Placement, Replicate
 from terrazzo.tensor import random
 from terrazzo.tensor.convert import current_mesh
@@ -31,7 +31,7 @@ def _make(
     placements: Sequence[Placement] | None,
 ) -> DTensor:
     if layout is not torch.strided:
-        raise DTensorError(f"DTensors are strided, layout={layout} is not available")
+        raise DTensorArgumentError(f"DTensors are strided, layout={layout} is not available")
     mesh = current_mesh(device_mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     described = Layout.of(mesh, placed, shape)

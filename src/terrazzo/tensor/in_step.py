@@ -22,7 +22,6 @@ from terrazzo.comm.axis import axis_of, time_limit
 from terrazzo.comm.comparison import Comparison, Difference
 from terrazzo.comm.simulated import is_simulated, real_values
 from terrazzo.errors import CommTimeout, RandomStateError
-from terrazzo.layout import Layout
 
 EVERY = 256
 """Draws on a mesh between two comparisons."""
@@ -76,24 +75,24 @@ _by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Watch]
 _by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch | None]] = weakref.WeakKeyDictionary()
 
 
-def check_in_step(layout: Layout, key: int, generator: torch.Generator | None) -> None:
-    """Take note of a draw for a tensor with this layout, and raise if draws before it differed between ranks."""
+def check_in_step(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
+    """Take note of a draw for a tensor of this shape, and raise if draws before it differed between ranks."""
     group = distributed_c10d._get_default_group()
-    known = _by_mesh.get(layout.mesh)
+    known = _by_mesh.get(mesh)
     if known is None or known[0]() is not group:
-        known = _by_mesh[layout.mesh] = weakref.ref(group), _watch(layout, group)
+        known = _by_mesh[mesh] = weakref.ref(group), _watch(mesh, group)
     if known[1] is not None:
         seed = (torch.default_generator if generator is None else generator).initial_seed()
-        known[1].drew(key, tuple(layout.shape), seed)
+        known[1].drew(key, shape, seed)
 
 
-def _watch(layout: Layout, group: ProcessGroup) -> _Watch | None:
-    if layout.coord is None or layout.mesh.size() == 1 or is_simulated(group):
+def _watch(mesh: Any, group: ProcessGroup) -> _Watch | None:
+    if mesh.get_coordinate() is None or mesh.size() == 1 or is_simulated(group):
         return None
     with real_values():
-        ranks = tuple(layout.mesh.mesh.flatten().tolist())
+        ranks = tuple(mesh.mesh.flatten().tolist())
     watches = _by_ranks.setdefault(group, {})
     if ranks not in watches:
-        limit = time_limit(axis_of(layout.mesh, next(d for d in range(layout.mesh.ndim) if layout.mesh.size(d) > 1)))
+        limit = time_limit(axis_of(mesh, next(d for d in range(mesh.ndim) if mesh.size(d) > 1)))
         watches[ranks] = _Watch(Comparison.among(ranks, "random"), limit.total_seconds())
     return watches[ranks]

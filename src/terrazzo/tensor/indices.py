@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from terrazzo.layout import Box
@@ -14,6 +16,37 @@ from terrazzo.tensor.dispatch.spec import Operand
 def as_tuple(index: Any) -> tuple[Any, ...]:
     """The items of an index."""
     return tuple(index) if isinstance(index, tuple) else (index,)
+
+
+def normal(index: Any) -> tuple[Any, ...]:
+    """The items of an index as C++ takes them: what counts as an int is one, lists and arrays are tensors.
+
+    >>> normal([0, 2]), normal((torch.tensor(1), slice(None, torch.tensor(2))))
+    ((tensor([0, 2]),), (1, slice(None, 2, None)))
+    """
+    if isinstance(index, list) and len(index) < 32 and any(_makes_a_tuple(i) for i in index):
+        index = tuple(index)
+    return tuple(_normal_item(i) for i in as_tuple(index))
+
+
+def _makes_a_tuple(item: Any) -> bool:
+    """A list with one of these counts as the tuple of its items, as in old versions of numpy."""
+    return item is None or item is Ellipsis or isinstance(item, (torch.Tensor, slice, Sequence, np.ndarray))
+
+
+def _normal_item(item: Any) -> Any:
+    if isinstance(item, slice):
+        return slice(*(v if v is None else operator.index(v) for v in (item.start, item.stop, item.step)))
+    if isinstance(item, torch.Tensor):
+        return item if item.ndim or is_mask(item) else int(item)
+    if item is None or item is Ellipsis or isinstance(item, (int, Operand)):
+        return item
+    if isinstance(item, np.bool_):
+        return bool(item)
+    if isinstance(item, np.ndarray) or isinstance(item, Sequence):
+        tensor = torch.as_tensor(item)
+        return tensor if tensor.numel() or isinstance(item, np.ndarray) else tensor.long()
+    return operator.index(item) if hasattr(item, "__index__") else item  # of others C++ says what it thinks
 
 
 def is_basic(index: Sequence[Any]) -> bool:

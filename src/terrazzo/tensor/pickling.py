@@ -3,6 +3,9 @@
 A pickle holds the local tensor and, as plain data, the ranks of the mesh and the placements. It is for the same rank of
 the same arrangement; `terrazzo.checkpoint` is what reads onto another. A mesh is not pickled as an object: the copy
 would hash otherwise than the live mesh in another process, and would meet it as a stranger.
+
+Without a process group a pickle can be looked at: it gives the tensor as its writer had it, with shape, placements and
+local part, which can be worked on as far as no communication is needed.
 """
 
 from __future__ import annotations
@@ -13,19 +16,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, links, wrap
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
     """What pickle is to store."""
     layout = tensor._layout
-    state = {k: v for k, v in tensor.__dict__.items() if k != "_is_param"}
-    is_parameter = bool(tensor.__dict__.get("_is_param"))
+    state = {k: v for k, v in tensor.__dict__.items() if k != PARAMETER_MARK}
+    is_parameter = bool(tensor.__dict__.get(PARAMETER_MARK))
     where = (mesh_as_data(layout.mesh), tuple(layout.placements), tuple(layout.shape), tuple(layout.order))
-    return rebuild, (tensor._local.detach(), *where, tensor._local.requires_grad, is_parameter, state)
+    writer = dist.get_rank() if dist.is_initialized() else _seen_from(layout)
+    return rebuild, (tensor._local.detach(), *where, tensor._local.requires_grad, is_parameter, state, writer)
+
+
+def _seen_from(layout: Layout) -> int:
+    """The rank from which a tensor on a mesh without process groups is seen."""
+    ranks: list[int] = layout.mesh.mesh[layout.coord].flatten().tolist() if layout.coord is not None else []
+    return ranks[0] if ranks else -1
 
 
 def rebuild(
@@ -37,9 +48,10 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     state: dict[str, Any],
+    writer: int | None = None,
 ) -> DTensor:
     """Undo `reduce`."""
-    layout = Layout.of(mesh_from_data(mesh), placements, shape, order)
+    layout = Layout.of(mesh_from_data(mesh, writer), placements, shape, order)
     if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
         raise DTensorError(
             f"rank {dist.get_rank()}: a pickled part of a DTensor has shape {tuple(local.shape)}, this rank's part of "
@@ -48,8 +60,9 @@ def rebuild(
     result = wrap(local.requires_grad_(requires_grad), layout)
     result.__dict__.update(state)
     if is_parameter:
-        result._is_param = True
+        mark_as_parameter(result)
     return result
 
 
+links.reduce = reduce
 torch.serialization.add_safe_globals([rebuild, Shard, Replicate, Partial])

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
 from terrazzo.layout import Box, Layout, Replicate, Shard
 from terrazzo.tensor.counter import Run, Words, is_one_piece, lower_index, run_of, words_of
@@ -25,15 +27,33 @@ from terrazzo.tensor.redistribute import redistribute_local
 Make = Callable[..., torch.Tensor]
 
 
-def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int:
-    """The key of one random operation; every rank of the mesh draws the same."""
+def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | torch.Tensor:
+    """The key of one random operation; every rank of the mesh draws the same.
+
+    While `terrazzo.compile` captures a program it is a 0-d tensor, an input of the graph.
+    """
+    recorder = captured.recorder()
+    if recorder is not None:
+        key: torch.Tensor = recorder.draw(layout.mesh, generator)
+        return key
+    number = next_number(generator)
+    check_in_step(layout.mesh, number, tuple(layout.shape), generator)
+    return number
+
+
+def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
+    """The next number of a generator that all ranks of the mesh draw from."""
+    number = next_number(generator)
+    check_in_step(mesh, number, (), generator)
+    return number
+
+
+def next_number(generator: torch.Generator | None = None) -> int:
+    """The next number of a generator, whatever other ranks do."""
     with real_values():
         if generator is None or generator.device.type == "cpu":
-            key = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
-        else:
-            key = _key_without_waiting(generator)
-    check_in_step(layout, key, generator)
-    return key
+            return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
+        return _key_without_waiting(generator)
 
 
 def _key_without_waiting(generator: torch.Generator) -> int:
@@ -81,7 +101,9 @@ def fill(
     return out if run is None else _fill(out, run, key, make, aligned)
 
 
-def _fill(out: torch.Tensor, run: Run, key: int, make: Make, aligned: Sequence[torch.Tensor]) -> torch.Tensor:
+def _fill(
+    out: torch.Tensor, run: Run, key: int | torch.Tensor, make: Make, aligned: Sequence[torch.Tensor]
+) -> torch.Tensor:
     target = (torch.view_as_real(out) if out.is_complex() else out).view(run.lengths)
     beside = [tensor.reshape(run.lengths) for tensor in aligned]
     for at, words in words_of(run, key, out.device):

@@ -1,16 +1,20 @@
 """What CommDebugMode sees, against counts and bytes worked out by hand."""
 
 import json
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor as theirs
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode as TheirMode
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
+from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import (
     DTensor,
     Replicate,
@@ -113,6 +117,66 @@ def check_tables(folder):
         mode.get_comm_counts("sideways")
 
 
+def check_keys_and_modules():
+    _, model, x = tensor_parallel(4)
+    mode = CommDebugMode()
+    with mode:
+        assert mode.comm_module_counts == {"Global": {"forward": {}, "backward": {}}}
+        model(x).redistribute(placements=[Replicate()]).sum().backward()
+        assert mode.comm_counts == mode.get_comm_counts()
+    functional, native = torch.ops.c10d_functional, torch.ops._c10d_functional
+    assert dict(mode.comm_counts) == {functional.all_reduce: 2} and list(mode.comm_counts) == [functional.all_reduce]
+    for same in ({"all_reduce": 2}, {functional.all_reduce: 2}, {native.all_reduce: 1, torch.ops.c10d.allreduce_: 1}):
+        assert mode.comm_counts == same and same == mode.comm_counts and not mode.comm_counts != same
+    assert mode.comm_counts != {functional.all_reduce: 1} and mode.comm_counts != {functional.all_gather_into_tensor: 2}
+    both = mode.comm_module_counts
+    assert set(both) == {"Global", "MLP", "MLP.up"}
+    assert both["Global"] == {"forward": {functional.all_reduce: 1}, "backward": {functional.all_reduce: 1}}
+    assert both["MLP"] == both["MLP.up"] == {"forward": {}, "backward": {functional.all_reduce: 1}}
+
+
+def check_pytorchs_dtensors_too():
+    """One mode sees the collectives of both libraries' tensors, and counts PyTorch's as PyTorch's mode does."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(32.0).view(8, 4)
+
+    def program():
+        x = theirs.distribute_tensor(whole, mesh, [theirs.Shard(0)], src_data_rank=None).requires_grad_()
+        (x @ x.t()).sum().redistribute(placements=[theirs.Replicate()]).backward()
+        return x.detach().redistribute(placements=[theirs.Replicate()]).to_local().sum()
+
+    mode, reference = CommDebugMode(), TheirMode()
+    with reference:
+        program()
+    with mode:
+        program()
+    assert reference.get_total_counts() > 1 and mode.get_comm_counts() == reference.get_comm_counts()
+    with mode:
+        program()
+        distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).full_tensor()
+    assert mode.get_total_counts() == reference.get_total_counts() + 1
+
+
+def check_messages_of_fully_shard():
+    """Large parts travel as messages between pairs of ranks; they are the collectives that they make up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1200, 1200, bias=False), nn.Linear(1200, 1200, bias=False))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    mode = CommDebugMode()
+    with mode:
+        model(torch.ones(1, 1200)).sum().backward()
+    assert mode.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 2}, mode.get_comm_counts()
+    # Messages of the user's own are counted.
+    peer = 1 - dist.get_rank()
+    with mode:
+        works = [dist.isend(torch.ones(2), peer), dist.irecv(torch.empty(2), peer)]
+        for work in works:
+            work.wait()
+    assert mode.get_comm_counts() == {"send": 1}
+
+
 def check_recomputation_belongs_to_its_module():
     _, model, x = tensor_parallel(2)
     model.recompute = True
@@ -203,6 +267,18 @@ def test_tables_and_json(tmp_path):
     run_ranks(4, check_tables, str(tmp_path))
 
 
+def test_keys_and_modules():
+    run_ranks(4, check_keys_and_modules)
+
+
+def test_pytorchs_dtensors_too():
+    run_ranks(4, check_pytorchs_dtensors_too)
+
+
+def test_messages_of_fully_shard():
+    run_ranks(2, check_messages_of_fully_shard)
+
+
 def test_recomputation():
     run_ranks(2, check_recomputation_belongs_to_its_module)
 
@@ -220,4 +296,9 @@ def test_lookup():
     assert counts.get("all_reduce", 7) == 7 and counts.get(torch.ops.c10d_functional.all_gather_into_tensor) == 3
     assert torch.ops._c10d_functional.all_gather_into_tensor.default in counts
     assert torch.ops.aten.add not in counts and counts[torch.ops.aten.add] == 0
-    assert dict(counts) == {"all_gather": 3}
+    assert counts.by_kind() == {"all_gather": 3}
+    counts.add("exchange", 2)
+    counts[torch.ops.c10d.broadcast_] = 1
+    assert counts.by_kind() == {"all_gather": 3, "exchange": 2, "broadcast": 1} == pickle.loads(pickle.dumps(counts))
+    assert repr(counts) == repr(counts.by_kind()) and counts["exchange"] == counts.get("exchange") == 2
+    assert counts[torch.ops._dtensor.shard_dim_alltoall] == 0

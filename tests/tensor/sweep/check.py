@@ -1,6 +1,6 @@
 """Runs on every rank: entries of the op database with distributed inputs, compared with one device.
 
-A case is one sample, one way of distributing its tensors, and one form of the operation (plain or in place).  Its
+A case is one sample of a dtype, one way of distributing its tensors, and one form of the call (see `forms`).  Its
 result is `right`, `raises` (an error where one device gives a result), or `wrong`: another value, shape, dtype or
 gradient, a lost gradient, or ranks that do not agree on the outcome.
 """
@@ -29,8 +29,9 @@ from tests.tensor.sweep.compare import (
     tensors,
     unwrapped,
 )
+from tests.tensor.sweep.forms import calls, is_in_place, outs_like, same_objects
 from tests.tensor.sweep.placing import MESHES, choose, distribute, kinds, terms_in_mean
-from tests.tensor.sweep.samples import entries, samples
+from tests.tensor.sweep.samples import differentiable, entries, samples
 
 # Their values are whatever memory held: only shape, dtype and device are compared.
 UNDEFINED_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -45,11 +46,27 @@ class Case:
     mesh: str
     family: str
     seed: int = 0
-    inplace: bool = False
+    form: str = "plain"
+    dtype: str = "float32"
 
     def __str__(self) -> str:
-        form = ", in place" if self.inplace else ""
+        form = ("" if self.form == "plain" else f", {self.form}") + (
+            "" if self.dtype == "float32" else f", {self.dtype}"
+        )
         return f"{self.size} sample {self.sample}, mesh {self.mesh}, {self.family} (seed {self.seed}){form}"
+
+
+@dataclass
+class Cell:
+    """What the cases of one entry of one dtype in one form came to, by number."""
+
+    right: int = 0
+    raises: int = 0
+    wrong: int = 0
+
+    @property
+    def verdict(self) -> str:
+        return "wrong" if self.wrong else "raises" if self.raises else "right"
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Report:
     kinds: set[str] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)  # names of operations that had no rule
     random: bool = False
+    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)  # by dtype and form
 
     @property
     def verdict(self) -> str:
@@ -92,20 +110,27 @@ def sweep_entries(plan: Sequence[tuple[str, Sequence[Case]]]) -> list[Report]:
 
 def sweep_entry(name: str, cases: Sequence[Case]) -> Report:
     report = Report(name)
-    made: dict[str, list[Any]] = {}
-    references: dict[tuple[str, int, bool], _Reference] = {}
+    made: dict[tuple[str, str], list[Any]] = {}
+    references: dict[tuple[str, str, int, str], _Reference] = {}
     for case in cases:
-        if case.size not in made:
-            count = 1 + max(c.sample for c in cases if c.size == case.size)
-            made[case.size] = samples(name, case.size, count)
-        if case.sample >= len(made[case.size]):
+        kind = (case.dtype, case.size)
+        if kind not in made:
+            count = 1 + max(c.sample for c in cases if (c.dtype, c.size) == kind)
+            made[kind] = samples(name, case.size, count, case.dtype)
+        if not made[kind]:
             continue
-        at = (case.size, case.sample, case.inplace)
+        sample = case.sample if case.form == "plain" and case.dtype == "float32" else case.sample % len(made[kind])
+        if sample >= len(made[kind]):
+            continue
+        at = (*kind, sample, case.form)
         if at not in references:
             references[at] = _Reference(
-                name, made[case.size][case.sample], case.inplace, zlib.crc32(f"{name} {at}".encode())
+                name, made[kind][sample], case.form, case.dtype, zlib.crc32(f"{name} {at}".encode())
             )
         outcome, message = _agreed(*_outcome(references[at], case, report))
+        if outcome in ("right", "raises", "wrong"):
+            cell = report.cells.setdefault((case.dtype, case.form), Cell())
+            setattr(cell, outcome, getattr(cell, outcome) + 1)
         if outcome == "right":
             report.right += 1
         elif outcome == "no operand":
@@ -171,10 +196,13 @@ class _Expected:
 class _Reference:
     """One sample in one form, on one device; what is random, replicated on a mesh."""
 
-    def __init__(self, name: str, sample: Any, inplace: bool, seed: int) -> None:
-        self.op, self.name, self.sample, self.inplace, self.seed = entries()[name], name, sample, inplace, seed
-        self.function: Callable[..., Any] = self.op.get_inplace() if inplace else self.op.op
+    def __init__(self, name: str, sample: Any, form: str, dtype: str, seed: int) -> None:
+        self.op, self.name, self.sample, self.form, self.seed = entries()[name], name, sample, form, seed
+        self.in_place = is_in_place(form)
+        self.differentiable = differentiable(self.op, dtype) and form != "out"
+        self._functions = calls(self.op, form, sample.args)
         self.is_random = False
+        self._prototype: Any = None  # of what is given as out=
         self._expected: _Expected | _Skip | None = None
         self._precise: tuple[list[Any], list[Any]] | None = None
 
@@ -190,47 +218,82 @@ class _Reference:
             raise self._expected
         return self._expected
 
-    def call(self, inputs: _Inputs, seed: int = 0) -> Any:
+    def call(self, inputs: _Inputs, seed: int = 0, out: Any = None) -> Any:
         torch.default_generator.manual_seed(self.seed + seed)
         target = inputs.input
-        if self.inplace and isinstance(target, torch.Tensor) and target.requires_grad:
+        if self.in_place and isinstance(target, torch.Tensor) and target.requires_grad:
             target = target.clone()
-        result = self.function(target, *inputs.args, **inputs.kwargs)
-        if not self.inplace:
+        kwargs = dict(inputs.kwargs) if out is None else {**inputs.kwargs, "out": out}
+        result = self._functions[0](target, *inputs.args, **kwargs)
+        if out is not None and not same_objects(result, out):
+            raise Mismatch("the form with out= did not return what was given")
+        if not self.in_place:
             return self.sample.output_process_fn_grad(result)
         if result is not target:
             raise Mismatch("the in-place form did not return its first argument")
         return result
 
+    def outs(self, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """What to give as out=; None in other forms."""
+        if self.form != "out":
+            return None
+        return outs_like(self._prototype, lambda t: make(torch.full_like(t, True if t.dtype == torch.bool else 3)))
+
+    def plain_inputs(self) -> _Inputs:
+        return _Inputs(self.sample, lambda t: t.detach().clone().requires_grad_(t.requires_grad and self.form != "out"))
+
     def _find(self) -> _Expected:
-        if self.inplace and self.sample.broadcasts_input:
+        if self.in_place and self.sample.broadcasts_input:
             raise _Skip("in place, the input would be broadcast")
-        inputs = _Inputs(self.sample, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+        self._choose_function()
+        inputs = self.plain_inputs()
         try:
-            result = self.call(inputs)
+            if self.form == "out":
+                self._prototype = self.call(inputs)
+                if "out" in inputs.kwargs or self.outs(lambda t: t) is None:
+                    raise _Skip("nothing that could be given as out=")
+            result = self.call(inputs, out=self.outs(lambda t: t))
+        except _Skip:
+            raise
         except Exception as error:
             raise _Skip(f"one device raises {type(error).__name__}") from error
         if self.name not in UNDEFINED_VALUES and inputs.tensors and self._differs_when_drawn_again(result):
             self.is_random = True
-            plain, differentiable = result, [t.requires_grad for t in tensors(result)]
-            inputs = self.placed("replicate", mesh_of("4"), random.Random())
-            result = self.call(inputs)
+            plain, requires_grad = result, [t.requires_grad for t in tensors(result)]
+            mesh = mesh_of("4")
+            inputs = self.placed("replicate", mesh, random.Random())
+            result = self.call(inputs, out=self.outs(lambda t: distribute(t, mesh, [Replicate()])))
             compare_kind(unwrapped(result), plain)
-            if self.op.supports_autograd and [t.requires_grad for t in tensors(result)] != differentiable:
-                raise Mismatch(f"requires_grad of the outputs: not {differentiable}, as on one device")
+            if self.differentiable and [t.requires_grad for t in tensors(result)] != requires_grad:
+                raise Mismatch(f"requires_grad of the outputs: not {requires_grad}, as on one device")
         outs = tensors(result)
-        wanted = [t.requires_grad for t in outs] if self.op.supports_autograd else []
+        wanted = [t.requires_grad for t in outs] if self.differentiable else []
         generator = torch.Generator().manual_seed(self.seed)
         roots = [t for t in outs if t.requires_grad]
         cotangents = [torch.randn(tuple(t.shape), dtype=t.dtype, generator=generator) for t in roots]
         gradients = self._gradients(roots, cotangents, inputs) if any(wanted) else None
         return _Expected(inputs, unwrapped(result), wanted, cotangents, gradients)
 
+    def _choose_function(self) -> None:
+        """Of the functions that the form may mean keep the one that this sample can be given to."""
+        for function in list(self._functions) if len(self._functions) > 1 else []:
+            inputs = self.plain_inputs()
+            try:
+                with torch.no_grad():
+                    function(inputs.input, *inputs.args, **inputs.kwargs)
+            except Exception:  # the names of another overload, or an error of this one, which `call` will raise
+                continue
+            self._functions = [function]
+            return
+        if not self._functions:
+            raise _Skip(f"no {self.form} form")
+
     def _differs_when_drawn_again(self, first: Any) -> bool:
         elements = sum(t.numel() for t in tensors(first))
         for seed in range(1, 5 if elements > 8 else 25):  # few elements may come out alike by chance
             with torch.no_grad():
-                again = self.call(_Inputs(self.sample, lambda t: t.detach().clone()), seed=seed)
+                inputs = _Inputs(self.sample, lambda t: t.detach().clone())
+                again = self.call(inputs, seed=seed, out=self.outs(lambda t: t))
             pairs = zip(tensors(first), tensors(again), strict=False)
             if any(a.shape != b.shape or not torch.equal(comparable(a), comparable(b)) for a, b in pairs):
                 return True
@@ -261,8 +324,8 @@ class _Reference:
             return [], []
 
         def double(t: torch.Tensor) -> torch.Tensor:
-            wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}.get(t.dtype, t.dtype)
-            return t.detach().clone().to(wide).requires_grad_(t.requires_grad)
+            wide = torch.complex128 if t.is_complex() else torch.float64 if t.is_floating_point() else t.dtype
+            return t.detach().clone().to(wide).requires_grad_(t.requires_grad and self.form != "out")
 
         inputs = _Inputs(self.sample, double)
         outs = tensors(self.call(inputs))
@@ -277,6 +340,7 @@ class _Reference:
 
         def place(t: torch.Tensor) -> DTensor:
             floating = t.is_floating_point() or t.is_complex()
+            t = t.detach() if self.form == "out" else t
             return distribute(t, mesh, choose(tuple(t.shape), floating, family, mesh.ndim, rng, dim))
 
         return _Inputs(self.sample, place)
@@ -288,7 +352,13 @@ def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Re
     placed = reference.placed(case.family, mesh, rng)
     for t in placed.tensors:
         report.kinds |= kinds(t._layout)
-    result = reference.call(placed)
+    out_family = rng.choice(("replicate", "shard", "shard"))
+    result = reference.call(
+        placed,
+        out=reference.outs(
+            lambda t: distribute(t, mesh, choose(tuple(t.shape), False, out_family, mesh.ndim, rng, rng.randrange(8)))
+        ),
+    )
     whole = unwrapped(result)
     compare_kind(whole, expected.result)
     if reference.name not in UNDEFINED_VALUES:

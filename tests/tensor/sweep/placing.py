@@ -54,9 +54,9 @@ def distribute(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> 
         if isinstance(p, Partial):
             n, k = layout.mesh_shape[m], layout.coord[m]  # type: ignore[index]  # every rank is in the mesh
             factor = _FACTORS[n][k] * (n if p.reduce_op == "avg" else 1)
-            # Infinities have no terms of either sign: one rank keeps them.
-            keeps = local if k == 0 else torch.zeros_like(local)
-            local = torch.where(local.isfinite(), local * factor, keeps * (n if p.reduce_op == "avg" else 1))
+            # Infinities, and what would become one, have no terms of either sign: one rank keeps them, or all the mean.
+            alone = local if k == 0 or p.reduce_op == "avg" else torch.zeros_like(local)
+            local = torch.where((local * (2 * n)).isfinite(), local * factor, alone)
     result = DTensor.from_local(local, mesh, list(layout.placements), shape=tuple(tensor.shape))
     return result.requires_grad_() if tensor.requires_grad else result
 

@@ -5,37 +5,75 @@ from __future__ import annotations
 import zlib
 
 from tests.tensor.sweep.check import Case
+from tests.tensor.sweep.forms import FORMS, has_form
 from tests.tensor.sweep.placing import FAMILIES, MESHES
-from tests.tensor.sweep.samples import SIZES, entries
+from tests.tensor.sweep.samples import SIZES, dtypes_of, entries
+
+# Sharded evenly, sharded unevenly or with empty shards, terms, and a mixture.
+_WAYS = (("even", "shard"), ("uneven", "shard"), ("empty", "shard"), ("empty", "partial"), ("even", "mixed"))
+
+
+def forms_of(name: str) -> list[str]:
+    return [form for form in FORMS if has_form(entries()[name], form)]
 
 
 def full_plan(name: str, samples: int) -> list[Case]:
-    """Every size, mesh and family, twice for those that leave a choice; and the in-place form where there is one."""
+    """Every size, mesh and family for float32, called as the database does and in place.
+
+    In each other form and dtype as many samples, each in some of these ways.
+    """
     cases = []
-    forms = (False, True) if entries()[name].get_inplace() is not None else (False,)
-    for inplace in forms:
-        for size in SIZES:
-            for mesh in MESHES:
-                for family in FAMILIES:
-                    for seed in range(1 if family == "replicate" else 2):
-                        for sample in range(1 if family == "replicate" else samples):
-                            cases.append(Case(size, sample, mesh, family, seed, inplace))
+    forms = forms_of(name)
+    for dtype in dtypes_of(entries()[name]):
+        for form in forms:
+            if dtype == "float32" and form in ("plain", "inplace"):
+                cases += _everything(samples, form)
+            else:
+                cases += _some(f"{name} {dtype} {form}", samples, form, dtype)
+    return cases
+
+
+def quick_plan(name: str, samples: int) -> list[Case]:
+    """Each dtype and form in some ways."""
+    cases = []
+    for dtype in dtypes_of(entries()[name]):
+        for form in forms_of(name):
+            cases += _some(f"{name} {dtype} {form}", samples, form, dtype)
     return cases
 
 
 def short_plan(name: str) -> list[Case]:
-    """Sharded evenly, sharded unevenly or with empty shards, terms, and a mixture: sample, mesh and form rotate by
-    name."""
+    """A few for float32, and one of each of two other dtypes: ways, meshes, samples and forms rotate by name."""
     turn = zlib.crc32(name.encode())
-    has_inplace = entries()[name].get_inplace() is not None
-    cases = []
-    for i, (size, family) in enumerate(
-        (("even", "shard"), ("uneven", "shard"), ("empty", "shard"), ("empty", "partial"), ("even", "mixed"))
-    ):
-        mesh = "4" if (turn + i) % 2 else "2x2"
-        cases.append(Case(size, (turn + i) % 4, mesh, family, turn % 5))
-    if has_inplace:
-        cases.append(
-            Case("uneven", turn % 4, "4" if turn % 2 else "2x2", ("shard", "mixed", "partial")[turn % 3], 0, True)
-        )
+    forms, dtypes = forms_of(name), dtypes_of(entries()[name])
+    cases = [_case(name, i, "plain", "float32") for i in range(3)] if "float32" in dtypes else []
+    if "inplace" in forms and "float32" in dtypes:
+        cases.append(_case(name, 3, "inplace", "float32"))
+    others = [d for d in dtypes if d != "float32"]
+    for i in range(min(2, len(others))):
+        form = forms[(turn + i) % len(forms)]
+        cases.append(_case(name, 4 + i, form, others[(turn + i) % len(others)]))
+    if len(forms) > 1 and "float32" in dtypes:
+        cases.append(_case(name, 6, forms[1 + turn % (len(forms) - 1)], "float32"))
     return cases
+
+
+def _everything(samples: int, form: str) -> list[Case]:
+    return [
+        Case(size, sample, mesh, family, seed, form)
+        for size in SIZES
+        for mesh in MESHES
+        for family in FAMILIES
+        for seed in range(1 if family == "replicate" else 2)
+        for sample in range(1 if family == "replicate" else samples)
+    ]
+
+
+def _some(words: str, samples: int, form: str, dtype: str) -> list[Case]:
+    return [_case(words, i, form, dtype) for i in range(samples + 1)]
+
+
+def _case(words: str, i: int, form: str, dtype: str) -> Case:
+    turn = zlib.crc32(words.encode()) + i
+    size, family = _WAYS[turn % len(_WAYS)]
+    return Case(size, turn % 4, "4" if (turn // 5) % 2 else "2x2", family, turn % 5, form, dtype)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from tests.tensor.sweep.check import Report
+from tests.tensor.sweep.forms import FORMS
+from tests.tensor.sweep.samples import DTYPES
 
 
 def show(reports: Sequence[Report], verbose: bool) -> None:
@@ -20,14 +22,31 @@ def show(reports: Sequence[Report], verbose: bool) -> None:
         for label, findings in (("wrong", r.wrong), ("raises", r.raises)):
             for case, message in findings if verbose else findings[:1]:
                 print(f"    {label}: {case}: {message}")
+
+
+def counted(reports: Sequence[Report]) -> str:
     counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
-    print(
+    lines = [
         f"{len(reports)} entries: {counts}; {sum(bool(r.gathered) for r in reports)} gather; "
-        f"{sum(r.right for r in reports)} cases right"
-    )
+        f"{sum(r.right for r in reports)} cases right",
+        *_by_dtype_and_form(reports),
+    ]
+    return "\n".join(lines)
 
 
-def summary(reports: Sequence[Report], samples: int) -> str:
+def _by_dtype_and_form(reports: Sequence[Report]) -> list[str]:
+    """A table of entries: right / raising / wrong ones of each dtype in each form."""
+    lines = ["| | " + " | ".join(FORMS) + " |", "|---|" + "---|" * len(FORMS)]
+    for dtype in DTYPES:
+        row = []
+        for form in FORMS:
+            found = [r.cells[dtype, form].verdict for r in reports if (dtype, form) in r.cells]
+            row.append(" / ".join(str(found.count(v)) for v in ("right", "raises", "wrong")) if found else "")
+        lines.append(f"| {dtype} | " + " | ".join(row) + " |")
+    return lines
+
+
+def summary(reports: Sequence[Report], extent: str, arguments: str) -> str:
     """docs/op-sweep.md."""
     counts = {v: [r for r in reports if r.verdict == v] for v in ("right", "raises", "wrong", "skipped")}
     cases = sum(r.right for r in reports)
@@ -36,20 +55,23 @@ def summary(reports: Sequence[Report], samples: int) -> str:
     lines = [
         "# The sweep of PyTorch's op database",
         "",
-        "Every entry of `torch.testing._internal.common_methods_invocations.op_db` for float32 on the CPU runs on "
-        "four local ranks, on a",
+        "Every entry of `torch.testing._internal.common_methods_invocations.op_db` on the CPU runs on four local "
+        "ranks, for float32,",
+        "float16, bfloat16, complex64, int64 and bool, as the database calls it, all by keywords, as a method or "
+        "operator, with `out=`, and in place, on a",
         "one-dimensional mesh of 4 and on a 2 x 2 mesh, with its tensors replicated, sharded evenly, unevenly and "
         "with empty shards, as",
         "terms (sum and avg), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are "
         "compared with one",
-        "device; in-place forms too, where the database has them. What is random must not depend on the placements.",
+        "device of the same dtype, and where these differ with double precision. What is random must not depend on the "
+        "placements.",
         "",
-        "    python -m tests.tensor.sweep --write docs/op-sweep.md",
+        f"    python -m tests.tensor.sweep{arguments} --write docs/op-sweep.md",
         "",
         "writes this page. The test suite runs a part of it that meets every entry (`tests/tensor/test_sweep.py`).",
         "",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {samples} samples "
-        f"of each entry at each of three sizes; {cases} cases right.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}; {extent}; "
+        f"{cases} cases right.",
         "",
         "| entries | count | share |",
         "|---|---|---|",
@@ -65,6 +87,10 @@ def summary(reports: Sequence[Report], samples: int) -> str:
     lines += [
         f"| all | {len(reports)} | |",
         "",
+        "Entries by dtype and form: right / raising an error / wrong.",
+        "",
+        *_by_dtype_and_form(reports),
+        "",
         f"Of the right ones {idle} take no tensor (factories such as `arange`) and run as plain PyTorch; "
         f"{sum(r.random for r in reports)} are random. Entries whose tensors were met replicated: "
         f"{kinds['replicate']}, in even shards: {kinds['even']}, uneven: {kinds['uneven']}, with empty shards: "
@@ -76,8 +102,8 @@ def summary(reports: Sequence[Report], samples: int) -> str:
         if counts[verdict]:
             lines += [f"## {title}", ""]
             for r in counts[verdict]:
-                reasons = {m for _, m in r.wrong + r.raises} or set(r.skipped)
+                reasons = [f"{case}: {m}" for case, m in r.wrong + r.raises] or list(r.skipped)
                 total = r.right + len(r.raises) + len(r.wrong)
-                lines.append(f"- `{r.name}` ({total - r.right} of {total} cases): {'; '.join(sorted(reasons)[:2])}")
+                lines.append(f"- `{r.name}` ({total - r.right} of {total} cases): {'; '.join(reasons[:2])}")
             lines.append("")
     return "\n".join(lines)

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ranks import RanksFailed, run_ranks
 from tests.tensor.sweep.check import Case, Report, sweep_entries
 
 Plan = Sequence[tuple[str, Sequence[Case]]]
+Tell = Callable[[Sequence[Report]], None]
 
 
-def run_plan(plan: Plan, *, batch: int = 12, seconds_per_entry: float = 30, progress: bool = False) -> list[Report]:
-    """The report of each entry. A batch that fails is run again entry by entry, to find the one that hangs."""
+def run_plan(plan: Plan, *, batch: int = 12, seconds_per_entry: float = 30, tell: Tell | None = None) -> list[Report]:
+    """The report of each entry, told as it comes.
+
+    A batch that fails is run again entry by entry, to find the one that hangs.
+    """
     reports: list[Report] = []
     for start in range(0, len(plan), batch):
         part = plan[start : start + batch]
         try:
-            reports += run_batch(part, seconds_per_entry * max(1, len(part) / 4))
+            new = run_batch(part, seconds_per_entry * max(1, len(part) / 4))
         except RanksFailed:
-            reports += [_run_alone(one, seconds_per_entry) for one in part]
-        if progress:
+            new = [_run_alone(one, seconds_per_entry) for one in part]
+        reports += new
+        if tell is not None:
+            tell(new)
             counts = {v: sum(r.verdict == v for r in reports) for v in ("right", "raises", "wrong", "skipped")}
             print(f"{len(reports)}/{len(plan)} {part[-1][0]}: {counts}", file=sys.stderr, flush=True)
     return reports

@@ -22,23 +22,34 @@ SIZES: dict[str, dict[str, int]] = {
 }
 # Their samples hold numbers that fit the database's own sizes only; with others they read past the end of memory.
 _OWN_SIZES = {"_segment_reduce.lengths", "_segment_reduce.offsets"}
+DTYPES = ("float32", "float16", "bfloat16", "complex64", "int64", "bool")
 _LARGE = 6000  # elements; larger samples are taken only where there are no others
 
 
 @lru_cache(maxsize=1)
 def entries() -> dict[str, Any]:
-    """All entries for float32 on the CPU, by name (with the variant's, where there is one)."""
+    """All entries that take one of the dtypes on the CPU, by name (with the variant's, where there is one)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     _let_seeds_alone()
     found = {}
     for op in op_db:
-        if torch.float32 in op.supported_dtypes("cpu"):
+        if dtypes_of(op):
             name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
             assert name not in found, f"two entries {name}"
             found[name] = op
     return found
+
+
+def dtypes_of(op: Any) -> list[str]:
+    """Which of the dtypes an entry has samples for."""
+    supported = op.supported_dtypes("cpu")
+    return [d for d in DTYPES if getattr(torch, d) in supported]
+
+
+def differentiable(op: Any, dtype: str) -> bool:
+    return op.supports_autograd and getattr(torch, dtype) in op.supported_backward_dtypes("cpu")
 
 
 def _let_seeds_alone() -> None:
@@ -55,7 +66,7 @@ def _database() -> list[Any]:
     return [m for n, m in sys.modules.items() if n.startswith(prefixes)]
 
 
-def samples(name: str, size: str, count: int) -> list[Any]:
+def samples(name: str, size: str, count: int, dtype: str = "float32") -> list[Any]:
     """At most `count` of the entry's samples, spread over the list that the database makes.
 
     The same on every rank: the database draws from PyTorch's, Python's and numpy's generators, which are seeded here.
@@ -63,11 +74,11 @@ def samples(name: str, size: str, count: int) -> list[Any]:
     op = entries()[name]
     with _sizes({} if name in _OWN_SIZES else SIZES[size]):
         try:
-            made = _make(op)
+            made = _make(op, dtype)
         except (RuntimeError, IndexError, ValueError):
             made = None  # a few entries only work with the database's own sizes
     if made is None:
-        made = _make(op)
+        made = _make(op, dtype)
     fitting = [s for s in made if sum(t.numel() for t in tensors_of(s)) <= _LARGE] or made[:1]
     if len(fitting) <= count:
         return fitting
@@ -91,7 +102,7 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
     return found
 
 
-def _make(op: Any) -> list[Any]:
+def _make(op: Any, dtype: str) -> list[Any]:
     import random
 
     import numpy as np
@@ -102,7 +113,7 @@ def _make(op: Any) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # What `op.sample_inputs` adds is a seed before, and a look at the stack for, every sample.
-        return list(op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd))
+        return list(op.sample_inputs_func(op, "cpu", getattr(torch, dtype), differentiable(op, dtype)))
 
 
 @contextlib.contextmanager

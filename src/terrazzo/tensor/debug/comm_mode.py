@@ -10,20 +10,21 @@ from os import PathLike
 from typing import Any, Self
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from terrazzo._torch.dispatching import OpOverload, TorchDispatchMode
+from terrazzo._torch.groups import group_called
 from terrazzo.comm import CommEvent, add_observer, remove_observer, wire
 from terrazzo.layout import Placement
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
 from terrazzo.tensor.debug.record import Collective, ModuleTree, Operation, Phase, describe_argument
-from terrazzo.tensor.debug.tables import json_tree, text_table
+from terrazzo.tensor.debug.tables import add_totals, json_tree, text_table
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.foreign import is_torch_dtensor
 
 
 class CommDebugMode:
@@ -86,9 +87,25 @@ class CommDebugMode:
     def get_comm_counts(self, phase: Phase | None = None) -> ByCollective:
         """How many collectives of each kind there were; `phase` limits that to forward or backward.
 
-        The keys are described at `ByCollective`: `counts["all_reduce"]`, or torch's operator for it.
+        Looked up as described at `ByCollective`: `counts["all_reduce"]`, or torch's operator for it.
         """
         return self._sum(phase, lambda _: 1)
+
+    @property
+    def comm_counts(self) -> ByCollective:
+        """`get_comm_counts()`, under PyTorch's name for it."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[Phase, ByCollective]]:
+        """How many collectives of each kind the modules had, forward and backward apart, by full name.
+
+        A module's numbers include those of the modules in it, and `"Global"` has everything. Other modules are there if
+        they had any collective.
+        """
+        result: dict[str, dict[Phase, ByCollective]] = {}
+        add_totals(self._tree.root, result)
+        return result
 
     def get_comm_bytes(self, phase: Phase | None = None) -> ByCollective:
         """How many bytes the collectives of each kind moved."""
@@ -176,7 +193,7 @@ def _record(tree: ModuleTree, func: Any, args: Sequence[Any], kwargs: Mapping[st
     name = canonical_name(func)[0]
     arguments = [describe_argument(a) for a in args] + [f"{k}={describe_argument(v)}" for k, v in kwargs.items()]
     trivial = name in _TRIVIAL or name.startswith(("get_", "set_", "__get__", "__set__"))
-    shown = f"aten.{name}" if isinstance(func, torch._ops.OpOverload) and "::" not in name else name
+    shown = f"aten.{name}" if isinstance(func, OpOverload) and "::" not in name else name
     tree.write(Operation(shown, tuple(arguments), distributed, trivial))
 
 
@@ -204,7 +221,7 @@ class _LocalOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(t, DTensor) for t in types):
+        if any(issubclass(t, DTensor) or is_torch_dtensor(t) for t in types):
             return NotImplemented  # taken apart first; its parts come here
         kind = kind_of_operator(func)
         if kind is None:
@@ -243,7 +260,7 @@ def _group_among(args: Sequence[Any]) -> ProcessGroup | None:
                 continue  # the reduction, or another boxed argument
         if isinstance(arg, str):
             try:
-                return _resolve_process_group(GroupName(arg))
+                return group_called(GroupName(arg))
             except (RuntimeError, ValueError):
                 continue  # the name of a reduction
     return None

@@ -1,8 +1,32 @@
-"""Numbers by collective, looked up by our names or by torch's operators."""
+"""Numbers by collective: under torch's operators, as PyTorch's counts have them, and looked up by our names too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
+
+from terrazzo._torch.dispatching import functional_collectives, qualified_name
+
+functional_collectives()  # it defines the operators below
+
+_functional, _plain = torch.ops.c10d_functional, torch.ops.c10d
+
+_OPERATORS: dict[str, Any] = {
+    "all_reduce": _functional.all_reduce,
+    "all_gather": _functional.all_gather_into_tensor,
+    "reduce_scatter": _functional.reduce_scatter_tensor,
+    "all_to_all": _functional.all_to_all_single,
+    "broadcast": _functional.broadcast,
+    "scatter": _plain.scatter_,
+    "gather": _plain.gather_,
+    "reduce": _plain.reduce_,
+    "send": _plain.send,
+}
+"""The operator under which each kind is counted; an exchange is none of torch's and is counted under its name."""
+
+_KINDS = {operator: kind for kind, operator in _OPERATORS.items()}
 
 _OPERATOR_KINDS = {
     "all_reduce": "all_reduce",
@@ -23,53 +47,94 @@ _OPERATOR_KINDS = {
     "all_to_all_single": "all_to_all",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "scatter": "scatter",
     "gather": "gather",
     "reduce": "reduce",
     "send": "send",
 }
-"""The operators of `torch.ops.c10d` and of functional collectives, without a trailing underscore, by kind."""
+"""The operators of the namespaces below, without a trailing underscore, by kind."""
 
-COLLECTIVE_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+COLLECTIVE_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def kind_of_operator(operator: Any) -> str | None:
     """The kind of collective that one of torch's operators is; None for anything else.
 
-    >>> import torch.distributed._functional_collectives
     >>> kind_of_operator(torch.ops._c10d_functional.all_gather_into_tensor)
     'all_gather'
     """
     packet = getattr(operator, "overloadpacket", operator)
-    qualified = getattr(packet, "_qualified_op_name", "")
+    qualified = qualified_name(packet)
     namespace, _, name = qualified.partition("::")
     if namespace not in COLLECTIVE_NAMESPACES:
         return None
     return _OPERATOR_KINDS.get(name.rstrip("_"))
 
 
-class ByCollective(dict[str, int]):
+def _key(key: Any) -> Any:
+    """The key under which a kind, or any operator of that kind, is counted; other keys are left alone."""
+    kind = key if isinstance(key, str) else kind_of_operator(key)
+    return key if kind is None else _OPERATORS.get(kind, kind)
+
+
+class ByCollective(dict[Any, int]):
     """A number for each kind of collective that happened, 0 for the others.
 
-    Keys are the kinds of `terrazzo.comm.CommEvent`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange,
-    broadcast and scatter; what user code sends by itself may add gather, reduce and send. A lookup takes a kind, or
-    torch's operator for it, such as `torch.ops.c10d_functional.all_reduce`.
+    The kinds are those of `terrazzo.comm.CommEvent`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange,
+    broadcast and scatter; what user code sends by itself may add gather, reduce and send. A lookup takes a kind, or any
+    of torch's operators of that kind, functional or not, and so does a comparison with another dict. The keys are
+    torch's functional operators, as in PyTorch's counts (`"exchange"`, messages between some of the ranks, is no
+    operator); `by_kind` has the names, and so has what is printed.
 
     >>> counts = ByCollective(all_reduce=2)
-    >>> counts["all_reduce"], counts["all_gather"], "all_gather" in counts
-    (2, 0, False)
+    >>> counts["all_reduce"], counts[torch.ops.c10d_functional.all_reduce], counts["all_gather"], "all_gather" in counts
+    (2, 2, 0, False)
+    >>> list(counts)
+    [<OpOverloadPacket(op='c10d_functional.all_reduce')>]
+    >>> counts == {torch.ops._c10d_functional.all_reduce: 2} == {torch.ops._c10d_functional.all_reduce: 2}, counts
+    (True, {'all_reduce': 2})
     """
 
+    def __init__(self, numbers: Mapping[Any, int] | Iterable[tuple[Any, int]] = (), /, **by_kind: int) -> None:
+        super().__init__()
+        for key, number in dict(numbers, **by_kind).items():
+            self.add(key, number)
+
+    def add(self, key: Any, number: int) -> None:
+        """Count `number` more of a kind."""
+        self[key] += number
+
+    def by_kind(self) -> dict[str, int]:
+        """The numbers under the names of the kinds."""
+        return {_KINDS.get(key, key): number for key, number in self.items()}
+
     def __missing__(self, key: Any) -> int:
-        kind = None if isinstance(key, str) else kind_of_operator(key)
-        return 0 if kind is None else self[kind]
+        known = _key(key)
+        return 0 if known is key else super().get(known, 0)
+
+    def __setitem__(self, key: Any, number: int) -> None:
+        super().__setitem__(_key(key), number)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key if isinstance(key, str) else kind_of_operator(key))
+        return super().__contains__(_key(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return super().get(_key(key), default)
 
-    def add(self, kind: str, amount: int) -> None:
-        self[kind] = self[kind] + amount
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return dict(self) == dict(other if isinstance(other, ByCollective) else ByCollective(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]  # as every dict's
+
+    def __repr__(self) -> str:
+        return repr(self.by_kind())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ByCollective, (self.by_kind(),)

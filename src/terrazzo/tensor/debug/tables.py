@@ -7,12 +7,30 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.debug.counts import ByCollective
 from terrazzo.tensor.debug.record import PHASES, Collective, Entry, ModuleRecord, Operation, Phase, short_dtype
 from terrazzo.tensor.dtensor import DTensor
 
 _WITH_DETAILS = 1
 _WITH_LOCAL_OPERATIONS = 2
 _WITH_TRIVIAL_OPERATIONS = 3
+
+
+def add_totals(record: ModuleRecord, result: dict[str, dict[Phase, ByCollective]]) -> None:
+    """Add to `result`, by module and phase, the numbers of collectives of a record and of all below it."""
+    for _, below in record.walk():
+        for phase in PHASES:
+            for entry in below.entries[phase]:
+                if isinstance(entry, Collective):
+                    _of(result, record)[phase].add(entry.kind, 1)
+    if not record.type_name:
+        _of(result, record)
+    for child in record.children:
+        add_totals(child, result)
+
+
+def _of(result: dict[str, dict[Phase, ByCollective]], record: ModuleRecord) -> dict[Phase, ByCollective]:
+    return result.setdefault(record.fqn, {phase: ByCollective() for phase in PHASES})
 
 
 def shows(operation: Operation, noise_level: int) -> bool:

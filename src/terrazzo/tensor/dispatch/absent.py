@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.spec import HALF, Call
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
@@ -31,17 +31,42 @@ def run_absent(call: Call, args: Sequence[Any]) -> Any:
             "tensor to a mesh of all ranks first"
         )
     dtype = _common_dtype(args)
-    results = [wrap(torch.empty(0, dtype=dtype), out) for out in plan.outs]
+    joins = plan.joined is not None and (not plan.joined.half_only or dtype in HALF)
+    outs = plan.joined_outs if joins else plan.outs
+    nothing = [torch.zeros(out.local_shape, dtype=dtype) for out in outs]
+    operands = [o._local for o in _operands(args) if o._local.requires_grad]
+    if operands and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex):
+        nothing = list(_OfNothing.apply(len(operands), *operands, *nothing))
+    results = [wrap(local, out) for local, out in zip(nothing, outs, strict=True)]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _common_dtype(values: Sequence[Any]) -> torch.dtype:
-    found: list[torch.dtype] = []
+class _OfNothing(torch.autograd.Function):
+    """Ties results to the operands they would have been computed from, so that backward runs here as elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.operands = [(t.shape, t.dtype, t.device) for t in tensors[:count]]
+        return tuple(t.clone() for t in tensors[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.operands]
+        return (None, *zeros, *(None for _ in grads))
+
+
+def _operands(values: Sequence[Any]) -> list[DTensor]:
+    found: list[DTensor] = []
     for v in values:
         if isinstance(v, DTensor):
-            found.append(v._local.dtype)
-        elif isinstance(v, (list, tuple)) and v:
-            found += [x._local.dtype for x in v if isinstance(x, DTensor)]
+            found.append(v)
+        elif isinstance(v, (list, tuple)):
+            found += [x for x in v if isinstance(x, DTensor)]
+    return found
+
+
+def _common_dtype(values: Sequence[Any]) -> torch.dtype:
+    found = [o._local.dtype for o in _operands(values)]
     result = found[0] if found else torch.get_default_dtype()
     for other in found[1:]:
         result = torch.promote_types(result, other)

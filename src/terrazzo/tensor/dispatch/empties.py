@@ -8,15 +8,14 @@ on what the rank with the empty shard will have?
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
-from terrazzo.layout import Layout, Shard
+from terrazzo.layout import coordinates_of_all_shapes, leaves_a_rank_empty
 from terrazzo.tensor.dispatch.planner import CallPlan
-from terrazzo.tensor.dispatch.runners import get_at, put_at
+from terrazzo.tensor.dispatch.routes import get_at, put_at
 from terrazzo.tensor.dispatch.spec import Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 
@@ -30,10 +29,10 @@ def takes_empty_shards(
     """
     layouts = [o.dst for o in plan.operands]
     # Whether there is a rule's function may depend on the rank, whether the rule makes one does not.
-    if spec.localize is not None or not any(_leaves_a_rank_empty(layout) for layout in layouts):
+    if spec.localize is not None or not any(leaves_a_rank_empty(layout) for layout in layouts):
         return True
     tried: set[tuple[tuple[int, ...], ...]] = set()
-    for at in product(*[range(n) for n in layouts[0].mesh_shape]):
+    for at in coordinates_of_all_shapes([*layouts, *plan.outs]):
         shapes = tuple(layout.box(at).lengths for layout in layouts)
         if shapes not in tried and not all(prod(s) or not prod(o.shape) for s, o in zip(shapes, layouts, strict=True)):
             tried.add(shapes)
@@ -41,15 +40,6 @@ def takes_empty_shards(
             if not _works(plan, func, loc, kw, shapes, promised, inplace):
                 return False
     return True
-
-
-def _leaves_a_rank_empty(layout: Layout) -> bool:
-    parts: dict[int, int] = {}
-    for p, n in zip(layout.placements, layout.mesh_shape, strict=True):
-        if isinstance(p, Shard):
-            parts[p.dim] = parts.get(p.dim, 1) * n
-    # Cut several times, a dim may leave a rank empty although it has as many rows as there are ranks.
-    return any(layout.shape[d] < n * n for d, n in parts.items())
 
 
 def _works(

@@ -7,19 +7,27 @@ operation.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import is_view
 from terrazzo.layout import Layout, Replicate, moved_bytes
-from terrazzo.tensor.copied_view import check_writable, mark_copied, pass_on
+from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 
 _warned: set[str] = set()
+
+_LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
+"""Whose lines no warning points at: the user wrote none of them."""
 
 
 class ReplicationWarning(UserWarning):
@@ -63,6 +71,7 @@ class _Gathered:
         self.bytes = 0
         self.layout: Layout | None = None
         self.copies: set[int] = set()
+        self.given: list[tuple[torch.Tensor, DTensor]] = []
 
     def walk(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -79,6 +88,7 @@ class _Gathered:
         if self.layout is None:
             self.layout = layout
         if layout.is_replicated:
+            self.given.append((value._local, value))
             return value._local
         target = layout.with_placements((Replicate(),) * len(layout.placements))
         self.bytes += moved_bytes(layout, target, value._local.element_size())
@@ -86,6 +96,7 @@ class _Gathered:
         # that draw random numbers follow it.
         full = redistribute_local(value._local, layout, target).contiguous()
         self.copies.add(_storage(full))
+        self.given.append((full, value))
         return full
 
     def warn(self) -> None:
@@ -95,7 +106,7 @@ class _Gathered:
                 f"{self.name} has no sharding rule: its operands were replicated, {self.bytes} bytes received by each "
                 "rank in this call. Said once per operation; terrazzo.tensor.debug.CommDebugMode shows every byte",
                 ReplicationWarning,
-                stacklevel=5,
+                stacklevel=_level_of_user(),
             )
 
     def wrap(self, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -103,11 +114,32 @@ class _Gathered:
 
     def _wrap_one(self, local: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
         assert self.layout is not None
+        for full, source in self.given:
+            if local is full:
+                return source  # the operation had nothing to do, and returns what it was given
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        if local._is_view() and self.copies and _storage(local) in self.copies:
-            mark_copied(result, self.name, args, kwargs)
+        if is_view(local):
+            storage = _storage(local)
+            if storage in self.copies:
+                mark_copied(result, self.name, args, kwargs)
+            for full, source in self.given:
+                if type(source) is CopiedView and source._layout.is_replicated and _storage(full) == storage:
+                    mark_alias(result, source)
         return result
+
+
+def _level_of_user() -> int:
+    """The stack level, for a warning that the caller gives, of the first line that is not terrazzo's or PyTorch's own.
+
+    How far it is depends on the form of the call: a method, a function with a body in Python, a composite in C++.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_back is None:
+            return 1
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _storage(t: torch.Tensor) -> int:

@@ -7,19 +7,21 @@ layout, is copied over the local. Operations that change the shape rebind the ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload, overload_name
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import check_keeps_shape, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
+from terrazzo.tensor.dispatch.keys import remember
 from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.runners import in_place_runner
+from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, become, wrap
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -33,7 +35,6 @@ def run_in_place(
     kw: dict[str, Any],
     kwargs: Mapping[str, Any],
     key: tuple[Any, ...] | None,
-    remember: Callable[[Any, Any], None],
 ) -> Any:
     """Run `call.func` so that its first argument holds the result."""
     target = args[0] if args else None
@@ -46,13 +47,9 @@ def run_in_place(
     if call.name in _RESHAPING or call.name == "resize_as":
         check_keeps_shape(target)
     if call.name in _RESHAPING:
-        from terrazzo.tensor.dispatch.calls import become
-
         become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
-        from terrazzo.tensor.dispatch.calls import become
-
         become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target
     spec = apply_rule(call)
@@ -60,7 +57,7 @@ def run_in_place(
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
         if plan is not None and stays and takes_empty_shards(spec, plan, call.func, loc, kw, inplace=True):
-            run = in_place_runner(plan)
+            run = in_place_route(plan)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))
     functional = _functional(call)
@@ -74,9 +71,9 @@ def run_in_place(
 
 
 def _functional(call: Call) -> Any:
-    if isinstance(call.func, torch._ops.OpOverload):
+    if isinstance(call.func, OpOverload):
         packet = getattr(torch.ops.aten, call.name, None)
-        return None if packet is None else getattr(packet, call.func._overloadname, None)
+        return None if packet is None else getattr(packet, overload_name(call.func), None)
     for home in (torch.Tensor, torch, torch.nn.functional):
         functional = getattr(home, call.name, None)
         if functional is not None:

@@ -15,9 +15,13 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
   the function only moves elements, and terms of any reduction pass.
 - `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that
   they are counted once.
+- `unread` lists operands of which the function asks shape, dtype or device only: they stay as they are, whatever is
+  chosen. What their shards say about the factors counts all the same.
+- `keeps_terms` lets terms pass through a linear function also where its result is larger than they are.
 - `acceptable` lists instead of all this what may happen along one mesh dim; the factors then mean nothing.
 - `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
   arguments (a shape that must become the local one, say).
+- `joined` makes, where the outputs would be terms, the function that joins them at once; see `Joined`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
+
+import torch
 
 from terrazzo.layout import Layout, Placement
 
@@ -52,6 +58,39 @@ class OneArgument:
             return self.function(loc[0], self.argument)
         except RuntimeError:
             return self.otherwise(loc[0], self.argument)
+
+
+HALF = frozenset((torch.float16, torch.bfloat16))
+"""The types in which nothing is accumulated: one device sums them in float32 and rounds once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A local function that communicates: it gives the reduction of what the ranks hold, on all of them.
+
+    The outputs then have no terms: where the plan says Partial they are replicated. With `half_only` this is done only
+    for results of a half type, which the dtypes of the locals tell; results of other types stay terms.
+    """
+
+    run: LocalFunction
+    half_only: bool = True
+
+    def applies(self, loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+        if not self.half_only:
+            return True
+        if not kw and loc[0].dtype not in HALF:
+            return False
+        return result_type(loc, kw) in HALF
+
+
+def result_type(loc: Sequence[Any], kw: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that `dtype=` asks for, or else the common one of the tensors among the arguments."""
+    found: torch.dtype | None = kw.get("dtype")
+    if found is None:
+        for value in (*loc, *kw.values()):
+            if isinstance(value, torch.Tensor):
+                found = value.dtype if found is None else torch.promote_types(found, value.dtype)
+    return found
 
 
 class Operand:
@@ -135,5 +174,8 @@ class Spec:
     moves_only: bool = False
     addends: frozenset[int] = frozenset()
     localize: Callable[[Chosen], LocalFunction | None] | None = None
+    joined: Callable[[Chosen], Joined] | None = None
     is_view: bool = False
     acceptable: Sequence[Acceptable] = ()
+    unread: frozenset[int] = frozenset()
+    keeps_terms: bool = False

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorArgumentError, DTensorError, UnsupportedCallError
 from terrazzo.layout import Layout, Partial, Placement, Replicate
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -60,7 +61,7 @@ def context_parallel(
         no_restore_buffers: Those of the buffers that stay sharded; they need no memory for the whole.
     """
     if mesh.ndim != 1:
-        raise DTensorError(
+        raise DTensorArgumentError(
             f"context_parallel takes a mesh of one dim, this one has the shape {tuple(mesh.shape)}: "
             "choose a dim, such as mesh['cp']"
         )
@@ -96,9 +97,9 @@ def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_di
 
 def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor], axis: Axis) -> None:
     if len(buffers) != len(dims):
-        raise DTensorError(f"context_parallel: {len(buffers)} buffers, but {len(dims)} buffer_seq_dims")
+        raise DTensorArgumentError(f"context_parallel: {len(buffers)} buffers, but {len(dims)} buffer_seq_dims")
     if not {id(b) for b in no_restore} <= {id(b) for b in buffers}:
-        raise DTensorError("context_parallel: no_restore_buffers holds a tensor that is not among the buffers")
+        raise DTensorArgumentError("context_parallel: no_restore_buffers holds a tensor that is not among the buffers")
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         problem = None
         if isinstance(buffer, (nn.Parameter, DTensor)):
@@ -115,7 +116,7 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: s
                 f"it to a multiple of {2 * axis.size}, or use DTensors sharded on the sequence, which may be uneven"
             )
         if problem is not None:
-            raise DTensorError(f"context_parallel: buffer {i} {problem}")
+            raise DTensorArgumentError(f"context_parallel: buffer {i} {problem}")
 
 
 def _own_part(whole: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -138,12 +139,12 @@ def _attention_over(axis: Axis) -> Iterator[None]:
     with _lock:
         _replaced += 1
         F.scaled_dot_product_attention = _attention
-    torch._C._stash_obj_in_tls(_THREAD_STATE, axis)
+    set_in_thread(_THREAD_STATE, axis)
     try:
         with _AttentionMode():
             yield
     finally:
-        torch._C._stash_obj_in_tls(_THREAD_STATE, outer)
+        set_in_thread(_THREAD_STATE, outer)
         with _lock:
             _replaced -= 1
             if _replaced == 0:
@@ -151,9 +152,7 @@ def _attention_over(axis: Axis) -> Iterator[None]:
 
 
 def _axis_of_thread() -> Axis | None:
-    if not torch._C._is_key_in_tls(_THREAD_STATE):
-        return None
-    axis: Axis | None = torch._C._get_obj_in_tls(_THREAD_STATE)
+    axis: Axis | None = get_in_thread(_THREAD_STATE)
     return axis
 
 
@@ -183,7 +182,7 @@ def _attention(
     if attend is None:
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None or dropout_p:
-        raise DTensorError(
+        raise UnsupportedCallError(
             "attention on a sequence that is spread over ranks takes neither attn_mask nor dropout_p: use is_causal, "
             "and dropout outside of attention"
         )
@@ -200,7 +199,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         and (query.shape[:-3] == key.shape[:-3] if groups else query.shape[:-2] == key.shape[:-2])
     )
     if not fits:
-        raise DTensorError(
+        raise DTensorArgumentError(
             f"attention on a sequence that is spread over ranks: query {tuple(query.shape)}, key {tuple(key.shape)} "
             f"and value {tuple(value.shape)} do not fit together{'' if enable_gqa else ' (enable_gqa is off)'}"
         )

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from terrazzo._torch.dispatching import functional_collectives, tree_flatten, tree_unflatten
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import LocalMapError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import check_placement
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor
 
@@ -24,13 +24,13 @@ PlacementType: TypeAlias = Sequence[Placement] | None
 
 
 def local_map(
-    func: Callable[..., Any],
-    out_placements: PlacementType | Sequence[PlacementType],
+    func: Callable[..., Any] | None = None,
+    out_placements: PlacementType | Sequence[PlacementType] = None,
     in_placements: Sequence[PlacementType] | None = None,
+    in_grad_placements: Sequence[PlacementType] | DeviceMesh | None = None,
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
-    in_grad_placements: Sequence[PlacementType] | None = None,
 ) -> Callable[..., Any]:
     """Make a function of plain tensors one of DTensors: it is called with locals, and what it returns is wrapped.
 
@@ -47,15 +47,27 @@ def local_map(
             entry for each, None for what is no tensor.
         in_placements: The required placements of each flattened positional argument, None for what is no tensor, or of
             each tensor among them. None requires nothing. Plain tensors are passed on as they are.
+        in_grad_placements: How the gradients that `func` computes for its inputs are placed, aligned as
+            `in_placements`. A mesh is taken for `device_mesh`, which had this position before PyTorch 2.7.
         device_mesh: The mesh of all DTensors; by default that of the arguments.
         redistribute_inputs: Whether to bring inputs to the required placements rather than raise.
-        in_grad_placements: How the gradients that `func` computes for its inputs are placed, aligned as
-            `in_placements`.
 
     Raises:
         LocalMapError: An `AssertionError`: meshes differ, or values and placements do not match in number or kind.
         PlacementMismatchError: A `ValueError`: an input is placed otherwise than required.
     """
+    if isinstance(in_grad_placements, DeviceMesh):
+        in_grad_placements, device_mesh = None, in_grad_placements
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    _check_placements(out_placements, in_placements, in_grad_placements)
     outs = _as_list(out_placements)
 
     @functools.wraps(func)
@@ -86,6 +98,14 @@ def local_map(
         return tree_unflatten(wrapped, result_spec)
 
     return mapped
+
+
+def _check_placements(*declared: Any) -> None:
+    for value in declared:
+        if isinstance(value, (tuple, list)):
+            _check_placements(*value)
+        elif value is not None:
+            check_placement(value)
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -142,7 +162,9 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
         return x
     if need is None:
         if check:
-            raise LocalMapError(f"local_map: argument {position} is a DTensor, in_placements has None for it")
+            raise LocalMapError(
+                f"local_map: argument {position}, a DTensor, expects placements, but in_placements has None for it"
+            )
         return x
     layout = x._layout
     if Layout.of(layout.mesh, tuple(need), layout.shape) is layout:
@@ -150,7 +172,7 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
     if not redistribute:
         raise PlacementMismatchError(
             f"local_map: argument {position} is placed {list(x.placements)}, the function requires {list(need)}; "
-            "redistribute it, or pass redistribute_inputs=True"
+            "redistribute it, or set redistribute_inputs=True"
         )
     return x.redistribute(placements=tuple(need))
 
@@ -205,7 +227,7 @@ class _Region:
             raise LocalMapError(
                 f"local_map: {name} returned a tensor of shape {tuple(value.shape)} where out_placements has None"
             )
-        if isinstance(value, AsyncCollectiveTensor):
+        if isinstance(value, functional_collectives().AsyncCollectiveTensor):
             value = value.wait()
         shape = self._shape(value, placements) if self.uneven else None
         return DTensor.from_local(value, self.mesh, placements, shape=shape)

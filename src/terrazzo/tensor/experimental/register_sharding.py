@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dispatch.keys import any_float, plans
+from terrazzo.tensor.dispatch.keys import any_float, routes
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -43,7 +43,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
         for each in ops:
             OVERRIDES[each] = _rule_of(each, strategy)
             any_float.discard(each)
-        plans.clear()
+        routes.clear()
         return strategy
 
     return register
@@ -53,7 +53,7 @@ def unregister_sharding(op: OpOverload | Sequence[OpOverload]) -> None:
     """Undo `register_sharding`: the operators have our own rules again, or none."""
     for each in _as_ops(op):
         OVERRIDES.pop(each, None)
-    plans.clear()
+    routes.clear()
 
 
 def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
@@ -64,7 +64,7 @@ def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
                 f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
                 + (f": choose an overload, {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
             )
-        if each._schema.is_mutable:
+        if writes_arguments(each):
             raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
     return ops
 

@@ -101,7 +101,7 @@ def _pass_on(ring: Ring, block: Tensor, received: torch.Size) -> Pending[list[Te
     shapes: list[torch.Size | None] = [None] * axis.size
     pieces[(axis.index + 1) % axis.size] = block
     shapes[(axis.index - 1) % axis.size] = received
-    return exchange_start(pieces, axis, shapes, block.dtype, block.device)
+    return exchange_start(pieces, axis, shapes, block)
 
 
 def _arrived(ring: Ring, pending: Pending[list[Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Comparisons of whole tensors, which answer with a Python bool that is the same on every rank."""
+"""Comparisons of whole tensors and questions about them, which answer alike on every rank."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
-from terrazzo.tensor.dispatch.calls import admit_plain_tensors, special
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.ops.table import decomposition, handler
 from terrazzo.tensor.redistribute import redistribute_local
 
 
-@special("equal")
+@handler("equal")
 def equal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Each rank compares what it holds; one bit is reduced."""
-    admitted = admit_plain_tensors("equal", func, args, kwargs)
+    admitted = admit_plain_tensors("equal", args, kwargs)
     first, second = admitted[0] if admitted is not None else args
     if first.shape != second.shape:
         return False
+    layout = first._layout.dual
+    if layout.coord is None:
+        return True  # nothing that this rank holds differs
     with torch.no_grad():
-        layout = first._layout.dual
         mine = redistribute_local(first._local.detach(), first._layout, layout)
         other = redistribute_local(second._local.detach(), second._layout, layout)
         same = torch.tensor(torch.equal(mine, other), dtype=torch.int32, device=mine.device)
@@ -31,14 +34,47 @@ def equal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(same)
 
 
-@special("is_same_size")
+@handler("is_same_size")
 def is_same_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     first, second = args
     return bool(first.shape == second.shape)
 
 
-@special("is_nonzero")
+@handler("is_nonzero")
 def is_nonzero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     (tensor,) = args
     assert isinstance(tensor, DTensor)
     return bool(tensor)
+
+
+@handler(
+    *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
+    *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
+)
+def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Questions about dtype and the like, which any rank's part answers."""
+
+    def local(value: Any) -> Any:
+        return value._local if isinstance(value, DTensor) else value
+
+    return func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+
+
+@handler("is_pinned")
+def is_pinned(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    tensor = args[0]
+    assert isinstance(tensor, DTensor)
+    return bool(tensor._local.is_pinned(*args[1:], **kwargs))
+
+
+@handler("is_set_to")
+def is_set_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether both are one memory, placed alike."""
+    first, second = args
+    both = isinstance(first, DTensor) and isinstance(second, DTensor)
+    return both and first._layout is second._layout and bool(first._local.is_set_to(second._local))
+
+
+@decomposition("allclose")
+def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())

@@ -1,13 +1,22 @@
-"""New tensors made from another one's type: the result takes the other's placement where it has its shape."""
+"""New tensors made from another one's type: the result takes the other's placement where it has its shape.
+
+The values of the other one are not looked at, so it is never moved: where the shapes differ, and where it holds terms,
+every rank makes the result as it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.table import handler, rule
+
+_UNREAD = frozenset((0,))
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
@@ -19,19 +28,62 @@ def new_tensor(call: Call, input: Operand, size: Any, *args: Any, **kwargs: Any)
         return None
     if call.name == "new_full":
         values = values or (kwargs["fill_value"],)
-    shape = tuple(size)
-    dims: Dims = tuple(range(input.ndim)) if shape == tuple(input.shape) else (None,) * input.ndim
-    out: Dims = dims if shape == tuple(input.shape) else (None,) * len(shape)
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     make = getattr(torch.Tensor, call.name)
+    return _made(input, tuple(size), lambda local, shape: make(local.detach(), shape, *values, **options))
+
+
+@rule("new_empty_strided")
+def new_empty_strided(
+    call: Call, input: Operand, size: Sequence[int], stride: Sequence[int], **kwargs: Any
+) -> Spec | None:
+    """Each rank's part has its dims in the order in which the strides have them."""
+    if not all(isinstance(n, int) for n in (*size, *stride)) or len(size) != len(stride):
+        return None
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    back = sorted(range(len(size)), key=order.__getitem__)
+
+    def make(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return local.new_empty([shape[d] for d in order], **kwargs).permute(back)
+
+    return _made(input, tuple(size), make)
+
+
+def _made(input: Operand, shape: tuple[int, ...], make: Any) -> Spec:
+    same = shape == tuple(input.shape)
+    dims: Dims = tuple(range(input.ndim)) if same else (None,) * input.ndim
+    out: Dims = dims if same else (None,) * len(shape)
 
     def localize(chosen: Chosen) -> LocalFunction:
         local_shape = tuple(chosen.outs[0].local_shape)
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor = make(loc[0].detach(), local_shape, *values, **options)
+            result: torch.Tensor = make(loc[0], local_shape)
             return result
 
         return run
 
-    return Spec([dims], [out], [shape], localize=localize)
+    return Spec([dims], [out], [shape], localize=localize, unread=_UNREAD)
+
+
+@handler("new_tensor")
+def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The caller's data, which every rank has: replicated."""
+    source = args[0]
+    if not isinstance(source, DTensor) or any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    if source._layout.coord is None:
+        return NotImplemented
+    local = source._local.new_tensor(*args[1:], **kwargs)
+    mesh = source._layout.mesh
+    return wrap(local, Layout.of(mesh, (Replicate(),) * len(source._layout.placements), tuple(local.shape)))
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Terms of zeros are zeros; whatever else takes the place of terms is replicated."""
+    if len(call.operands) != 1:
+        return None
+    dims = tuple(range(input.ndim))
+    zeros = call.name in ("zeros_like", "empty_like")
+    return Spec([dims], [dims], [input.shape], linear=[(0,)] if zeros else [], unread=_UNREAD, keeps_terms=True)

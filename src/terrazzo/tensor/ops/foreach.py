@@ -12,35 +12,19 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
 from terrazzo.tensor.copied_view import CopiedView, check_writable, pass_on
-from terrazzo.tensor.dispatch.calls import specials
 from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.accumulate import join_norms, norm_of_nothing, working_type
 from terrazzo.tensor.ops.pointwise import is_pointwise
+from terrazzo.tensor.ops.table import Handler, handler
 
 _ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])
-
-
-def install() -> None:
-    """Register a handler for every list operation that this torch has."""
-    for name in dir(torch.ops.aten):
-        if name.startswith("_foreach_") and not name.endswith("_out"):
-            specials[name] = _foreach
-    for name in dir(torch):
-        if name.startswith("_foreach_"):
-            specials[name] = list_handlers[getattr(torch, name)] = _foreach
-    for name in _ELEMENTWISE_FUSED:
-        specials[name] = specials[name + "_"] = _fused
-        if hasattr(torch, name + "_"):
-            list_handlers[getattr(torch, name + "_")] = _fused
-    specials["_foreach_norm"] = list_handlers[torch._foreach_norm] = _norms
-    specials["_foreach_max"] = list_handlers[torch._foreach_max] = _one_by_one
-    specials["_amp_foreach_non_finite_check_and_unscale_"] = _unscale
-    specials["_amp_update_scale_"] = _update_scale
 
 
 def _is_list(value: Any) -> bool:
@@ -76,6 +60,17 @@ def placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
         elif isinstance(other, DTensor) and not _is_scalar(other):
             return False
     return True
+
+
+def locals_to_step(params: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    """The lists of an optimizer's step, unwrapped once; None where they cannot be updated as they are.
+
+    A step with `foreach=True` is a dozen list operations, each of which would find out again that its tensors are
+    DTensors, placed alike. The functions that make such a step work element by element, tensor by tensor.
+    """
+    if CopiedView in map(type, params) or not placed_alike(params, others):
+        return None
+    return locals_of(params), [locals_of(value) for value in others]
 
 
 def _is_scalar(x: Any) -> bool:
@@ -160,7 +155,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
     results = [position(i) for i in range(count)]
     if inplace:
-        return None if isinstance(func, torch._ops.OpOverload) else args[0]
+        return None if isinstance(func, OpOverload) else args[0]
     return tuple(results) if isinstance(args[0], tuple) else results
 
 
@@ -201,33 +196,40 @@ def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:
     ]
 
 
+def local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norms of plain tensors, those of half types in float32; a tensor without elements changes no norm."""
+    norms: list[Any] = [None] * len(tensors)
+    alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        wide = dtype or working_type(t.dtype)
+        if t.numel():
+            alike.setdefault((t.device, t.dtype, wide), []).append(i)
+        else:
+            norms[i] = torch.full((), norm_of_nothing(order), dtype=wide.to_real(), device=t.device)
+    for (_, own, wide), members in alike.items():
+        found = torch._foreach_norm([tensors[i] for i in members], order, dtype=None if own is wide else wide)
+        for i, norm in zip(members, found, strict=True):
+            norms[i] = norm
+    return norms
+
+
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Local norms, then one reduction per mesh and set of mesh dims for all tensors together."""
     tensors = args[0]
-    ord_ = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     if not all(isinstance(x, DTensor) for x in tensors) or (
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     ):
         return _one_by_one(func, args, kwargs)
     tensors = [x if x._layout.dual is x._layout else x.redistribute() for x in tensors]
-    results = list(func([x._local for x in tensors], *args[1:], **kwargs))
-    groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    results = local_norms([x._local for x in tensors], order, None if dtype is None else working_type(dtype))
+    groups: dict[tuple[Any, tuple[int, ...], torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
-        if x._layout.varying:
-            groups.setdefault((x._layout.mesh, x._layout.varying), []).append(i)
-    for (mesh, dims), members in groups.items():
-        axis = axis_of(mesh, dims)
-        if axis.size == 1:
-            continue
-        local = torch.stack([results[i] for i in members])
-        if ord_ == float("inf"):
-            joined = all_reduce(local, axis, "max")
-        elif ord_ == float("-inf"):
-            joined = all_reduce(local, axis, "min")
-        elif ord_ == 0:
-            joined = all_reduce(local, axis)
-        else:
-            joined = all_reduce(local**ord_, axis) ** (1.0 / ord_)
+        if x._layout.varying and x._layout.coord is not None:
+            groups.setdefault((x._layout.mesh, x._layout.varying, results[i].dtype), []).append(i)
+    for (mesh, dims, _), members in groups.items():
+        joined = join_norms(torch.stack([results[i] for i in members]), order, axis_of(mesh, dims))
         for i, value in zip(members, joined.unbind(), strict=True):
             results[i] = value
     scalars: dict[Any, Layout] = {}
@@ -237,18 +239,20 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         layout = scalars.get(mesh)
         if layout is None:
             layout = scalars[mesh] = Layout.of(mesh, (Replicate(),) * len(x._layout.mesh_shape), ())
-        wrapped.append(wrap(value, layout))
+        wanted = dtype or x._local.dtype
+        wrapped.append(wrap(value if value.dtype is wanted else value.to(wanted.to_real()), layout))
     return tuple(wrapped)
 
 
 def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """GradScaler's unscaling: an overflow on one rank is an overflow on all."""
+    """GradScaler's unscaling: an overflow on one rank is an overflow on all. Some gradients may be plain tensors."""
     grads, found_inf, inv_scale = args
     func([locals_of(g) for g in grads], locals_of(found_inf), locals_of(inv_scale))
     found = locals_of(found_inf)
     done: set[tuple[int, tuple[int, ...]]] = set()
-    for g in grads:
-        layout = g._layout
+    for layout in _layouts(grads):
+        if layout is None or layout.coord is None:
+            continue
         if layout.varying and (id(layout.mesh), layout.varying) not in done:
             done.add((id(layout.mesh), layout.varying))
             found.copy_(all_reduce(found, axis_of(layout.mesh, layout.varying), "max"))
@@ -256,3 +260,23 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 def _update_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*[locals_of(a) for a in args], **{k: locals_of(v) for k, v in kwargs.items()})
+
+
+def _register() -> None:
+    """A handler for every list operation that this torch has."""
+    apart: dict[str, Handler] = {"_foreach_norm": _norms, "_foreach_max": _one_by_one}
+    names = {n for n in (*dir(torch.ops.aten), *dir(torch)) if n.startswith("_foreach_") and not n.endswith("_out")}
+    for name in sorted(names):
+        run = apart.get(name, _foreach)
+        handler(name)(run)
+        if hasattr(torch, name):
+            list_handlers[getattr(torch, name)] = run
+    for name in _ELEMENTWISE_FUSED:
+        handler(name, name + "_")(_fused)
+        if hasattr(torch, name + "_"):
+            list_handlers[getattr(torch, name + "_")] = _fused
+    handler("_amp_foreach_non_finite_check_and_unscale_")(_unscale)
+    handler("_amp_update_scale_")(_update_scale)
+
+
+_register()

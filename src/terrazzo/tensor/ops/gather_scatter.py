@@ -37,7 +37,10 @@ def index_select(call: Call, input: Operand, dim: int, index: Operand) -> Spec |
 def scatter(
     call: Call, input: Operand, dim: int, index: Operand, src: Any = None, *rest: Any, **kwargs: Any
 ) -> Spec | None:
-    """Dims other than `dim` pass where all have the same size."""
+    """Dims other than `dim` pass where all have the same size.
+
+    What is added up may be cut along `dim`, where each rank's part gives a term.
+    """
     if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
@@ -51,7 +54,18 @@ def scatter(
     )
     ins = [same if o.ndim else () for o in call.operands]
     adds = call.name == "scatter_add" and len(call.operands) == 3 and values is call.operands[2]
-    return Spec(ins, [same], [input.shape], linear=[(0, 2)] if adds else [])
+    if not adds or values is None or values.shape[d] != index.shape[d]:
+        return Spec(ins, [same], [input.shape], linear=[(0, 2)] if adds else [])
+    along = input.ndim
+    added: Dims = tuple(along if i == d else f for i, f in enumerate(same))
+    return Spec(
+        [same, added, added],
+        [same],
+        [input.shape],
+        reduce={along: "sum"},
+        linear=[(0, 2)],
+        addends=frozenset((0,)),
+    )
 
 
 @rule("index_add", "index_copy")
@@ -66,7 +80,18 @@ def index_add(
     if any(n != m for i, (n, m) in enumerate(zip(source.shape, input.shape, strict=True)) if i != d):
         return None
     dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
-    return Spec([dims, (None,) * index.ndim, dims], [dims], [input.shape], linear=[(0, 2)])
+    if call.name == "index_copy" or index.ndim != 1 or index.shape[0] != source.shape[d]:
+        return Spec([dims, (None,) * index.ndim, dims], [dims], [input.shape], linear=[(0, 2)])
+    along = input.ndim
+    added: Dims = tuple(along if i == d else i for i in range(input.ndim))
+    return Spec(
+        [dims, (along,), added],
+        [dims],
+        [input.shape],
+        reduce={along: "sum"},
+        linear=[(0, 2)],
+        addends=frozenset((0,)),
+    )
 
 
 @rule("index_fill")

@@ -15,17 +15,34 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Replicate
+from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_writable, pass_on, writing
-from terrazzo.tensor.dispatch.calls import run_again, special
+from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors
+from terrazzo.tensor.dispatch.routes import cast_fresh
 from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
-from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.dtensor import DTensor, run_again, wrap
+from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask, normal
+from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 
 
-@rule("__getitem__")
+def index_otherwise(target: Any, index: Any) -> Any:
+    """Indexing by tensors, lists and masks."""
+    if not isinstance(target, DTensor):
+        raise DTensorError(
+            "a plain tensor is indexed with a DTensor: index a DTensor, or use index.full_tensor() for the plain one"
+        )
+    items = normal(index)
+    if not is_basic(items):
+        return _advanced(target, items)
+    if is_basic(as_tuple(index)):
+        return NotImplemented  # an index that the rule refuses is one that the function itself words an error for
+    return run_again(torch.Tensor.__getitem__, (target, items), {})
+
+
+@rule("__getitem__", otherwise=index_otherwise, takes_plain=lambda index: True)
 def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
     if not isinstance(input, Operand):
         return None
@@ -79,38 +96,6 @@ def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:
     return result
 
 
-@special("__getitem__")
-def get(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    target, index = args
-    if not isinstance(target, DTensor):
-        return _index_plain(target, index)
-    items = as_tuple(index)
-    if any(isinstance(i, DTensor) and i.ndim == 0 and not is_mask(i) for i in items) or any(
-        isinstance(i, slice) and any(isinstance(v, torch.Tensor) for v in (i.start, i.stop, i.step)) for i in items
-    ):
-        return run_again(func, (target, _with_plain_ints(index)), kwargs)
-    if isinstance(index, list) or not is_basic(items):
-        return _advanced(target, index)
-    return NotImplemented
-
-
-def _index_plain(target: torch.Tensor, index: Any) -> Any:
-    raise DTensorError(
-        "a plain tensor is indexed with a DTensor: index a DTensor, or use index.full_tensor() for the plain one"
-    )
-
-
-def _with_plain_ints(index: Any) -> Any:
-    def plain(i: Any) -> Any:
-        if isinstance(i, DTensor) and i.ndim == 0 and not is_mask(i):
-            return int(i)
-        if isinstance(i, slice):
-            return slice(*(int(v) if isinstance(v, torch.Tensor) else v for v in (i.start, i.stop, i.step)))
-        return i
-
-    return tuple(plain(i) for i in index) if isinstance(index, tuple) else plain(index)
-
-
 def _replicated(layout: Layout) -> Layout:
     return layout.with_placements((Replicate(),) * len(layout.placements))
 
@@ -122,11 +107,10 @@ def _full(value: Any, like: Layout) -> Any:
     return value
 
 
-def _advanced(target: DTensor, index: Any) -> DTensor:
+def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
     """Index tensors: dims taken whole keep their shards when no mask or index touches them."""
     layout = target._layout
-    items = [_full(i, layout) for i in as_tuple(index)] if not isinstance(index, list) else [index]
-    items = [torch.as_tensor(i) if isinstance(i, list) else i for i in items]
+    items = [_full(i, layout) for i in index]
     items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
     touched: set[int] = set()
     d = 0
@@ -145,15 +129,24 @@ def _advanced(target: DTensor, index: Any) -> DTensor:
     varying = tuple(m for m in kept.varying)
     local = redistribute_local(target._local, layout, kept, varying)
     if varying and local.requires_grad and torch.is_grad_enabled():
-        from terrazzo.tensor.dispatch.runners import cast_fresh
-
         dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
         local = cast_fresh(local, dims, layout.mesh) if dims else local
+    if not local.numel():
+        _check_bounds(items, layout)  # of a part without elements C++ picks anything
     picked = local[tuple(items)]
     # Where each kept dim went is read off a probe on the meta device: strides name the source dim.
     shape, out_dims = _probe(layout.shape, items)
     placed = [p if not p.is_shard() else _moved_shard(p, out_dims) for p in kept.placements]
     return wrap(picked, Layout.of(layout.mesh, placed, shape, layout.order))
+
+
+def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
+    d = 0
+    for i in expanded(tuple(items), layout.ndim):
+        if isinstance(i, torch.Tensor) and not is_mask(i):
+            n = layout.shape[d]
+            check_bounds(torch.where(i < 0, i + n, i), n, "index")
+        d += consumes(i)
 
 
 def layout_device(target: DTensor) -> torch.device:
@@ -185,7 +178,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
             shapes.append((int(i.sum()),))
         else:
             shapes.append(tuple(i.shape))
-    joined = tuple(torch.broadcast_shapes(*shapes)) if adv else ()
+    joined = broadcast_shapes(*shapes) if adv else ()
     neighbours = bool(adv) and adv == list(range(adv[0], adv[-1] + 1))
     out: list[tuple[int, int | None]] = []
     d = 0
@@ -210,7 +203,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
 # ------------------------------------------------------------------ assignment
 
 
-@special("__setitem__")
+@handler("__setitem__")
 def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
     if not isinstance(target, DTensor):
@@ -218,11 +211,9 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     check_writable(target)
-    items = tuple(_with_plain_ints(i) for i in as_tuple(index))
+    items = normal(index)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
-        from terrazzo.tensor.dispatch.calls import admit_plain_tensors
-
-        admitted = admit_plain_tensors("__setitem__", func, (target, 0, value), {})
+        admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
         assert admitted is not None
         value = admitted[0][2]
     terms = any(isinstance(p, Partial) for p in target._layout.placements)
@@ -231,7 +222,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             _assign_box(target, items, value)
         pass_on(target)
     else:
-        plain_index = tuple(_full(i, target._layout) for i in items) if not isinstance(index, list) else index
+        plain_index = tuple(_full(i, target._layout) for i in items)
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
 
 
@@ -296,8 +287,6 @@ def _my_part(value: Any, region: Sequence[int], mine: Sequence[slice], layout: L
         local = redistribute_local(value._local, value._layout, _replicated(value._layout), varying)
         dims = tuple(m for m in varying if not value._layout.placements[m].is_shard())
         if dims and local.requires_grad and torch.is_grad_enabled():
-            from terrazzo.tensor.dispatch.runners import cast_fresh
-
             local = cast_fresh(local, dims, layout.mesh)
     else:
         local = value

@@ -1,4 +1,7 @@
-"""Joining tensors: cat and stack. The joined dim is whole, the others pass."""
+"""Joining tensors: cat and stack. The joined dim is whole, the others pass.
+
+Terms pass, and what is replicated joins them as a term that one rank has.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,13 @@ def cat(call: Call, tensors: Any, dim: int = 0) -> Spec | None:
     dims: Dims = tuple(None if i == d else i for i in range(first.ndim))
     shape = tuple(sum(t.shape[d] for t in tensors) if i == d else n for i, n in enumerate(first.shape))
     return Spec(
-        [dims] * len(tensors), [dims], [shape], linear=[tuple(range(len(tensors)))], moves_only=True, localize=_cat(d)
+        [dims] * len(tensors),
+        [dims],
+        [shape],
+        linear=[tuple(range(len(tensors)))],
+        moves_only=True,
+        localize=_cat(d),
+        keeps_terms=True,
     )
 
 
@@ -55,4 +64,5 @@ def stack(call: Call, tensors: Any, dim: int = 0) -> Spec | None:
     dims = tuple(range(first.ndim))
     out = (*dims[:d], None, *dims[d:])
     shape = (*first.shape[:d], len(tensors), *first.shape[d:])
-    return Spec([dims] * len(tensors), [out], [shape], linear=[tuple(range(len(tensors)))], moves_only=True)
+    everything = tuple(range(len(tensors)))
+    return Spec([dims] * len(tensors), [out], [shape], linear=[everything], moves_only=True, keeps_terms=True)

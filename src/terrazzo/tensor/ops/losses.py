@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.accumulate import sums_in_single, working_type
+from terrazzo.tensor.ops.forms import place_of
+from terrazzo.tensor.ops.table import handler, rule
 
 F = torch.nn.functional
 _IGNORED = -100  # what the local targets hold where they do not count
@@ -41,11 +45,12 @@ def nll_loss(
     if isinstance(weight, Operand):
         ins[id(weight)] = (classes,)
 
+    def local(chosen: Chosen) -> LocalFunction:
+        return _local_nll(chosen, samples, ignore_index, reduction, call.operands.index(input))
+
     def localize(chosen: Chosen) -> LocalFunction | None:
         cut = [f for f in range(input.ndim) if f in chosen.sharded]
-        if not cut or (cut == [0] and reduction == "none"):
-            return None
-        return _local_nll(chosen, samples, ignore_index, reduction, call.operands.index(input))
+        return None if not cut or (cut == [0] and reduction == "none") else local(chosen)
 
     scalar = reduction != "none"
     return Spec(
@@ -54,11 +59,13 @@ def nll_loss(
         [() if scalar else tuple(target.shape)],
         reduce=dict.fromkeys(range(input.ndim), "sum") if scalar else {classes: "sum"},
         localize=localize,
+        # Without a reduction one rank has a sample's loss, and the others zeros.
+        joined=(lambda chosen: sums_in_single(local(chosen))(chosen)) if scalar else None,
     )
 
 
 def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduction: str, at: int) -> LocalFunction:
-    """The loss of this rank's samples and classes."""
+    """The loss of this rank's samples and classes; what is summed of half types is a float32."""
     layout = chosen.ins[at]
     first, count, classes = layout.box().offsets[1], layout.box().lengths[1], layout.shape[1]
     mesh_dims = tuple(sorted({m for f in (*samples, 1) for m in chosen.sharded.get(f, ())}))
@@ -70,24 +77,48 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
         check_bounds(wanted.masked_fill(wanted == ignore_index, 0), classes, "target")
         mine = (wanted >= first) & (wanted < first + count) & (wanted != ignore_index)
         local = torch.where(mine, wanted - first, _IGNORED)
+        work = working_type(x.dtype)
         if count == 0:
-            loss = x.sum(1) if reduction == "none" else x.sum()
+            loss = x.sum(1) if reduction == "none" else x.sum(dtype=work)
+        elif reduction != "none" and work is x.dtype:
+            loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="sum")
         else:
-            loss = F.nll_loss(
-                x, local, weight, ignore_index=_IGNORED, reduction="none" if reduction == "none" else "sum"
-            )
+            loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="none")
+            loss = loss if reduction == "none" else loss.sum(dtype=work)
         if reduction != "mean":
             return loss
         if weight is None or count == 0:
-            share = mine.sum().to(x.dtype)
+            share = mine.sum().to(work)
         else:
-            share = (weight.detach()[local.clamp(min=0)] * mine).sum()
+            share = (weight.detach()[local.clamp(min=0)] * mine).sum(dtype=work)
         return loss / all_reduce(share, axis_of(mesh, mesh_dims))
 
     return run
 
 
-@decomposition("cross_entropy_loss", "cross_entropy")
+class ParallelLoss(threading.local):
+    """Whether this thread is inside `loss_parallel`, and what computes the loss there (`tensor.parallel.loss`)."""
+
+    depth = 0
+    compute: Callable[..., Any]
+
+
+parallel_loss = ParallelLoss()
+
+
+@handler("cross_entropy", "cross_entropy_loss")
+def cross_entropy_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Inside `loss_parallel` plain targets are the same on every rank, and the classes stay where they are."""
+    if parallel_loss.depth and func is F.cross_entropy:
+        loss = parallel_loss.compute(*args, **kwargs)
+        if loss is not NotImplemented:
+            return loss
+    admitted = admit_plain_tensors("cross_entropy", args, kwargs)
+    if admitted is not None:
+        args, kwargs = admitted
+    return cross_entropy(*args, **kwargs)
+
+
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: Any = "mean", label_smoothing: float = 0.0,
@@ -115,12 +146,14 @@ def cross_entropy(
     loss = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
     if not label_smoothing:
         return loss
-    # What each class gets beside the target's own share, of the samples that count.
+    # What each class gets beside the target's own share, of the samples that count. A sum of many samples may exceed a
+    # half type where their mean does not.
+    work = working_type(logs.dtype)
     spread = -(logs if shaped is None else logs * shaped).sum(1)
     counts = target != ignore_index
     spread = torch.where(counts, spread, torch.zeros_like(spread))
     if reduction == "sum":
-        spread = spread.sum()
+        spread = spread.sum(dtype=work)
     elif reduction == "mean":
         if weight is None:
             total = counts.sum()
@@ -128,9 +161,9 @@ def cross_entropy(
             own = torch.index_select(
                 weight.detach(), 0, torch.where(counts, target, torch.zeros_like(target)).flatten()
             )
-            total = (own * counts.flatten()).sum()
-        spread = spread.sum() / total
-    return loss * (1 - label_smoothing) + spread * (label_smoothing / classes)
+            total = (own * counts.flatten()).sum(dtype=work)
+        spread = spread.sum(dtype=work) / total
+    return (loss * (1 - label_smoothing) + spread * (label_smoothing / classes)).to(logs.dtype)
 
 
 def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoothing: float) -> Any:
@@ -141,14 +174,14 @@ def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoot
     losses = -(logs * target if weight is None else logs * target * weight).sum(1)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / max(losses.numel(), 1)
+    total = losses.sum(dtype=working_type(losses.dtype))
+    return (total if reduction == "sum" else total / max(losses.numel(), 1)).to(losses.dtype)
 
 
-_ELEMENTWISE = {
-    # Where the C++ function has its reduction; the Python one takes it by keyword.
-    "mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
-    "binary_cross_entropy_with_logits": 4,
-}  # fmt: skip
+_ELEMENTWISE = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+    "binary_cross_entropy_with_logits",
+)
 _WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -159,9 +192,8 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
         return None
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return None
-    at = _ELEMENTWISE[call.name]
-    positional = len(args) > at - 2
-    given = args[at - 2] if positional else kwargs.get("reduction", "mean")
+    at = place_of("reduction", call.func, call.args, call.kwargs)
+    given = kwargs.get("reduction", "mean") if at is None else call.args[at]
     reduction = _REDUCTIONS[given] if type(given) is int and 0 <= given < 3 else given
     if reduction not in _REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
         return None
@@ -174,19 +206,23 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
         ins.append(tuple(d + shift if n == shape[d + shift] else None for d, n in enumerate(o.shape)))
     factors, count = tuple(range(input.ndim)), math.prod(shape)
 
+    def reduced(func: Any, loc: list[Any], kw: dict[str, Any], wanted: str) -> torch.Tensor:
+        if at is not None:
+            wanted_here = wanted if isinstance(given, str) else _REDUCTIONS.index(wanted)
+            loc = [*loc[:at], wanted_here, *loc[at + 1 :]]
+        else:
+            kw = kw | {"reduction": wanted}
+        result: torch.Tensor = func(*loc, **kw)
+        return result
+
     def localize(chosen: Chosen) -> LocalFunction | None:
         if reduction != "mean" or not chosen.sharded:
             return None
+        return lambda func, loc, kw: reduced(func, loc, kw, "sum") / count
 
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            if positional:
-                loc = [*loc[:at], _REDUCTIONS.index("sum"), *loc[at + 1 :]]
-            else:
-                kw = kw | {"reduction": "sum"}
-            result: torch.Tensor = func(*loc, **kw) / count
-            return result
-
-        return run
+    def in_single(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        total = reduced(func, loc, kw, "none").sum(dtype=torch.float32)
+        return total / count if reduction == "mean" else total
 
     scalar = reduction != "none"
     return Spec(
@@ -195,4 +231,5 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
         [() if scalar else shape],
         reduce=dict.fromkeys(factors, "sum") if scalar else {},
         localize=localize,
+        joined=sums_in_single(in_single) if scalar else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
@@ -140,8 +141,10 @@ def add_product(
 @rule("einsum")
 def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
-    text = equation.replace(" ", "")
-    if "." in text or not all(isinstance(t, Operand) for t in tensors):
+    if not isinstance(equation, str) or not all(isinstance(t, Operand) for t in tensors):
+        return None
+    text = _spelled_out(equation.replace(" ", ""), [t.ndim for t in tensors])
+    if text is None:
         return None
     left, arrow, right = text.partition("->")
     terms = left.split(",")
@@ -159,3 +162,26 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
     factor = {letter: i for i, letter in enumerate(sizes)}
     ins: list[Dims] = [tuple(factor[c] for c in term) for term in terms]
     return contraction(ins, tuple(factor[c] for c in right), tensors)
+
+
+def _spelled_out(equation: str, ndims: list[int]) -> str | None:
+    """The equation with letters in place of `...`; None where it does not fit the operands."""
+    if "." not in equation:
+        return equation
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        return None
+    counts = [ndim - len(term) + 3 if "..." in term else 0 for term, ndim in zip(terms, ndims, strict=True)]
+    free = [c for c in string.ascii_letters if c not in equation]
+    longest = max(counts)
+    if min(counts) < 0 or longest > len(free):
+        return None
+    # They are aligned at their ends, as in broadcasting.
+    letters = "".join(free[:longest])
+    spelled = [t.replace("...", letters[longest - n :]) for t, n in zip(terms, counts, strict=True)]
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "..." + "".join(once)
+    full = f"{','.join(spelled)}->{right.replace('...', letters)}"
+    return None if "." in full else full

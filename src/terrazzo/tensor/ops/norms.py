@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.accumulate import in_working_type
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
@@ -38,10 +37,6 @@ def layer_norm(call: Call, input: Operand, normalized_shape: Sequence[int], *res
     return Spec([factors] + [inner] * (len(call.operands) - 1), outs, shapes, whole=frozenset(inner))
 
 
-def _in_working_type(x: Any) -> Any:
-    return x.float() if x.dtype in _HALF else x
-
-
 def _moments(x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     """Mean, variance and what is left of `x` without its mean."""
     mean = x.mean(dims, keepdim=True).redistribute()
@@ -61,10 +56,12 @@ def layer_norm_of_shards(
     inner = _inner_dims(input, normalized_shape)
     if inner is None:
         return NotImplemented
-    _, variance, rest = _moments(_in_working_type(input), inner)
-    y = (rest * (variance + eps).rsqrt()).to(input.dtype)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    _, variance, rest = _moments(in_working_type(input), inner)
+    # Rounded once, and so are the parameters' gradients: they are summed over the ranks in the working type.
+    y = rest * (variance + eps).rsqrt()
+    y = y if weight is None else y * in_working_type(weight)
+    y = y if bias is None else y + in_working_type(bias)
+    return y.to(input.dtype)
 
 
 @decomposition("rms_norm")
@@ -72,10 +69,10 @@ def rms_norm_of_shards(input: Any, normalized_shape: Any, weight: Any = None, ep
     inner = _inner_dims(input, normalized_shape)
     if inner is None:
         return NotImplemented
-    x = _in_working_type(input)
+    x = in_working_type(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    y = (x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()).to(input.dtype)
-    return y if weight is None else y * weight
+    y = x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()
+    return (y if weight is None else y * in_working_type(weight)).to(input.dtype)
 
 
 def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
@@ -127,15 +124,18 @@ def group_norm(
 
 
 @rule("batch_norm")
-def batch_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
-    """With statistics given it is elementwise. `F.batch_norm` is left to its body, which calls `torch.batch_norm`."""
-    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 2:
+def batch_norm_rule(
+    call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Spec | None:  # fmt: skip
+    """With statistics given it is elementwise."""
+    if not isinstance(input, Operand) or input.ndim < 2:
         return None
-    x: Operand = args[0]
+    x = input
     if any(o.ndim != 1 for o in call.operands[1:]):
         return None
     factors: Dims = tuple(range(x.ndim))
-    if not args[5]:
+    if not training:
         return Spec([factors] + [(1,)] * (len(call.operands) - 1), [factors], [x.shape], localize=_unless_empty)
     if not all(o.layout.is_replicated for o in call.operands):
         return None
@@ -147,16 +147,19 @@ def _unless_empty(chosen: Chosen) -> LocalFunction | None:
     if min(chosen.ins[0].local_shape):
         return None
     # Parameters stay part of the graph: other ranks' backward communicates with this one's.
-    return lambda func, loc, kw: sum((v.sum() for v in loc[1:3] if isinstance(v, torch.Tensor)), loc[0] * 1)
+    return lambda func, loc, kw: sum((v.sum() for v in loc[1:] if isinstance(v, torch.Tensor)), loc[0] * 1)
 
 
 @rule("instance_norm")
-def instance_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+def instance_norm_rule(
+    call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Spec | None:  # fmt: skip
     """Without running statistics each sample's channel stands alone."""
-    if kwargs or len(args) < 6 or not isinstance(args[0], Operand) or args[0].ndim < 3:
+    if not isinstance(input, Operand) or input.ndim < 3 or not use_input_stats:
         return None
-    x: Operand = args[0]
-    if args[3] is not None or args[4] is not None or is_sharded_along(x, range(2, x.ndim)):
+    x = input
+    if running_mean is not None or running_var is not None or is_sharded_along(x, range(2, x.ndim)):
         return None
     factors = tuple(range(x.ndim))
     ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
@@ -164,12 +167,14 @@ def instance_norm_rule(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
 
 
 @decomposition("batch_norm")
-def batch_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+def batch_norm(
+    input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
     """Training: the moments of the whole batch, wherever its samples are; running statistics move in place."""
-    if kwargs or len(args) < 7 or not args[4] or input.ndim < 2:
+    if not training or input.ndim < 2:
         return NotImplemented
-    weight, bias, running_mean, running_var, _, momentum, eps = args[:7]
-    x = _in_working_type(input)
+    x = in_working_type(input)
     dims = (0, *range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
     count = math.prod(x.shape[d] for d in dims)
@@ -180,15 +185,17 @@ def batch_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @decomposition("instance_norm")
-def instance_norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+def instance_norm(
+    input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
     """Running statistics are the mean over the samples of each one's own."""
-    if kwargs or len(args) < 7 or input.ndim < 3:
+    if input.ndim < 3:
         return NotImplemented
-    weight, bias, running_mean, running_var, use_input_stats, momentum, eps = args[:7]
-    x = _in_working_type(input)
+    x = in_working_type(input)
     if not use_input_stats:
         shape = (-1, *(1,) * (x.ndim - 2))
-        y = _scaled(x - running_mean.reshape(shape), running_var.reshape(shape), eps, weight, bias)
+        y = _scaled(x - running_mean.reshape(shape), in_working_type(running_var).reshape(shape), eps, weight, bias)
         return y.to(input.dtype)
     dims = tuple(range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
@@ -207,5 +214,5 @@ def _move(running: Any, seen: Any, momentum: float) -> None:
 def _scaled(rest: Any, variance: Any, eps: float, weight: Any, bias: Any) -> Any:
     shape = (-1, *(1,) * (rest.ndim - 2))
     scale = (variance + eps).rsqrt()
-    y = rest * (scale if weight is None else scale * weight.reshape(shape))
-    return y if bias is None else y + bias.reshape(shape)
+    y = rest * (scale if weight is None else scale * in_working_type(weight).reshape(shape))
+    return y if bias is None else y + in_working_type(bias).reshape(shape)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.layout import Partial
+from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
@@ -52,6 +54,7 @@ _ALSO_POINTWISE = frozenset(
             "special_log1p",
         ),
         *("conj", "resolve_conj", "resolve_neg", "complex", "polar", "floor_divide"),
+        "fake_quantize_per_tensor_affine",
         *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
     ]
 )
@@ -77,7 +80,7 @@ def is_pointwise(name: str) -> bool:
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
     """The common shape, and each operand's dims as factors 0, 1, ... of it; a stretched dim has none."""
-    out = tuple(torch.broadcast_shapes(*shapes))
+    out = broadcast_shapes(*shapes)
     n = len(out)
     ins: list[Dims] = []
     for shape in shapes:
@@ -130,9 +133,7 @@ def _has_scalar_operand(call: Call) -> bool:
     return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
-@rule(
-    "clone", "contiguous", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory"
-)
+@rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
     dims = tuple(range(input.ndim))
     return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)
@@ -140,18 +141,32 @@ def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec
 
 @rule("to")
 def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if len(call.operands) > 1:
+    others = call.operands[1:]
+    if call.operands[0] is not input or len(others) > 1:
         return None
-    dims = tuple(range(input.ndim))
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    keeps_terms = all(d.is_floating_point or d.is_complex for d in dtypes)
-    return Spec([dims], [dims], [input.shape], linear=[(0,)] if keeps_terms else [])
+    return _converted(input, others, all(d.is_floating_point or d.is_complex for d in dtypes))
 
 
 @rule("type_as")
-def type_as(call: Call, input: Operand, other: Operand) -> Spec:
+def type_as(call: Call, input: Operand, other: Operand) -> Spec | None:
+    return _converted(input, [other], False) if call.operands == [input, other] else None
+
+
+def _converted(input: Operand, others: list[Operand], keeps_terms: bool) -> Spec | None:
+    """Of another tensor only dtype and device are taken, so it stays where it is."""
+    if others and any(isinstance(p, Partial) for p in input.placements):
+        return None  # plans are the same for all dtypes, and terms may become floats but no integers
     dims = tuple(range(input.ndim))
-    return Spec([dims, (None,) * other.ndim], [dims], [input.shape], localize=None)
+    ins: list[Dims] = [dims, *[(None,) * o.ndim for o in others]]
+    return Spec(ins, [dims], [input.shape], linear=[(0,)] if keeps_terms else [], unread=frozenset(range(1, len(ins))))
+
+
+@decomposition("type_as", "to")
+def to_type_of(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(other, torch.Tensor):
+        return NotImplemented
+    return input.to(other.device, other.dtype, *args, **kwargs)
 
 
 @rule("copy")
@@ -181,13 +196,6 @@ def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
     return Spec([dims], [dims], [input.shape], linear=[(0,)] if terms else [])
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like")
-def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
-    dims = tuple(range(input.ndim))
-    # Terms of zeros are zeros; nothing else may take a Partial's place, and nothing needs its values.
-    return Spec([dims], [dims], [input.shape], linear=[(0,)] if call.name in ("zeros_like", "empty_like") else [])
-
-
 @rule("frexp")
 def frexp(call: Call, input: Operand) -> Spec:
     dims = tuple(range(input.ndim))
@@ -200,3 +208,9 @@ def prelu(input: Any, weight: Any) -> Any:
     if weight.ndim and weight.shape[0] != 1 and input.ndim > 1:
         weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
     return torch.where(input > 0, input, input * weight)
+
+
+@decomposition("contiguous")
+def contiguous(input: Any, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """Whether there is anything to do is a fact of the global tensor, the same on every rank."""
+    return input if input.is_contiguous(memory_format=memory_format) else input.clone(memory_format=memory_format)

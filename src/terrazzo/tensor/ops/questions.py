@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.layout import Shard
+from terrazzo.layout import Partial, Shard
 from terrazzo.tensor.dtensor import DTensor
 
 
@@ -15,4 +15,12 @@ def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
     return any(
         isinstance(p, Shard) and p.dim in dims and n > 1
         for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
+    )
+
+
+def is_cut(x: Any, dims: Sequence[int]) -> bool:
+    """Whether there are terms, or several ranks hold parts of what lies along `dims`: no rank can do it alone."""
+    layout = x._layout if isinstance(x, DTensor) else x.layout
+    return is_sharded_along(x, dims) or any(
+        isinstance(p, Partial) and n > 1 for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
     )

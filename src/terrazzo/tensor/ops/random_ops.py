@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,8 +13,8 @@ from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
 from terrazzo.tensor.counter import Words
-from terrazzo.tensor.dispatch.calls import special
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -29,7 +30,7 @@ def _plain_layout(layout: Layout) -> Layout:
     return layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
 
 
-@special("rand_like", "randn_like")
+@handler("rand_like", "randn_like")
 def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     layout = _plain_layout(source._layout)
@@ -40,7 +41,7 @@ def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return wrap(local, layout).requires_grad_(bool(kwargs.get("requires_grad")))
 
 
-@special("randint_like")
+@handler("randint_like")
 def randint_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source, *bounds = args
     if "high" in kwargs:
@@ -67,7 +68,7 @@ def _fill(method: str, make: Callable[..., random.Make]) -> None:
     """Register an in-place filling operation; `make(dtype, *parameters)` is what `random.fill` takes."""
 
     def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not args:
+        if isinstance(func, types.FunctionType):
             return NotImplemented  # `torch.nn.init`'s function of this name: its body comes back with the tensor's own
         target, *parameters = args
         named = dict(kwargs)
@@ -76,7 +77,7 @@ def _fill(method: str, make: Callable[..., random.Make]) -> None:
         _check_parameters(target.dtype, method, *parameters, **named)
         return _write(target, generator, make(target.dtype, *parameters, **named))
 
-    special(method)(run)
+    handler(method)(run)
 
 
 def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.Tensor) -> DTensor:
@@ -178,7 +179,7 @@ def _below(dtype: torch.dtype) -> random.Make:
     return make
 
 
-@special("bernoulli_")
+@handler("bernoulli_")
 def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, *rest = args
     p = rest[0] if rest else kwargs.get("p", 0.5)
@@ -192,7 +193,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return _write(target, kwargs.get("generator"), _below(p.dtype), local)
 
 
-@special("bernoulli")
+@handler("bernoulli")
 def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
@@ -211,7 +212,7 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return result
 
 
-@special("normal")
+@handler("normal")
 def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """torch.normal(mean, std) with DTensors for either."""
     mean = args[0] if args else kwargs.get("mean", 0.0)
@@ -280,7 +281,7 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
     return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
 
 
-@special("dropout", "dropout_")
+@handler("dropout", "dropout_")
 def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
     train = named.get("training", named.get("train", True))
@@ -289,7 +290,7 @@ def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _dropout(func, x, named.get("p", 0.5), train, inplace, x.shape)
 
 
-@special("feature_dropout", "feature_dropout_")
+@handler("feature_dropout", "feature_dropout_")
 def feature_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x = named["input"]
@@ -310,7 +311,7 @@ def _alpha_dropped(func: Any, x: DTensor, p: float, train: bool, mask_shape: Seq
     return wrap((settled._local * keep).mul_(scale).add_(shift), settled._layout)
 
 
-@special("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+@handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
 def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
     x = named["input"]
@@ -323,7 +324,7 @@ def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return result
 
 
-@special("native_dropout")
+@handler("native_dropout")
 def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x, p = named["input"], named["p"]

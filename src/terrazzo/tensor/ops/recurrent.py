@@ -9,24 +9,34 @@ plain tensor is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dispatch.calls import run_again, special
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import rule
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
-@rule(*RECURRENT)
+class _PerThread(threading.local):
+    makes_states = False
+    """Whether a module of PyTorch's runs that was given no states."""
+
+
+_per_thread = _PerThread()
+
+
+def _made_by_module(state: torch.Tensor) -> bool:
+    return _per_thread.makes_states
+
+
+@rule(*RECURRENT, takes_plain=_made_by_module)
 def recurrent(
     call: Call, input: Operand, hx: Any, params: Any, has_biases: Any, num_layers: Any, dropout: Any, train: Any,
     bidirectional: Any = False, batch_first: Any = False,
@@ -52,7 +62,7 @@ def recurrent(
     return Spec(ins, outs, shapes) if input.shape[batch_at] == states[0].shape[1] else None
 
 
-@rule(*CELLS)
+@rule(*CELLS, takes_plain=_made_by_module)
 def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
     states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     samples = [input, *states]
@@ -61,38 +71,6 @@ def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
     rows = {id(o) for o in samples}
     ins: list[Dims] = [(0, None) if id(o) in rows else (None,) * o.ndim for o in call.operands]
     return Spec(ins, [(0, None)] * len(states), [tuple(s.shape) for s in states])
-
-
-class _PerThread(threading.local):
-    makes_states = False
-    """Whether the next recurrent function is called by a module of PyTorch's that was given no states."""
-
-
-_per_thread = _PerThread()
-
-
-@special(*RECURRENT, *CELLS)
-def with_first_states(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Plain states that a module has made count as replicas."""
-    if not _per_thread.makes_states:
-        return NotImplemented
-    _per_thread.makes_states = False
-    like = next((a for a in args if isinstance(a, DTensor)), None)
-    at = next(
-        (i for i, a in enumerate(args) if i and (_is_plain(a) or (type(a) is tuple and any(map(_is_plain, a))))), None
-    )
-    if like is None or at is None:
-        return NotImplemented
-    states = args[at] if type(args[at]) is tuple else (args[at],)
-    mesh = like.device_mesh
-    whole = tuple(
-        wrap(s, Layout.of(mesh, (Replicate(),) * mesh.ndim, tuple(s.shape))) if _is_plain(s) else s for s in states
-    )
-    return run_again(func, (*args[:at], whole if type(args[at]) is tuple else whole[0], *args[at + 1 :]), kwargs)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
 # Their `forward` makes zeros, and nothing else, where it is given no states.

@@ -1,19 +1,34 @@
 """Reductions: the reduced dims are loops that the output lacks; along them shards give terms.
 
 A mean is a sum of terms already divided by the global count, so that uneven shards count by their size. Reductions
-that no single term-wise operation joins (variance, norms, logsumexp) are decomposed where a reduced dim is sharded.
+that no single term-wise operation joins (variance, norms) join what each rank found where a reduced dim is sharded;
+sums of half types are joined in float32 (`accumulate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
-from terrazzo.layout import Partial, Shard
-from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
+from terrazzo.comm.differentiable import cast, reduce_replicate
+from terrazzo.layout import Layout
+from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.accumulate import (
+    axis_of_terms,
+    given_type,
+    in_working_type,
+    join_extremes,
+    join_norms,
+    norm_of_nothing,
+    root,
+    sums_in_single,
+    with_dtype,
+    working_type,
+)
+from terrazzo.tensor.ops.questions import is_cut
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -37,6 +52,7 @@ def reduction(
     linear: bool = False,
     outs: int = 1,
     localize: Any = None,
+    joined: Any = None,
 ) -> Spec:
     """The spec of reducing `dims`; with `op=None` they must be whole on every rank."""
     gone = set(dims) if input.ndim else set()
@@ -55,19 +71,28 @@ def reduction(
         whole=frozenset(gone) if op is None else frozenset(),
         linear=[(0,)] if linear else [],
         localize=localize,
+        joined=joined,
     )
 
 
 @rule("sum")
 def sum_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "sum", linear=True)
+    if dims is None:
+        return None
+    return reduction(input, dims, keepdim, "sum", linear=True, joined=sums_in_single(with_dtype))
 
 
-@rule("nansum", "count_nonzero")
+@rule("count_nonzero")
+def count_nonzero(call: Call, input: Operand, dim: Any = None) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, False, "sum")
+
+
+@rule("nansum")
 def nansum(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "sum")
+    return None if dims is None else reduction(input, dims, keepdim, "sum", joined=sums_in_single(with_dtype))
 
 
 @rule("mean")
@@ -82,14 +107,21 @@ def mean(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, 
             return None
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            x = loc[0] if dtype is None else loc[0].to(dtype)
+            x = _input_of(loc, kw)
+            x = x if dtype is None else x.to(dtype)
             if not (x.is_floating_point() or x.is_complex()):
                 func(x[:0], **kw)  # the error for integers is the operation's own
             return torch.sum(x, dims, keepdim=keepdim) / count
 
         return run
 
-    return reduction(input, dims, keepdim, "sum", linear=True, localize=localize)
+    def in_single(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        x = _input_of(loc, kw)
+        x = x if dtype is None else x.to(dtype)
+        return torch.sum(x, dims, keepdim=keepdim, dtype=torch.float32) / count
+
+    joined = sums_in_single(in_single)
+    return reduction(input, dims, keepdim, "sum", linear=True, localize=localize, joined=joined)
 
 
 @rule("amax", "amin")
@@ -108,7 +140,8 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
         # The gradient of a full max goes to all ties alike, as amax's does.
         return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
+    # Along a cut dim the ranks exchange what each of them found: see `places`.
+    return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
 
 
 def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
@@ -120,8 +153,8 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
         shape = tuple(chosen.outs[0].local_shape)
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            x: torch.Tensor = loc[0] if loc else kw["input"]
-            result = torch.full(shape, _loser(x.dtype, op), dtype=x.dtype, device=x.device)
+            x = _input_of(loc, kw)
+            result = torch.full(shape, loser(x.dtype, op), dtype=x.dtype, device=x.device)
             # Part of the graph: the other ranks' backward communicates with this one's.
             return result + x.sum().to(x.dtype) if x.requires_grad else result
 
@@ -131,7 +164,8 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
     return reduction(input, dims, keepdim, None if whole else op, localize=localize)
 
 
-def _loser(dtype: torch.dtype, op: str) -> Any:
+def loser(dtype: torch.dtype, op: str) -> Any:
+    """The value that never wins a `max` or `min`."""
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -142,7 +176,7 @@ def _loser(dtype: torch.dtype, op: str) -> Any:
 @rule("prod")
 def prod_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "product")
+    return None if dims is None else reduction(input, dims, keepdim, "product", joined=sums_in_single(with_dtype))
 
 
 @rule("all", "any")
@@ -151,32 +185,15 @@ def all_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
     return None if dims is None else reduction(input, dims, keepdim, "min" if call.name == "all" else "max")
 
 
-@rule("argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "aminmax")
-def along_whole_dim(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """One or two results along one dim, which must be whole; without a dim everything is."""
-    first = 1 if call.name == "kthvalue" else 0
-    dim = kwargs.get("dim", args[first] if len(args) > first else None)
-    keepdim = kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False)
-    if call.name == "aminmax" or not isinstance(dim, int) or isinstance(dim, bool):
-        return None
-    outs = 1 if call.name in ("argmax", "argmin") else 2
-    return reduction(input, (norm_dim(dim, input.ndim),), bool(keepdim), None, outs=outs)
-
-
 def _along(input: Operand, dim: int, outs: int = 1) -> Spec | None:
     """A function of whole rows along `dim` that keeps the shape."""
     factors = tuple(range(input.ndim))
     return Spec([factors], [factors] * outs, [input.shape] * outs, whole=frozenset((dim,)))
 
 
-@rule("cumsum", "cumprod", "logcumsumexp", "flip", "sort", "argsort", "cummax", "cummin", "roll", "renorm_rows")
+@rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "cummax", "cummin")
 def scan(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     dim = kwargs.get("dim", args[0] if args else (-1 if call.name in ("sort", "argsort") else None))
-    if call.name == "roll":
-        dim = kwargs.get("dims", args[1] if len(args) > 1 else None)
-        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if call.name == "flip" and isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
     if isinstance(dim, bool) or not isinstance(dim, int) or not input.ndim:
         return None
     return _along(input, norm_dim(dim, input.ndim), 2 if call.name in ("sort", "cummax", "cummin") else 1)
@@ -193,103 +210,147 @@ def topk(call: Call, input: Operand, k: Any, dim: int = -1, largest: bool = True
     return Spec([factors], [out] * 2, [shape] * 2, whole=frozenset((d,)))
 
 
-def is_cut(input: Any, dims: Sequence[int]) -> bool:
-    """Whether a reduction along `dims` meets a shard or terms there, so that no rank can do it alone."""
-    return any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim in dims) for p in input.placements)
+def _cut_reduction(
+    input: Operand, dims: tuple[int, ...], keepdim: bool, make: Callable[[Chosen], Joined], outs: int = 1
+) -> Spec:
+    """A reduction whose shards give no terms: `make` reduces and joins where a reduced dim is sharded.
+
+    Elsewhere, and where there is nothing to reduce, the caller's own function runs on whole rows.
+    """
+    whole = not input.ndim or prod(input.shape[d] for d in dims) == 0
+    spec = reduction(input, dims, keepdim, None if whole else "sum", outs=outs, localize=lambda chosen: None)
+    spec.joined = make
+    return spec
 
 
-def _reduce_args(x: Any, dim: Any) -> tuple[int, ...] | None:
+def _input_of(loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = loc[0] if loc else kw["input"]
+    return found
+
+
+@rule("linalg_vector_norm")
+def vector_norm(
+    call: Call, x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Spec | None:
+    """The norm of the ranks' norms."""
     dims = reduced_dims(dim, x.ndim)
-    return dims if dims is not None and x.ndim and is_cut(x, dims) else None
+    if dims is None or isinstance(ord, bool) or not isinstance(ord, (int, float)):
+        return None
+    order = float(ord)
+
+    def make(chosen: Chosen) -> Joined:
+        out = chosen.outs[0]
+        shape = chosen.ins[0].local_shape
+        empty, row_shape = prod(shape) == 0, [1 if d in dims else n for d, n in enumerate(shape)]
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            local, axis = _input_of(loc, kw), axis_of_terms(out)
+            if axis.size == 1:
+                alone: torch.Tensor = func(*loc, **kw)
+                return alone
+            result = given_type(func, loc, kw)
+            if empty:
+                norms = _constant(local, out, norm_of_nothing(order), working_type(result).to_real())
+            else:
+                wide = working_type(result) if local.dtype in HALF else dtype
+                norms = torch.linalg.vector_norm(local, order, dims, keepdim, dtype=wide)
+            if abs(order) == float("inf") and norms.requires_grad and torch.is_grad_enabled():
+                top = norms.detach() if keepdim else norms.detach().reshape(row_shape)
+                ties = (local.detach().abs() == top).sum(dims).reshape(norms.shape)
+                return join_extremes(norms, ties, order, axis).to(result.to_real())
+            return join_norms(norms, order, axis).to(result.to_real())
+
+        return Joined(run, half_only=False)
+
+    return _cut_reduction(x, dims, keepdim, make)
 
 
-def _root_of_terms(total: Any, exponent: float) -> Any:
-    """`total ** exponent` with gradient 0 where total is 0, as PyTorch's norms have it."""
-    zero = total == 0
-    return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total) ** exponent)
+def _constant(local: torch.Tensor, out: Layout, value: float, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank with an empty shard takes part with; part of the graph, for the other ranks' backward communicates
+    with this one's."""
+    result = torch.full(tuple(out.local_shape), value, dtype=dtype, device=local.device)
+    return result + local.sum().abs().to(dtype) if local.requires_grad else result
 
 
-@decomposition("linalg_vector_norm")
-def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    dims = _reduce_args(x, dim)
-    if dims is None or not x.is_floating_point():
+@rule("norm")
+def norm(
+    call: Call, input: Operand, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    if p == "fro" and (dims is None or (dim is not None and len(dims) > 2)):
+        return None
+    return vector_norm(call, input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
+
+
+@decomposition("linalg_norm")
+def linalg_norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if ord is not None and ((dim is None and x.ndim == 2) or (isinstance(dim, (tuple, list)) and len(dim) == 2)):
+        return matrix_norm(x, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+    if isinstance(ord, str) or (ord is not None and dim is None and x.ndim != 1):
         return NotImplemented
-    x = x if dtype is None else x.to(dtype)
-    if ord == 2:
-        return _root_of_terms((x * x).sum(dims, keepdim).redistribute(), 0.5)
-    if ord in (float("inf"), float("-inf")):
-        size = x.abs()
-        return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
-    if ord == 1:
-        return x.abs().sum(dims, keepdim)
-    if ord == 0:
-        # Part of the graph, with gradient 0, as PyTorch has it.
-        return torch.where(x == 0, x * 0, torch.ones_like(x)).sum(dims, keepdim)
-    return _root_of_terms((x.abs() ** ord).sum(dims, keepdim).redistribute(), 1.0 / ord)
+    if ord is None and dim is None and keepdim:
+        dim = tuple(range(x.ndim))
+    return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 
 
-@decomposition("norm")
-def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
-    if not isinstance(p, (int, float)) or out is not None:
+@decomposition("linalg_matrix_norm")
+def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Those that need no singular values."""
+    if not isinstance(dim, (tuple, list)) or len(dim) != 2 or x.ndim < 2:
         return NotImplemented
-    return vector_norm(x, p, dim, keepdim, dtype=dtype)
+    rows, columns = (norm_dim(d, x.ndim) for d in dim)
+    if rows == columns:
+        return NotImplemented
+    if ord == "fro":
+        return torch.linalg.vector_norm(x, 2, (rows, columns), keepdim, dtype=dtype)
+    if not isinstance(ord, (int, float)) or abs(ord) not in (1, float("inf")):
+        return NotImplemented
+    summed, kept = (rows, columns) if abs(ord) == 1 else (columns, rows)
+    sums = torch.linalg.vector_norm(x, 1, summed, True, dtype=dtype)
+    result = torch.amax(sums, kept, True) if ord > 0 else torch.amin(sums, kept, True)
+    return result if keepdim else result.squeeze((rows, columns))
 
 
-def _moments(x: Any, dims: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Any, Any]:
-    center = x.mean(dims, keepdim=True).redistribute()
-    count = prod(x.shape[d] for d in dims)
-    deviation = x - center
-    variance = (deviation * deviation).sum(dims, keepdim).redistribute() / max(count - correction, 0)
-    return variance, center if keepdim else center.reshape(variance.shape)
-
-
-def _moments_of_call(x: Any, dim: Any, unbiased: Any, correction: Any, keepdim: bool) -> Any:
+@rule("var", "std", "var_mean", "std_mean")
+def moments(
+    call: Call, input: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Spec | None:
+    """Each rank's own moments, and how far its mean lies from that of all."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    dims = _reduce_args(x, dim)
-    if dims is None or not x.is_floating_point():
-        return NotImplemented
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None:
+        return None
     if correction is None:
         correction = 1 if unbiased in (None, True) else 0
-    if prod(x.shape[d] for d in dims) - correction <= 0:
-        return NotImplemented
-    return _moments(x, dims, correction, keepdim)
+    outs = 2 if call.name.endswith("_mean") else 1
+    count = prod(input.shape[d] for d in dims)
+    if count <= correction:
+        return reduction(input, dims, keepdim, None, outs=outs)
 
+    def make(chosen: Chosen) -> Joined:
+        out = chosen.outs[0]
+        mine = prod(chosen.ins[0].local_shape[d] for d in dims)
 
-@decomposition("var")
-def var(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
-    return found if found is NotImplemented else found[0]
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+            local, axis = _input_of(loc, kw), axis_of_terms(out)
+            if axis.size == 1 or not (local.is_floating_point() or local.is_complex()):
+                return func(*loc, **kw)  # the error for integers is the operation's own
+            x = in_working_type(local)
+            if mine:
+                variance, center = torch.var_mean(x, dims, correction=0, keepdim=True)
+            else:
+                center = x.sum(dims, keepdim=True)
+                variance = center.abs()
+            mean = reduce_replicate(center * (mine / count), axis)
+            offset = (center - cast(mean, axis)).abs()
+            share = mine / (count - correction)
+            variance = reduce_replicate((variance + offset * offset) * share, axis)
+            spread = root(variance) if call.name.startswith("std") else variance
+            results = [t if keepdim else t.squeeze(dims) for t in (spread, mean)[:outs]]
+            rounded = [t.to(t.dtype if local.dtype not in HALF else local.dtype) for t in results]
+            return tuple(rounded) if outs == 2 else rounded[0]
 
+        return Joined(run, half_only=False)
 
-@decomposition("std")
-def std(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
-    return found if found is NotImplemented else _root_of_terms(found[0], 0.5)
-
-
-@decomposition("var_mean")
-def var_mean(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-    return _moments_of_call(x, dim, unbiased, correction, keepdim)
-
-
-@decomposition("std_mean")
-def std_mean(x: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-    found = _moments_of_call(x, dim, unbiased, correction, keepdim)
-    return found if found is NotImplemented else (_root_of_terms(found[0], 0.5), found[1])
-
-
-@decomposition("max")
-def larger_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.max` of two tensors; the reductions have a rule."""
-    return (
-        torch.maximum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
-    )
-
-
-@decomposition("min")
-def smaller_of_two(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.min` of two tensors; the reductions have a rule."""
-    return (
-        torch.minimum(input, other) if isinstance(other, torch.Tensor) and not args and not kwargs else NotImplemented
-    )
+    return _cut_reduction(input, dims, keepdim, make, outs)

@@ -9,12 +9,11 @@ import torch
 
 from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.ops.accumulate import in_working_type, working_type
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")
@@ -32,7 +31,7 @@ def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
     """`x` in the type to compute in, and the type of the result: half types are summed in float32, as PyTorch does."""
     if dtype is None:
         dtype = torch.float32 if to_float is True else x.dtype
-    work = torch.float32 if dtype in _HALF else dtype
+    work = working_type(dtype)
     return (x if x.dtype == work else x.to(work)), dtype
 
 
@@ -91,6 +90,6 @@ def logsumexp_of_shards(input: Any, dim: Any, keepdim: bool = False) -> Any:
     dims = reduced_dims(dim, input.ndim)
     if dims is None or not input.ndim or not input.is_floating_point() or not input.numel():
         return NotImplemented
-    shifted, top = _shifted(input, dims)
+    shifted, top = _shifted(in_working_type(input), dims)
     total = shifted.exp().sum(dims, keepdim).redistribute().log()
-    return total + (top if keepdim else top.reshape(total.shape))
+    return (total + (top if keepdim else top.reshape(total.shape))).to(input.dtype)

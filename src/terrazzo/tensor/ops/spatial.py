@@ -19,10 +19,16 @@ from terrazzo.tensor.ops.table import rule
 
 
 def touching(
-    call: Call, input: Operand, touched: Collection[int], *, linear: bool = False, moves_only: bool = False
+    call: Call,
+    input: Operand,
+    touched: Collection[int],
+    *,
+    linear: bool = False,
+    moves_only: bool = False,
+    keeps_terms: bool = False,
 ) -> Spec | None:
     """The spec of a function that works within the dims `touched` and leaves the others, and their places, alone."""
-    shapes = _output_shapes(call)
+    shapes = shapes_of_results(call)
     if shapes is None:
         return None
     factors: Dims = tuple(None if d in touched else d for d in range(input.ndim))
@@ -45,10 +51,11 @@ def touching(
         linear=[(0,)] if linear else [],
         moves_only=moves_only,
         localize=localize,
+        keeps_terms=keeps_terms,
     )
 
 
-def _output_shapes(call: Call) -> list[tuple[int, ...]] | None:
+def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
     """What the function gives for whole operands, by a run on the meta device."""
 
     def hollow(value: Any) -> Any:
@@ -182,7 +189,8 @@ def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", 
     if mode != "constant":
         # These look at how many dims there are to see which are spatial.
         touched.update(range(input.ndim - len(pad) // 2, input.ndim))
-    return touching(call, input, touched, linear=mode != "constant" or not value)
+    constant = mode == "constant"
+    return touching(call, input, touched, linear=not constant or not value, keeps_terms=constant)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
@@ -199,7 +207,7 @@ def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | Non
     if len(call.operands) != 1 or not isinstance(input, Operand):
         return None
     batched = input.ndim == (4 if call.name == "im2col" else 3)
-    shapes = _output_shapes(call) if batched else None
+    shapes = shapes_of_results(call) if batched else None
     if shapes is None:
         return None
     out: Dims = (0, *(None,) * (len(shapes[0]) - 1))
@@ -253,16 +261,3 @@ def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> 
     count = (input.shape[d] - size) // step + 1
     shape = (*(count if i == d else n for i, n in enumerate(input.shape)), size)
     return Spec([factors], [(*factors, None)], [shape], linear=[(0,)], moves_only=True, is_view=True)
-
-
-@rule("repeat")
-def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
-    """Dims that are not repeated pass."""
-    times = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], (list, tuple)) else repeats
-    lead = len(times) - input.ndim
-    if lead < 0 or not all(isinstance(n, int) for n in times):
-        return None
-    own = times[lead:]
-    factors: Dims = tuple(d if own[d] == 1 else None for d in range(input.ndim))
-    shape = (*times[:lead], *(n * m for n, m in zip(own, input.shape, strict=True)))
-    return Spec([factors], [(*(None,) * lead, *factors)], [shape], linear=[(0,)], moves_only=True)

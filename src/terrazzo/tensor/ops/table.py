@@ -1,47 +1,120 @@
-"""Where rules are kept: by canonical name, one rule for a name."""
+"""The one table of operations: by canonical name, how each of them runs.
+
+Every operation has exactly one entry, which says in exactly one way how it runs:
+
+    rule            a map from dims to factors (`dispatch.spec`), from which the planner makes a plan. Calls that the
+                    rule does not cover go to the decomposition named with it, or else the way of an operation without
+                    entry.
+    decomposition   a function of DTensors that computes it from operations that have rules
+    handler         a function that is no computation on locals: it writes, draws random numbers, or answers in Python
+    body            its own body, in Python or C++, run on DTensors: what it is made of comes back one by one
+    replicate       its operands are gathered and the caller's function runs on them
+
+An operation without an entry is elementwise if PyTorch says so, and then has the rule of all of these; else it runs its
+body if that is in Python, and is replicated if not.
+
+In the names, an operation that writes its first argument has an underscore only where it is handled apart from the
+one that does not.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.ops.forms import names_of
 
+How: TypeAlias = Literal["rule", "decomposition", "handler", "body", "replicate"]
 Rule: TypeAlias = Callable[..., Spec | None]
-_F = TypeVar("_F", bound=Rule)
-
-_rules: dict[str, tuple[Rule, inspect.Signature]] = {}
-
-COMPOSITES: set[str] = set()
-"""C++ composites without a rule of their own that decompose into operations that have one."""
-
-DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
-"""Operations as Python functions of DTensors; a decomposition may return NotImplemented."""
+Decomposition: TypeAlias = Callable[..., Any]
+Handler: TypeAlias = Callable[[Any, Any, Any], Any]
+"""(function, args, kwargs) -> result"""
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def rule(*names: str) -> Callable[[_F], _F]:
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One entry of the table."""
+
+    name: str
+    how: How
+    function: Callable[..., Any] | None = None
+    """The rule, decomposition or handler."""
+    otherwise: Decomposition | None = None
+    """The decomposition for the calls that the rule does not cover."""
+    takes_plain: Callable[[torch.Tensor], bool] | None = None
+    """Which plain tensors behind the first argument count as the same on every rank (indices, first states)."""
+    any_float: bool = False
+    """Whether its plans are the same for all values of float arguments."""
+
+
+TABLE: dict[str, Operation] = {}
+
+
+def _add(operation: Operation) -> None:
+    """Enter an operation. A rule and a decomposition of one name become one entry, in whatever order they come."""
+    known = TABLE.get(operation.name)
+    if known is not None:
+        rule, apart = (known, operation) if known.how == "rule" else (operation, known)
+        if rule.how != "rule" or rule.otherwise is not None or apart.how != "decomposition":
+            raise AssertionError(f"{operation.name} is in the table twice")
+        operation = replace(rule, otherwise=apart.function)
+    TABLE[operation.name] = operation
+
+
+def rule(
+    *names: str, otherwise: Decomposition | None = None, takes_plain: Callable[[torch.Tensor], bool] | None = None
+) -> Callable[[_F], _F]:
     """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
 
     def register(function: _F) -> _F:
-        signature = inspect.signature(function)
         for name in names:
-            if name in _rules:
-                raise AssertionError(f"two rules for {name}")
-            _rules[name] = (function, signature)
+            _add(Operation(name, "rule", function, otherwise, takes_plain))
         return function
 
     return register
 
 
-def has_rule(name: str) -> bool:
-    return name in _rules
+def decomposition(*names: str) -> Callable[[_F], _F]:
+    """Register a function of DTensors that computes the operation from others.
+
+    For a name that has a rule it is what calls go to that the rule does not cover. It may return NotImplemented.
+    """
+
+    def register(function: _F) -> _F:
+        for name in names:
+            _add(Operation(name, "decomposition", function))
+        return function
+
+    return register
+
+
+def handler(*names: str) -> Callable[[_F], _F]:
+    """Register a function of the caller's function, arguments and keyword arguments, with DTensors in them."""
+
+    def register(function: _F) -> _F:
+        for name in names:
+            _add(Operation(name, "handler", function))
+        return function
+
+    return register
+
+
+def body(*names: str) -> None:
+    """Register operations that are composed of others by PyTorch's own C++."""
+    for name in names:
+        _add(Operation(name, "body"))
 
 
 @dataclass(slots=True)
 class _Elementwise:
-    """The rule for all elementwise operations that have none of their own, and which these are."""
+    """The rule for all elementwise operations that have no entry, and which these are."""
 
     covers: Callable[[str], bool]
     rule: Callable[[Call], Spec | None]
@@ -51,35 +124,77 @@ _elementwise = _Elementwise(lambda name: False, lambda call: None)
 
 
 def elementwise(covers: Callable[[str], bool], rule: Callable[[Call], Spec | None]) -> None:
-    """Register the rule for all operations whose names `covers` accepts and that have no rule of their own."""
+    """Register the rule for all operations whose names `covers` accepts and that have no entry."""
     _elementwise.covers, _elementwise.rule = covers, rule
 
 
-def works_on_any_float(name: str) -> bool:
-    """Whether what `apply_rule` says is the same for all values of float arguments: elementwise ones only look at
-    shapes."""
-    return not has_rule(name) and _elementwise.covers(name)
+def operation(name: str, inplace: bool = False) -> Operation:
+    """The entry for a canonical name, or what stands for it where there is none.
+
+    >>> operation("mm").how, operation("exp").how, operation("linalg_svd").how
+    ('rule', 'rule', 'replicate')
+    """
+    found = TABLE.get(name + "_") if inplace else None
+    found = found or TABLE.get(name)
+    if found is None:
+        if _elementwise.covers(name):
+            return Operation(name, "rule", _elementwise.rule, any_float=True)
+        return Operation(name, "replicate")
+    return found
+
+
+def has_rule(name: str) -> bool:
+    """Whether the operation has a rule of its own."""
+    found = TABLE.get(name)
+    return found is not None and found.how == "rule"
 
 
 def apply_rule(call: Call) -> Spec | None:
     """The rule's answer; None when there is no rule, or when the call's arguments are not those that it covers."""
-    found = _rules.get(call.name)
-    if found is None:
-        return _elementwise.rule(call) if _elementwise.covers(call.name) else None
-    function, signature = found
+    found = operation(call.name)
+    if found.how != "rule" or found.function is None:
+        return None
+    if found.any_float:
+        answer: Spec | None = found.function(call)
+        return answer
+    names = names_for(found.function, call.func, call.args, call.kwargs, call)
+    if names is None:
+        return None
+    if names:
+        named: Spec | None = found.function(call, **dict(zip(names, call.args, strict=True)), **call.kwargs)
+        return named
+    covered: Spec | None = found.function(call, *call.args, **call.kwargs)
+    return covered
+
+
+def names_for(
+    function: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *first: Any
+) -> tuple[str, ...] | None:
+    """By what names a rule or decomposition takes the arguments of a call of `func`, behind `first`.
+
+    None: it does not take them. Empty: in their order. Functions in Python order their arguments otherwise than ATen's
+    operators of the same name, so theirs go by name.
+    """
+    signature = _signature(function)
+    names = names_of(func, args)
+    if names and names != tuple(signature.parameters)[len(first) : len(first) + len(names)]:
+        try:
+            signature.bind(*first, **dict(zip(names, args, strict=True)), **kwargs)
+            return names
+        except TypeError:  # it has other names for them, and so their order
+            pass
     try:
-        bound = signature.bind(call, *call.args, **call.kwargs)
+        signature.bind(*first, *args, **kwargs)
+        return ()
     except TypeError:
         return None
-    return function(*bound.args, **bound.kwargs)
 
 
-def decomposition(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of DTensors that computes the operation from operations with rules."""
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            DECOMPOSITIONS[name] = function
-        return function
 
-    return register
+def entries() -> Mapping[str, Operation]:
+    """All entries by name."""
+    return TABLE

@@ -8,13 +8,17 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from terrazzo.errors import DTensorError
+from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
-from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -31,6 +35,7 @@ def moved(
     *,
     localize: Any = None,
     even: Mapping[int, tuple[int, ...]] | None = None,
+    keeps_terms: bool = False,
 ) -> Spec:
     """A view whose output dims are these input dims (None: new, or not shardable)."""
     ins = tuple(d if d in out else None for d in range(input.ndim))
@@ -43,6 +48,7 @@ def moved(
         localize=localize,
         even=even or {},
         is_view=True,
+        keeps_terms=keeps_terms,
     )
 
 
@@ -61,40 +67,11 @@ def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
     return tuple(result) if prod(result) == numel else None
 
 
-def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of `old` and `new` with equal products: what each split or join is made of.
-
-    >>> view_groups((2, 6, 5), (12, 5)), view_groups((12, 5), (3, 4, 5))
-    ([([0, 1], [0]), ([2], [1])], [([0], [0, 1]), ([1], [2])])
-    """
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        a: list[int] = []
-        b: list[int] = []
-        pa = pb = 1
-        if i < len(old):
-            a.append(i)
-            pa *= old[i]
-            i += 1
-        if j < len(new):
-            b.append(j)
-            pb *= new[j]
-            j += 1
-        while pa != pb:
-            if (pa < pb and i < len(old)) or j >= len(new):
-                pa *= old[i]
-                a.append(i)
-                i += 1
-            else:
-                pb *= new[j]
-                b.append(j)
-                j += 1
-        groups.append((a, b))
-    return groups
+_VIEWS_ONLY = frozenset(["view", "_unsafe_view", "unflatten", "_reshape_alias"])
+"""What raises where `reshape` would copy."""
 
 
-def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
+def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
     """The spec of reading `input` as `shape`."""
     out: list[int | None] = [None] * len(shape)
     even: dict[int, tuple[int, ...]] = {}
@@ -103,17 +80,37 @@ def reshape_spec(input: Operand, shape: tuple[int, ...]) -> Spec:
             # The outermost dims of a run, leaving out those of size 1, are where a cut can stay a cut.
             a = [d for d in old if input.shape[d] != 1]
             b = [d for d in new if shape[d] != 1]
+            # A dim of size 1 that is still there may be cut too: all of it is on one rank.
+            for single, still in zip([d for d in old if d not in a], [d for d in new if d not in b], strict=False):
+                out[still] = single
             if not a or not b:
                 continue
             out[b[0]] = a[0]
             if len(a) > 1 or len(b) > 1:
                 even[a[0]] = (input.shape[a[0]], shape[b[0]])
 
+    copies = None if call.name in _VIEWS_ONLY else torch.Tensor.reshape
+
     def localize(chosen: Chosen) -> LocalFunction:
-        # The local's strides may not allow what a global tensor's would.
-        return OneArgument(torch.Tensor.view, tuple(chosen.outs[0].local_shape), torch.Tensor.reshape)
+        layout, new_shape = chosen.ins[0], tuple(chosen.outs[0].local_shape)
+        if layout is not input.layout:  # what was brought here may have any strides, and is a copy in any case
+            return OneArgument(torch.Tensor.reshape, new_shape)
+        if is_thin(layout.local_shape, layout.shape):
+            return lambda func, loc, kw: _thin_reshape(loc[0], layout.shape, shape, new_shape, copies is not None)
+        return OneArgument(torch.Tensor.view, new_shape, copies)
 
     return moved(input, out, shape, localize=localize, even=even)
+
+
+def _thin_reshape(
+    local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int], copies: bool
+) -> torch.Tensor:
+    """Of one row any view exists, but the other ranks decide by the strides of theirs, and all must do the same."""
+    if has_view(local, shape, new_shape):
+        return local.view(new_local)
+    if not copies:
+        raise no_view(shape, new_shape)
+    return local.reshape(new_local).clone()
 
 
 @rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
@@ -122,7 +119,7 @@ def view(call: Call, input: Operand, *shape: Any, **kwargs: Any) -> Spec | None:
         return None
     sizes = _sizes(shape[:1]) if call.name == "_reshape_alias" else _sizes(shape)
     resolved = None if sizes is None else resolve_shape(sizes, input.numel)
-    return None if resolved is None else reshape_spec(input, resolved)
+    return None if resolved is None else reshape_spec(call, input, resolved)
 
 
 @rule("flatten")
@@ -130,12 +127,15 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     if not isinstance(start_dim, int) or not isinstance(end_dim, int):
         return None
     if input.ndim == 0:
-        return reshape_spec(input, (1,))
+        return reshape_spec(call, input, (1,))
     start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
     if start > end:
         return None
+    if start == end:  # C++ returns the tensor itself
+        dims = tuple(range(input.ndim))
+        return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
-    return reshape_spec(input, shape)
+    return reshape_spec(call, input, shape)
 
 
 @rule("unflatten")
@@ -144,12 +144,12 @@ def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spe
         return None
     dim = norm_dim(dim, input.ndim)
     inner = resolve_shape(tuple(sizes), input.shape[dim])
-    return None if inner is None else reshape_spec(input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
+    return None if inner is None else reshape_spec(call, input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
 
 
 @rule("ravel")
 def ravel(call: Call, input: Operand) -> Spec:
-    return reshape_spec(input, (input.numel,))
+    return reshape_spec(call, input, (input.numel,))
 
 
 @rule("t", "numpy_T", "mT", "adjoint", "H", "mH")
@@ -225,6 +225,78 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec:
     return moved(input, kept, [input.shape[d] for d in kept], localize=localize)
 
 
+@rule("view_as_complex")
+def view_as_complex(call: Call, input: Operand) -> Spec | None:
+    """Real and imaginary parts lie along the last dim."""
+    if not input.ndim or input.shape[-1] != 2:
+        return None
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        gathered = chosen.ins[0] is not input.layout
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            pairs: torch.Tensor = loc[0] if loc else kw["input"]
+            return torch.view_as_complex(pairs.contiguous() if gathered else pairs)
+
+        return run
+
+    return moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize)
+
+
+@rule("view_as_real")
+def view_as_real(call: Call, input: Operand) -> Spec:
+    # Twice the elements, of half the size.
+    return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True)
+
+
+@rule("diagonal", "linalg_diagonal")
+def diagonal(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Two dims become a new last one."""
+    ends = {"dim1": -2, "dim2": -1} if call.name == "linalg_diagonal" else {"dim1": 0, "dim2": 1}
+    given = {"offset": 0} | ends | dict(zip(("offset", "dim1", "dim2"), args, strict=False)) | dict(kwargs)
+    if input.ndim < 2 or len(given) > 3 or not all(isinstance(v, int) for v in given.values()):
+        return None
+    offset = given["offset"]
+    first, second = norm_dim(given["dim1"], input.ndim), norm_dim(given["dim2"], input.ndim)
+    if first == second:
+        return None
+    rows, columns = input.shape[first], input.shape[second]
+    length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    kept = [d for d in range(input.ndim) if d not in (first, second)]
+    return moved(input, [*kept, None], [*[input.shape[d] for d in kept], length])
+
+
+@rule("select_scatter", "slice_scatter")
+def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: Any, **kwargs: Any) -> Spec | None:
+    """A copy in which a part along `dim` is another tensor's."""
+    if call.operands != [input, src] or not isinstance(dim, int) or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
+    others = [n for i, n in enumerate(input.shape) if i != d]
+    part = tuple(f for f in dims if f is not None) if call.name == "select_scatter" else dims
+    given = [n for i, n in enumerate(src.shape) if i != d or call.name == "select_scatter"]
+    if len(part) != src.ndim or given != others:
+        return None
+    return Spec([dims, part], [dims], [input.shape], linear=[(0, 1)], moves_only=True, keeps_terms=True)
+
+
+@rule("diag_embed")
+def diag_embed(call: Call, input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec | None:
+    """The last dim becomes the diagonal of two."""
+    if not all(isinstance(v, int) for v in (offset, dim1, dim2)) or not input.ndim:
+        return None
+    first, second = norm_dim(dim1, input.ndim + 1), norm_dim(dim2, input.ndim + 1)
+    if first == second:
+        return None
+    size = input.shape[-1] + abs(offset)
+    rest = iter(range(input.ndim - 1))
+    out: Dims = tuple(None if i in (first, second) else next(rest) for i in range(input.ndim + 1))
+    ins: Dims = (*range(input.ndim - 1), None)
+    shape = tuple(size if f is None else input.shape[f] for f in out)
+    return Spec([ins], [out], [shape], linear=[(0,)], moves_only=True)
+
+
 @rule("expand", "broadcast_to")
 def expand(call: Call, input: Operand, *sizes: Any, implicit: bool = False) -> Spec | None:
     target = _sizes(sizes)
@@ -288,6 +360,11 @@ def _cut(input: Operand, dim: int, start: int, stop: int, step: int) -> Spec:
     return moved(input, out, shape)
 
 
+def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    same: torch.Tensor = loc[0]
+    return same
+
+
 def _identity(chosen: Chosen) -> LocalFunction:
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         result: torch.Tensor = loc[0].view(loc[0].shape)
@@ -330,6 +407,43 @@ def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
     return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)])
 
 
+def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Where the places of the cuts are a tensor, its values are needed on every rank."""
+    cuts = named.get("tensor_indices_or_sections", indices_or_sections)
+    return torch.tensor_split(input, cuts.tolist(), dim) if isinstance(cuts, torch.Tensor) else NotImplemented
+
+
+@rule("tensor_split", otherwise=_split_by_values, takes_plain=lambda cuts: True)
+def tensor_split(
+    call: Call, input: Operand, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None,
+    sections: Any = None,
+) -> Spec | None:  # fmt: skip
+    cuts = next((c for c in (indices_or_sections, indices, sections) if c is not None), None)
+    if not input.ndim or not isinstance(dim, int) or not isinstance(cuts, (int, list, tuple)):
+        return None
+    d = norm_dim(dim, input.ndim)
+    n = input.shape[d]
+    if isinstance(cuts, int):
+        if cuts <= 0:
+            return None
+        small, longer = divmod(n, cuts)
+        stops = list(accumulate(small + (i < longer) for i in range(cuts)))
+        bounds = list(zip([0, *stops], stops, strict=False))
+    elif all(isinstance(c, int) for c in cuts):
+        places = [slice(None, c).indices(n)[1] for c in cuts]
+        bounds = [(min(a, n), max(a, b)) for a, b in zip([0, *places], [*places, n], strict=True)]
+    else:
+        return None
+    spec = _parts(input, d, [b - a for a, b in bounds])
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        # Each is a view of its own, as on one device: those of `split` may not be written to under autograd.
+        return lambda func, loc, kw: tuple(loc[0].narrow(d, a, b - a) for a, b in bounds)
+
+    spec.localize = localize
+    return spec
+
+
 @rule("unbind")
 def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
     if not isinstance(dim, int) or not input.ndim:
@@ -340,3 +454,17 @@ def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
     shape = tuple(input.shape[d] for d in kept)
     count = input.shape[dim]
     return Spec([ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True)
+
+
+@decomposition("as_strided")
+def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
+    """What the strides of memory mean is only known of a tensor that is all of its memory; that one is gathered."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    is_view = isinstance(input, CopiedView) or input._local._is_view()
+    if not input.is_contiguous() or (storage_offset and is_view) or (storage_offset or 0) + extent > input.numel():
+        raise DTensorError(
+            f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) of a DTensor of shape {tuple(input.shape)}: "
+            "the memory around a view, or behind strides that are not contiguous, is not in one place. Use indexing, "
+            "unfold or contiguous() first"
+        )
+    return NotImplemented

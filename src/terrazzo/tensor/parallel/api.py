@@ -5,18 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.errors import DTensorError, ParallelPlanError
+from terrazzo.errors import ParallelPlanError, ParallelPlanTypeError
 from terrazzo.tensor.convert import current_mesh
-from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.parallel.style import ParallelStyle
+from terrazzo.tensor.sharing import SharedParameters
 
 ParallelPlan: TypeAlias = "ParallelStyle | Mapping[str, ParallelPlan]"
-_Owner: TypeAlias = tuple[str, nn.Module, str]
 
 
 def parallelize_module(
@@ -33,7 +32,8 @@ def parallelize_module(
             "blocks.*.attention.out": RowwiseParallel(),
         })
 
-    Parameters that modules of the plan share stay shared. A key that names no module is warned about.
+    Parameters that modules share stay shared, also with modules that the plan does not name, and where another call
+    parallelizes some of them. A key that names no module is warned about.
 
     Args:
         module: The module; it is changed.
@@ -45,14 +45,14 @@ def parallelize_module(
     """
     mesh = current_mesh(device_mesh)
     if mesh.ndim != 1:
-        raise DTensorError(
+        raise ParallelPlanError(
             f"parallelize_module works along one mesh dimension, this mesh has {mesh.ndim}: pass one of them, such as "
             'mesh["tp"]'
         )
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a parallelize_plan does nothing", stacklevel=2)
         return module
-    tied = _tied_parameters(module)
+    shared = SharedParameters(module)
     found, unmatched = _resolve(module, parallelize_plan)
     for key, where in unmatched.items():
         warnings.warn(f"parallelize_plan: {key!r} names no submodule of {where}; skipped there", stacklevel=2)
@@ -61,7 +61,7 @@ def parallelize_module(
         result = style._apply(target, mesh)
         if target is module:
             module = result
-    _tie_again(tied)
+    shared.share_again()
     return module
 
 
@@ -76,7 +76,7 @@ def _resolve(module: nn.Module, plan: ParallelPlan) -> tuple[list[tuple[nn.Modul
             found.append((at, plan))
             return
         if not isinstance(plan, Mapping):
-            raise ParallelPlanError(
+            raise ParallelPlanTypeError(
                 f"parallelize_plan{f'[{key!r}]' if key else ''} must be a ParallelStyle or a dict of them by submodule "
                 f"name, got {type(plan).__name__}"
             )
@@ -95,36 +95,3 @@ def _resolve(module: nn.Module, plan: ParallelPlan) -> tuple[list[tuple[nn.Modul
 
     walk(module, "", plan, "")
     return found, {key: ", ".join(places) for key, places in unmatched.items()}
-
-
-def _tied_parameters(module: nn.Module) -> list[list[_Owner]]:
-    """The owners of each parameter that has several: modules with their names, and the parameter's name there."""
-    owners: dict[int, list[_Owner]] = {}
-    for path, submodule in module.named_modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((f"{path}.{name}".lstrip("."), submodule, name))
-    return [group for group in owners.values() if len(group) > 1]
-
-
-def _tie_again(tied: list[list[_Owner]]) -> None:
-    """Each style made a DTensor of its own; owners of one parameter share the first again."""
-    for group in tied:
-        parameters: dict[str, Any] = {path: owner._parameters[name] for path, owner, name in group}
-        first: Any = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
-        if first is None:
-            continue
-        apart = [
-            f"{path} is {p.placements if isinstance(p, DTensor) else 'a plain tensor'}"
-            for path, p in parameters.items()
-            if not isinstance(p, DTensor) or p._layout is not first._layout
-        ]
-        if apart:
-            raise ParallelPlanError(
-                f"{' and '.join(parameters)} are one parameter, which the plan would part: one is {first.placements}, "
-                f"{', '.join(apart)}. Give their modules styles that place it alike, in one plan (an nn.Embedding cut "
-                "by rows and an nn.Linear cut by columns do)"
-            )
-        for _, owner, name in group:
-            if owner._parameters[name] is not first:
-                owner.register_parameter(name, first)

@@ -8,8 +8,7 @@ their own.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +18,12 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
-from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
-from terrazzo.tensor.dispatch.calls import special
-from terrazzo.tensor.dtensor import DTensor, wrap
-
-
-class _Active(threading.local):
-    depth = 0
-
-
-_active = _Active()
+from terrazzo.tensor.dispatch.spec import HALF
+from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
+from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 
 @contextmanager
@@ -45,11 +38,11 @@ def loss_parallel() -> Iterator[None]:
     reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
     tensors that are the same on every rank. The backward may happen inside or outside.
     """
-    _active.depth += 1
+    parallel_loss.depth += 1
     try:
         yield
     finally:
-        _active.depth -= 1
+        parallel_loss.depth -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +76,6 @@ class _Where:
         return _Where(layout, dim, cut, others, layout.box().offsets[dim], samples)
 
 
-@special("cross_entropy")
-def _cross_entropy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not _active.depth or func is not torch.nn.functional.cross_entropy:
-        return NotImplemented
-    return _parallel_cross_entropy(*args, **kwargs)
-
-
 def _parallel_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
@@ -97,8 +83,14 @@ def _parallel_cross_entropy(
     if not isinstance(input, DTensor) or size_average is not None or reduce is not None:
         return NotImplemented
     placements = [Replicate() if isinstance(p, Partial) else p for p in input.placements]
-    if Shard(1 if input.ndim > 1 else 0) not in placements:
-        return NotImplemented
+    classes = 1 if input.ndim > 1 else 0
+    if Shard(classes) not in placements:
+        if isinstance(target, DTensor) or per_thread.implicit_replication:
+            return NotImplemented  # nothing is parallel over the classes; the usual way serves any placement
+        raise PlacementMismatchError(
+            f"loss_parallel is for logits sharded over the classes, dim {classes}; these are placed "
+            f"{list(input.placements)}. With these, target has to be a DTensor too, or cross_entropy be called outside"
+        )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -124,7 +116,9 @@ def _parallel_cross_entropy(
 def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
     """This rank's part of `value` under `layout`; a plain tensor is the whole value, the same on every rank."""
     if tuple(value.shape) != tuple(layout.shape):
-        raise DTensorError(f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}")
+        raise DTensorArgumentError(
+            f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}"
+        )
     if isinstance(value, DTensor):
         if value._layout is layout:
             return value._local
@@ -149,7 +143,7 @@ class _Rows:
     def of(local: torch.Tensor, where: _Where) -> _Rows:
         dim, axis = where.classes, axis_of(where.layout.mesh, where.class_mesh)
         # Sums of exponentials in half precision would lose what small classes add.
-        x = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+        x = local.float() if local.dtype in HALF else local
         if x.shape[dim]:
             top = x.detach().amax(dim, keepdim=True)
         else:
@@ -216,15 +210,18 @@ def _of_probabilities(
 def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction: str, dtype: torch.dtype) -> DTensor:
     if reduction == "none":
         return wrap(losses.to(dtype), where.samples)
+    mesh, count = where.layout.mesh, len(where.layout.placements)
+    axis = axis_of(mesh, where.sample_mesh) if where.sample_mesh else None
     result = losses.sum()
     if reduction == "mean":
-        if where.sample_mesh:
-            total = all_reduce(total.detach(), axis_of(where.layout.mesh, where.sample_mesh))
-        result = result / total
-    placements: list[Placement] = [
-        Partial("sum") if m in where.sample_mesh else Replicate() for m in range(len(where.layout.placements))
-    ]
-    return wrap(result.to(dtype), Layout.of(where.layout.mesh, placements, ()))
+        result = result / (total if axis is None else all_reduce(total.detach(), axis))
+    if axis is not None and dtype in HALF:  # rounded once: no term is
+        return wrap(reduce_replicate(result, axis).to(dtype), Layout.of(mesh, [Replicate()] * count, ()))
+    placements: list[Placement] = [Partial("sum") if m in where.sample_mesh else Replicate() for m in range(count)]
+    return wrap(result.to(dtype), Layout.of(mesh, placements, ()))
 
 
 __all__ = ["loss_parallel"]
+
+
+ParallelLoss.compute = staticmethod(_parallel_cross_entropy)

@@ -11,19 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import ParallelPlanError
 from terrazzo.layout import Placement
+from terrazzo.layout.placement import check_placement
 from terrazzo.tensor.parallel.style import ParallelStyle, as_dtensor, placed
 
 Layouts: TypeAlias = Placement | tuple[Placement | None, ...]
 
 
 def _per_value(layouts: Layouts) -> tuple[Placement | None, ...]:
-    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    values = tuple(layouts) if isinstance(layouts, (tuple, list)) else (layouts,)
+    for value in values:
+        if value is not None:
+            check_placement(value)
+    return values
 
 
 def _same_length(given: Any, desired: Any, what: str) -> None:
     if len(given) != len(desired):
         raise ParallelPlanError(
-            f"{what} and desired_{what} must have the same length, got {len(given)} and {len(desired)}"
+            f"{what} and desired_{what} should have same length! Got {len(given)} and {len(desired)}"
         )
 
 
@@ -76,6 +81,9 @@ class PrepareModuleInput(ParallelStyle):
         self.with_kwargs = input_kwarg_layouts is not None
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        for value in (*self.input_kwarg_layouts.values(), *self.desired_input_kwarg_layouts.values()):
+            if value is not None:
+                check_placement(value)
         if self.with_kwargs:
             _same_length(self.input_kwarg_layouts, self.desired_input_kwarg_layouts, "input_kwarg_layouts")
 
@@ -100,7 +108,10 @@ class PrepareModuleInput(ParallelStyle):
         if given is None or desired is None:
             return inputs
         if len(inputs) != len(given):
-            raise ParallelPlanError(f"the module got {len(inputs)} positional inputs, input_layouts has {len(given)}")
+            raise ParallelPlanError(
+                f"module inputs and input_layouts should have same length! The module got {len(inputs)} positional "
+                f"inputs, input_layouts has {len(given)}"
+            )
         return tuple(
             _convert(x, mesh, g, d, self.use_local_output, f"input {i}")
             for i, (x, g, d) in enumerate(zip(inputs, given, desired, strict=True))
@@ -146,7 +157,8 @@ class PrepareModuleOutput(ParallelStyle):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(outputs) != len(self.output_layouts):
             raise ParallelPlanError(
-                f"the module gave {len(outputs)} outputs, output_layouts has {len(self.output_layouts)}"
+                f"module outputs and output_layouts should have same length! The module gave {len(outputs)} outputs, "
+                f"output_layouts has {len(self.output_layouts)}"
             )
         converted = tuple(
             _convert(x, mesh, g, d, self.use_local_output, f"output {i}")

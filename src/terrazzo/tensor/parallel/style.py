@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import ParallelPlanError, UnsupportedModuleError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
-from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.layout.placement import check_placement
+from terrazzo.tensor.api import convert_calls, distribute_tensor, replicate_rest
 from terrazzo.tensor.dtensor import DTensor
 
 Placements = tuple[Placement, ...]
@@ -54,11 +56,17 @@ def placed(value: DTensor, placements: Placements) -> DTensor:
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement], src_data_rank: int | None
 ) -> None:
-    """Make the module's own parameters DTensors, in place."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    """Make the parameters of a module and its submodules DTensors, in place; `placement_of` is asked by their names.
+
+    A parameter that is placed so already is kept. Buffers are replicated.
+    """
+    for submodule in module.modules():
+        for name, parameter in parameters_of(submodule).items():
+            if parameter is not None:
+                whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
+                if whole is not parameter:
+                    submodule.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    replicate_rest(module, mesh)
 
 
 class _Cut(ParallelStyle):
@@ -71,6 +79,8 @@ class _Cut(ParallelStyle):
     """Per kind of module: where its parameters go, and what the cut needs its input to be."""
 
     def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
+        check_placement(input_layouts)
+        check_placement(output_layouts)
         self.input_layouts = (input_layouts,)
         self.output_layouts = (output_layouts,)
         self.use_local_output = use_local_output
@@ -87,11 +97,6 @@ class _Cut(ParallelStyle):
     def _cut(
         self, module: nn.Module, mesh: DeviceMesh, parameters: Mapping[str, Placement], needed: Placements
     ) -> nn.Module:
-        src_data_rank = self.src_data_rank
-
-        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            place_parameters(submodule, mesh, lambda name: parameters.get(name, Replicate()), src_data_rank)
-
         def convert_input(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             return (placed(as_dtensor(inputs[0], mesh, self.input_layouts), needed), *inputs[1:])
 
@@ -99,7 +104,9 @@ class _Cut(ParallelStyle):
             output = placed(output, self.output_layouts)
             return output.to_local() if self.use_local_output else output
 
-        return distribute_module(module, mesh, partition, convert_input, convert_output)
+        place_parameters(module, mesh, lambda name: parameters.get(name, Replicate()), self.src_data_rank)
+        convert_calls(module, mesh, convert_input, convert_output)
+        return module
 
     def __repr__(self) -> str:
         return (
@@ -178,10 +185,7 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        sharding, src_data_rank = self.sequence_sharding, self.src_data_rank
-
-        def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            place_parameters(submodule, mesh, lambda name: Replicate(), src_data_rank)
+        sharding = self.sequence_sharding
 
         def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             if not isinstance(inputs[0], torch.Tensor):
@@ -193,7 +197,9 @@ class SequenceParallel(ParallelStyle):
         def convert_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             return output.to_local() if self.use_local_output else output
 
-        return distribute_module(module, device_mesh, replicate, convert_input, convert_output)
+        place_parameters(module, device_mesh, lambda name: Replicate(), self.src_data_rank)
+        convert_calls(module, device_mesh, convert_input, convert_output)
+        return module
 
     def __repr__(self) -> str:
         (sharding,) = self.sequence_sharding

@@ -1,7 +1,7 @@
-"""Plans become closures: the cheapest thing to run again and again.
+"""Plans become routes: closures, the cheapest thing to run again and again.
 
 `first_run` executes a plan once, checks that the locals that come out have the shapes that the layouts promise, and
-returns the closure that later calls with the same key use without checking.
+returns the route that later calls with the same key use without checking.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import make_wrapper as _make
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm import observe
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
-from terrazzo.tensor.dispatch.keys import Plan
+from terrazzo.tensor.dispatch.aliases import alias_of
+from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.spec import OneArgument
+from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
+from terrazzo.tensor.strides import check_no_overlap, is_thin
 
-_make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 _grad_enabled = torch.is_grad_enabled
 
@@ -32,7 +35,7 @@ _grad_enabled = torch.is_grad_enabled
 def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
     """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
     memo = source._memo
-    version = local._version
+    version = version_of(local)
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
     result = memo.varying(local, dims) if type(memo) is Gathered else cast_fresh(local, dims, mesh)
@@ -107,36 +110,51 @@ def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
 
 def first_run(
     name: str,
+    spec: Spec,
     plan: CallPlan,
     func: Any,
     args: Sequence[Any],
     loc: list[Any],
     kw: dict[str, Any],
     kwargs: dict[str, Any],
-) -> tuple[Any, Plan]:
-    """Run the plan, verified; return the result and the closure for the next time."""
+) -> tuple[Any, Route]:
+    """Run the plan, verified; return the result and the route for the next time."""
     mesh = plan.operands[0].src.mesh
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
+    if alias_of(name) == "same" and not spec.is_view and plan.operands[0].path == (0,):
+        route = _same_or_new(plan, ready)
+        return route(func, args, loc, kw, kwargs), route
     if ready is not None:
         ready(args, loc, kw, kwargs)
-    result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
-    check_shapes(name, result, plan.outs)
-    wrapped = wrap_outputs(result, plan.outs)
+    outs = plan.outs
+    if plan.joined is not None and plan.joined.applies(loc, kw):
+        result, outs = plan.joined.run(func, loc, kw), plan.joined_outs
+    else:
+        result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
+    check_shapes(name, result, outs)
+    wrapped = wrap_outputs(result, outs)
     if plan.copies_view:
         mark_copied(wrapped, name, args, kwargs)
+    elif spec.is_view and type(args[0]) is CopiedView:
+        mark_alias(wrapped, args[0])
     if isinstance(result, torch.Tensor) and not plan.copies_view:
         if not plan.moves and plan.local is None and all(_is_simple(o) for o in plan.operands):
-            return wrapped, _simple(plan, mesh)
-        return wrapped, _single(plan, ready)
-    return wrapped, _general(name, plan, ready)
+            route = _simple(plan, mesh)
+        else:
+            route = _single(plan, ready)
+    else:
+        route = _general(name, plan, ready)
+    if plan.joined is not None:
+        route = _joining(plan, plan.joined, ready, route)
+    return wrapped, _view_route(plan, route, isinstance(wrapped, DTensor)) if spec.is_view else route
 
 
 def _is_simple(o: OperandPlan) -> bool:
     return not o.cast or (len(o.path) == 1 and type(o.path[0]) is int)
 
 
-def _simple(plan: CallPlan, mesh: Any) -> Plan:
+def _simple(plan: CallPlan, mesh: Any) -> Route:
     out = plan.outs[0]
     size = out.shape
     casts = tuple((o.path[0], o.cast) for o in plan.operands if o.cast)
@@ -168,7 +186,7 @@ def _simple(plan: CallPlan, mesh: Any) -> Plan:
     return run
 
 
-def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
+def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
     out, local_function = plan.outs[0], plan.local
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
@@ -180,7 +198,21 @@ def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
     return run
 
 
-def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Plan:
+def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None, usual: Route) -> Route:
+    """Joins the terms, or does what is usual where the dtypes of the locals allow for terms."""
+    outs, join, half_only = plan.joined_outs, joined.run, joined.half_only
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        if half_only and ((not kw and loc[0].dtype not in HALF) or not joined.applies(loc, kw)):
+            return usual(func, args, loc, kw, kwargs)
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        return wrap_outputs(join(func, loc, kw), outs)
+
+    return run
+
+
+def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Route:
     outs, local_function, copies = plan.outs, plan.local, plan.copies_view
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -195,7 +227,24 @@ def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Pl
     return run
 
 
-def view_runner(plan: CallPlan, run: Plan, is_one: bool) -> Plan:
+def _same_or_new(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
+    """For operations that return their argument where they have nothing to do: then it is the caller's own object."""
+    out, local_function = plan.outs[0], plan.local
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
+        if ready is not None:
+            ready(args, loc, kw, kwargs)
+        given = loc[0]
+        local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
+        if local is given:
+            same: DTensor = args[0]
+            return same
+        return wrap(local, out)
+
+    return run
+
+
+def _view_route(plan: CallPlan, run: Route, is_one: bool) -> Route:
     """For views: a view of a copied view is a copied view.  `is_one`: the result is a tensor, not a tuple of some."""
     positional = plan.operands[0].path[0] == 0
     if is_one and positional and not plan.copies_view and not any(o.cast for o in plan.operands):
@@ -210,7 +259,7 @@ def view_runner(plan: CallPlan, run: Plan, is_one: bool) -> Plan:
     return run_view
 
 
-def _simple_view(plan: CallPlan) -> Plan:
+def _simple_view(plan: CallPlan) -> Route:
     out, local_function = plan.outs[0], plan.local
     size = out.shape
     if isinstance(local_function, OneArgument):
@@ -245,17 +294,21 @@ def _simple_view(plan: CallPlan) -> Plan:
     return run
 
 
-def in_place_runner(plan: CallPlan) -> Plan:
+def in_place_route(plan: CallPlan) -> Route:
     """Writes the first operand's local; its layout stays."""
     mesh = plan.operands[0].src.mesh
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
+    layout = plan.operands[0].src
+    thin = is_thin(layout.local_shape, layout.shape)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]
         is_copied = type(target) is CopiedView
         if is_copied:
             check_writable(target)
+        if thin:
+            check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
         if local_function is None:

@@ -1,0 +1,6 @@
+"""Whole programs with DTensors as graphs of local operations and communication, for a compiler."""
+
+from terrazzo.graphs.api import CompileReport, GraphReport, compile, compile_report
+from terrazzo.graphs.program import CompileWarning
+
+__all__ = ["CompileReport", "CompileWarning", "GraphReport", "compile", "compile_report"]

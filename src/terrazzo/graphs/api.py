@@ -1,0 +1,187 @@
+"""`terrazzo.compile`: whole programs with DTensors as graphs, and a report on these."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from terrazzo._torch.compiling import stay_eager
+from terrazzo.graphs.program import _BACKENDS, Program, Settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+_programs: WeakKeyDictionary[Any, Program] = WeakKeyDictionary()
+
+
+@overload
+def compile(
+    target: ModuleT, *, backend: str | GraphCompiler = ..., fullgraph: bool = ..., recompile_limit: int = ...
+) -> ModuleT: ...
+@overload
+def compile(
+    target: Callable[P, R], *, backend: str | GraphCompiler = ..., fullgraph: bool = ..., recompile_limit: int = ...
+) -> Callable[P, R]: ...
+def compile(
+    target: Any, *, backend: str | GraphCompiler = "inductor", fullgraph: bool = False, recompile_limit: int = 8
+) -> Any:
+    """A module or function with DTensors that runs as one graph, communication and backward included.
+
+    The graph is made at the first call and serves all calls that are alike: the same layouts, shapes, dtypes and
+    devices, the same settings (training or not, grad mode, autocast) and the same values of whatever is no tensor.
+    A call that differs makes another graph. Values, gradients, random numbers and written buffers are those of the
+    eager program; `compile_report` tells which graphs there are, and why.
+
+    Args:
+        target: A module or a function. A module stays as it is; what is returned shares its parameters, buffers, hooks
+            and settings, and is an instance of the same class. Its own hooks run around the graph.
+        backend: `"inductor"`, `"aot_eager"` (no code is generated), or a function that is called with each graph of
+            local operations (forward, and backward) and example inputs, and returns what runs it.
+        fullgraph: What is done if no graph can be made: raise `terrazzo.errors.CaptureError` (True), or run eagerly
+            and warn once (False).
+        recompile_limit: So many graphs are made; calls that need another one run eagerly, with one warning.
+
+    >>> import torch, terrazzo
+    >>> from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+    >>> step = terrazzo.compile(lambda x: (x @ weight).relu().sum(), backend="aot_eager")
+    >>> for _ in range(3):
+    ...     step(distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])).backward()
+    >>> weight.grad.full_tensor()[0].tolist(), len(terrazzo.compile_report(step).graphs)
+    ([6.0, 6.0, 6.0, 6.0], 1)
+    """
+    if isinstance(backend, str) and backend not in _BACKENDS:
+        raise ValueError(f"backend is one of {sorted(_BACKENDS)} or a function, not {backend!r}")
+    if recompile_limit < 1:
+        raise ValueError(f"recompile_limit is at least 1, not {recompile_limit}")
+    settings = Settings(backend, fullgraph, recompile_limit)
+    if isinstance(target, nn.Module):
+        return _compiled_module(target, settings)
+    if not callable(target):
+        raise TypeError(f"terrazzo.compile takes a module or a function, got {type(target).__name__}")
+    name = getattr(target, "__qualname__", None) or type(target).__name__
+    program = Program(target, target, name, settings)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
+
+    if hasattr(target, "__name__"):
+        functools.update_wrapper(compiled, target)
+    stay_eager(compiled)
+    _programs[compiled] = program
+    return compiled
+
+
+# ------------------------------------------------------------------ modules
+
+
+class CompiledModule:
+    """What the class of a compiled module derives from, before the module's own class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, as a graph."""
+        return _program_of(self)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy has parameters of its own, and so graphs of its own.
+        return _revive, (_own_class(self), _program_of(self).settings), vars(self)
+
+
+stay_eager(CompiledModule.forward)
+
+_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+
+
+def _compiled_module(module: nn.Module, settings: Settings) -> nn.Module:
+    if isinstance(module, CompiledModule):
+        raise TypeError(f"{type(module).__name__} is compiled already")
+    if "forward" in vars(module):
+        raise TypeError(
+            f"{type(module).__name__} has a forward of its own, put on the instance, which a compiled class would not "
+            "call: compile that function instead (module.forward = terrazzo.compile(module.forward))"
+        )
+    face = _face(type(module), settings)
+    object.__setattr__(face, "__dict__", vars(module))
+    return face
+
+
+def _face(cls: type, settings: Settings) -> Any:
+    found = _classes.get(cls)
+    if found is None:
+        found = _classes[cls] = type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": __name__})
+    face = object.__new__(found)
+    forward = functools.partial(cls.forward, face)  # type: ignore[attr-defined]  # it is a module class
+    _programs[face] = Program(forward, face, cls.__name__, settings)
+    return face
+
+
+_revive = _face
+
+
+def _own_class(face: Any) -> type:
+    classes = type(face).__mro__
+    return classes[classes.index(CompiledModule) + 1]
+
+
+def _program_of(compiled: Any) -> Program:
+    program = _programs.get(compiled)
+    if program is None:
+        raise TypeError(f"{compiled!r} was not made by terrazzo.compile")
+    return program
+
+
+# ------------------------------------------------------------------ the report
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One graph of a compiled program."""
+
+    calls: int
+    """How often it ran."""
+    conditions: dict[str, str]
+    """What it was made for: arguments, parameters and settings by name."""
+    differs: dict[str, tuple[str, str]]
+    """What differs from the most similar earlier one: by name, the value there and here."""
+    error: str | None
+    """Why there is no graph, and such calls run eagerly; else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """The graphs of a compiled program, in the order in which they were made."""
+
+    name: str
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def recompiles(self) -> int:
+        """How many were made after the first one."""
+        return max(len(self.graphs) - 1, 0)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {len(self.graphs)} graphs"]
+        for i, graph in enumerate(self.graphs):
+            state = f"eager, {graph.error}" if graph.error else "compiled"
+            lines.append(f"  {i}: {graph.calls} calls, {state}")
+            lines += [f"     {name}: {before} before, {now} here" for name, (before, now) in graph.differs.items()]
+        return "\n".join(lines)
+
+
+def compile_report(compiled: Any) -> CompileReport:
+    """Which graphs a compiled module or function has, how often each ran, and what made a new one necessary."""
+    program = _program_of(compiled)
+    graphs = [
+        GraphReport(r.calls, dict(r.what), dict(r.differs), None if r.error is None else str(r.error))
+        for r in program.records
+    ]
+    return CompileReport(program.name, tuple(graphs))

@@ -1,0 +1,394 @@
+"""From a call of a program to one graph of what it does with local tensors, forward and backward.
+
+The program runs on stand-ins: each DTensor holds a tracer as its local tensor for a while, and plain tensors are
+replaced where they are found. What is left of the DTensors then are local operations and functional collectives, which
+AOTAutograd records together with their backward.
+
+Before that it is *rehearsed* once on tensors without data. The rehearsal says which inputs reach the result, what is
+written, how many random numbers are drawn; and errors in it have the program's own traceback.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from terrazzo.comm import captured
+from terrazzo.errors import CaptureError
+from terrazzo.graphs.surroundings import Frozen, Surroundings
+from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
+from terrazzo.tensor import random
+from terrazzo.tensor.copied_view import CopiedView
+from terrazzo.tensor.dtensor import DTensor, wrap
+
+Compiled = Callable[..., Sequence[torch.Tensor]]
+Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
+"""Given a module of local tensors and its inputs without data, returns what runs it."""
+
+_hooks: Any = torch._C._autograd
+_lock = threading.RLock()  # what is captured is swapped in where all threads see it
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What is set around a call, and decides what operations do."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+
+class Subject:
+    """One call that is to be captured."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Any],
+        surroundings: Surroundings,
+        conditions: Conditions,
+    ) -> None:
+        """`tensors` are those in the arguments, followed by those of the surroundings."""
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.tensors = tensors
+        self.surroundings = surroundings
+        self.conditions = conditions
+        slots = surroundings.slots()
+        self.from_args = len(tensors) - len(slots)
+        self.slots = [(None, None)] * self.from_args + [(place.holder, name) for place, name in slots]
+        self.inputs, self.position = distinct(tensors)
+
+    def locals(self) -> list[torch.Tensor]:
+        """The real local tensors that are inputs."""
+        return [local_of(self.tensors[i]) for i in self.inputs]
+
+
+def distinct(tensors: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """The first of each tensor among `tensors`, and for each of these its position among the first; -1 for others."""
+    first: dict[int, int] = {}
+    inputs: list[int] = []
+    position: list[int] = []
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            position.append(-1)
+            continue
+        known = first.setdefault(id(local_of(tensor)), len(inputs))
+        if known == len(inputs):
+            inputs.append(i)
+        position.append(known)
+    return inputs, position
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured program, compiled."""
+
+    run: Compiled
+    inputs: tuple[tuple[int, bool], ...]  # which of the call's tensors; and whether it is given without its history
+    draws: tuple[tuple[Any, torch.Generator | None], ...]
+    outputs: Outputs
+    writes: tuple[tuple[Any, Any, Outputs], ...]  # places that get new tensors: holder, name and which
+    written: tuple[int, ...]  # those of the inputs whose data change
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+class Draws:
+    """The random numbers that a program draws, as inputs.
+
+    Numbers are told apart by the state of the generator before the draw: a part that is run again from a saved state
+    (activation checkpointing) draws the same number again. Each further run of the program begins in other states, so
+    that a state which the program sets itself does not look like one that it found.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[tuple[Any, torch.Generator | None]] = []
+        self._numbers: Sequence[torch.Tensor] | None = None  # None while it is not known how many are drawn
+        self._starts = {torch.default_generator: torch.default_generator.get_state()}
+        self._known: dict[Any, int] = {}
+        # By generator: its state after the last new draw.
+        self._next: dict[Any, bytes] = {torch.default_generator: _state(torch.default_generator)}
+
+    def draw(self, mesh: Any, generator: torch.Generator | None) -> torch.Tensor:
+        """The number that the program draws next."""
+        with _disable_current_modes():  # these are real numbers
+            index = self._index(mesh, generator)
+        return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
+
+    def _index(self, mesh: Any, generator: torch.Generator | None) -> int:
+        source = torch.default_generator if generator is None else generator
+        state = _state(source)
+        if source not in self._starts:
+            self._starts[source] = source.get_state()
+            self._next[source] = state
+        index = self._known.get((source, state))
+        if index is not None:
+            random.next_number(generator)
+            return index
+        if self._next[source] != state:
+            raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
+        index = self._known[source, state] = len(self._known)
+        if self._numbers is None:
+            self.sources.append((mesh, generator))
+        elif index >= len(self._numbers):
+            raise CaptureError("it draws random numbers in its backward", operation="a random operation")
+        random.next_number(generator)
+        self._next[source] = _state(source)
+        return index
+
+    def restart(self, numbers: Sequence[torch.Tensor]) -> None:
+        """Begin another run, in which these are drawn."""
+        self._numbers = numbers
+        self._known.clear()
+        with _disable_current_modes():
+            for source, state in self._starts.items():
+                source.set_state(state)
+                random.next_number(source)
+                self._next[source] = _state(source)
+
+    def end(self) -> None:
+        """Set the generators to where they were when the capture began."""
+        for source, state in self._starts.items():
+            source.set_state(state)
+
+    def check_end(self) -> None:
+        """Raise if the run left a generator elsewhere than its draws did."""
+        with _disable_current_modes():
+            if any(_state(source) != state for source, state in self._next.items()):
+                raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
+
+
+def _state(source: Any) -> bytes:
+    return bytes(source.get_state().cpu().numpy())
+
+
+# ------------------------------------------------------------------ the program on stand-ins
+
+
+class _LocalProgram(nn.Module):
+    """The program as a function of local tensors and of the numbers that it draws."""
+
+    def __init__(self, subject: Subject, draws: Draws, inputs: int) -> None:
+        super().__init__()
+        self._subject, self.draws, self._inputs = subject, draws, inputs
+        self.outputs: Outputs | None = None
+        self.writes: list[tuple[Any, Any, Outputs]] = []
+
+    def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.draws.restart(flat[self._inputs :])
+        return self.run(flat[: self._inputs])
+
+    def run(self, stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the program with these in place of its local tensors; return the local tensors of its result."""
+        subject = self._subject
+        frozen = subject.surroundings.freeze()
+        swapped: list[tuple[DTensor, torch.Tensor, Any]] = []
+        try:
+            used = [self._used(i, stand_ins, swapped) for i in range(len(subject.tensors))]
+            expected = {}
+            for (holder, name), stand_in, tensor in zip(subject.slots, used, subject.tensors, strict=True):
+                if holder is not None and stand_in is not tensor and type(holder) is not tuple:
+                    holder[name] = stand_in
+                    expected[id(holder), name] = stand_in
+            given = iter(used[: subject.from_args])
+            args, kwargs = _replaced(subject.args, given), _replaced(subject.kwargs, given)
+            before = _shape_of((args, kwargs))
+            with _autocast(subject.conditions.autocast), _no_saved_tensor_hooks():
+                result = subject.function(*args, **kwargs)
+            if _shape_of((args, kwargs)) != before:
+                raise CaptureError("it changes a list or dict among its arguments", operation="a write to an argument")
+            _check_kept(used, stand_ins, subject.position)
+            return self._returned(result, used, stand_ins, frozen, expected)
+        finally:
+            frozen.restore()
+            for tensor, local, memo in swapped:
+                tensor._local, tensor._memo = local, memo
+
+    def _used(self, i: int, stand_ins: Sequence[torch.Tensor], swapped: list[Any]) -> Any:
+        tensor = self._subject.tensors[i]
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        stand_in = stand_ins[self._subject.position[i]]
+        if type(tensor) is DTensor:
+            if tensor._local is not stand_in:
+                swapped.append((tensor, tensor._local, tensor._memo))
+                tensor._local, tensor._memo = stand_in, None
+            return tensor
+        return wrap(stand_in, tensor._layout) if isinstance(tensor, DTensor) else stand_in
+
+    def _returned(
+        self, result: Any, used: Sequence[Any], stand_ins: Sequence[torch.Tensor], frozen: Frozen, expected: Any
+    ) -> tuple[torch.Tensor, ...]:
+        sources = {id(tensor): i for i, tensor in reversed(list(enumerate(used))) if isinstance(tensor, torch.Tensor)}
+        locals_ = {id(stand_in): self._subject.inputs[i] for i, stand_in in enumerate(stand_ins)}
+        locals_ = {key: i for key, i in locals_.items() if not isinstance(self._subject.tensors[i], DTensor)}
+        self.outputs, returned = take_apart(result, sources, locals_)
+        self.writes = []
+        places = {(id(holder), name) for holder, name in self._subject.slots if holder is not None}
+        for label, holder, name, value in list(frozen.changes(expected)):
+            if not isinstance(value, torch.Tensor) or (id(holder), name) not in places:
+                raise CaptureError(f"it changes {label}, which a graph would not", operation=f"a write to {label}")
+            built, more = take_apart(value, sources, locals_)
+            self.writes.append((holder, name, built.shifted(len(returned))))
+            returned += more
+        return tuple(returned)
+
+
+def _check_kept(used: Sequence[Any], stand_ins: Sequence[torch.Tensor], position: Sequence[int]) -> None:
+    for tensor, i in zip(used, position, strict=True):
+        if isinstance(tensor, DTensor) and (tensor._local is not stand_ins[i] or tensor.shape != tensor._layout.shape):
+            raise CaptureError("it gives one of its inputs another shape, layout or memory", operation="a write")
+    for stand_in in stand_ins:
+        if stand_in.is_leaf and stand_in.grad is not None:
+            raise CaptureError(
+                "it calls backward, which would leave no gradients: compile what comes before it, and call backward on "
+                "the result",
+                operation="backward",
+            )
+
+
+def _replaced(value: Any, given: Iterator[Any]) -> Any:
+    """A copy of an argument with the next of `given` for each tensor; in the order of `collect`."""
+    if isinstance(value, torch.Tensor):
+        return next(given)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_replaced(item, given) for item in value])
+    if kind is dict:
+        return {name: _replaced(item, given) for name, item in value.items()}
+    key: list[Any] = []
+    tensors: list[Any] = []
+    collect(value, key, tensors)
+    if not tensors:
+        return value
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    return torch.utils._pytree.tree_unflatten([_replaced(leaf, given) for leaf in leaves], spec)
+
+
+def _shape_of(arguments: Any) -> tuple[list[Any], list[int]]:
+    key: list[Any] = []
+    tensors: list[Any] = []
+    collect(arguments, key, tensors)
+    return key, [id(tensor) for tensor in tensors]
+
+
+@contextmanager
+def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device_type, dtype in enabled:
+            stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
+        yield
+
+
+@contextmanager
+def _no_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks of those around: what they would keep is not there when the graph runs."""
+    outer = []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            _hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+# ------------------------------------------------------------------ capture
+
+
+def capture(subject: Subject, backend: Backend) -> Graph:
+    """Make the graph of one call."""
+    draws = Draws()
+    fake = FakeTensorMode()
+    with _lock, torch.inference_mode(False), torch.set_grad_enabled(subject.conditions.grad), _no_autocast():
+        if captured.recording is not None:
+            raise CaptureError("another program is being captured")
+        captured.recording = draws
+        try:
+            program = _LocalProgram(subject, draws, len(subject.inputs))
+            real = subject.locals()
+            detached, written = _rehearse(program, subject, real, fake)
+            inputs = [_without_data(local, fake, not cut) for local, cut in zip(real, detached, strict=True)]
+            with fake:
+                numbers = [torch.zeros((), dtype=torch.int64) for _ in draws.sources]
+            count = len(draws.sources)
+            run = backend(program, [*inputs, *numbers])
+            assert len(draws.sources) == count and program.outputs is not None
+        finally:
+            captured.recording = None
+            draws.end()
+    cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
+    return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    if not torch._C._is_any_autocast_enabled():
+        yield
+        return
+    guard = torch._C._DisableAutocast()
+    try:
+        yield
+    finally:
+        del guard
+
+
+def _rehearse(
+    program: _LocalProgram, subject: Subject, real: Sequence[torch.Tensor], fake: FakeTensorMode
+) -> tuple[list[bool], tuple[int, ...]]:
+    """Run once without data: which inputs the result does not depend on differentiably, and which are written."""
+    leaves = [_without_data(local, fake, local.requires_grad) for local in real]
+    with fake:
+        # Programs may write to what is no leaf.
+        stand_ins = [
+            leaf if local.is_leaf or not local.requires_grad else leaf.view_as(leaf)
+            for leaf, local in zip(leaves, real, strict=True)
+        ]
+        before = [stand_in._version for stand_in in stand_ins]
+        returned = program.run(stand_ins)
+    program.draws.check_end()
+    written = tuple(i for i, stand_in in enumerate(stand_ins) if stand_in._version != before[i])
+    for i in written:
+        if isinstance(subject.tensors[subject.inputs[i]], CopiedView):
+            raise CaptureError("it writes to a view of which a redistribution made a copy", operation="a write")
+    if written:
+        memory = [local.untyped_storage()._cdata for local in real]
+        if any(memory.count(memory[i]) > 1 for i in written):
+            raise CaptureError("it writes to an input that shares memory with another", operation="a write")
+    reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])
+    detached = [leaf.requires_grad and id(leaf) not in reached for leaf in leaves]
+    return detached, written
+
+
+def _without_data(local: torch.Tensor, fake: FakeTensorMode, requires_grad: bool) -> torch.Tensor:
+    with fake:
+        result = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    return result.requires_grad_(requires_grad and local.requires_grad)
+
+
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of the leaves that autograd would reach from these."""
+    found = {id(tensor) for tensor in tensors if tensor.is_leaf}
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return found

@@ -1,0 +1,63 @@
+"""The graphs of a local program compiled by Inductor. Imports it, which takes a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner, partition_fn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+
+from terrazzo.graphs.joint import compile_joint
+
+
+def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
+    """Compile `program`, with its backward."""
+    # Random operations on plain tensors stay PyTorch's own, so that they draw what they draw in eager programs.
+    with config.patch(fallback_random=True), V.set_fake_mode(detect_fake_mode(inputs)):
+        return compile_joint(
+            program,
+            inputs,
+            _forward,
+            bw_compiler=_backward,
+            inference_compiler=_inference,
+            partition_fn=partition_fn,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+
+
+def _forward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    # The strides of what the program sees must be those that it would see; those of what is kept for backward are free.
+    meta = TracingContext.get().fw_metadata
+    assert meta is not None
+    first = meta.num_mutated_inp_runtime_indices
+    _mark_visible(graph, range(first, first + meta.num_outputs))
+    return compile_fx_inner(graph, examples)
+
+
+def _backward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    _mark_visible(graph, range(len(_outputs(graph))))
+    return compile_fx_inner(graph, examples, is_backward=True)
+
+
+def _inference(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    _mark_visible(graph, range(len(_outputs(graph))))
+    return compile_fx_inner(graph, examples, is_inference=True)
+
+
+def _outputs(graph: torch.fx.GraphModule) -> Sequence[Any]:
+    found: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]  # graphs return tuples
+    return found
+
+
+def _mark_visible(graph: torch.fx.GraphModule, indices: range) -> None:
+    outputs = _outputs(graph)
+    graph.graph.output_node().meta["user_visible_output_idxs"] = [
+        i for i in indices if i < len(outputs) and isinstance(outputs[i], torch.fx.Node)
+    ]

@@ -1,0 +1,282 @@
+"""A compiled program: its graphs by what they assume, and the decision what to do with a call."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from terrazzo.comm import captured
+from terrazzo.errors import CaptureError, TerrazzoError
+from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
+from terrazzo.graphs.surroundings import Stale, Surroundings
+from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
+from terrazzo.tensor import random
+from terrazzo.tensor.dtensor import per_thread
+from terrazzo.tensor.ops.losses import parallel_loss
+
+_BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_attention = F.scaled_dot_product_attention
+
+
+class CompileWarning(UserWarning):
+    """A program that `terrazzo.compile` was given runs eagerly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a program is compiled."""
+
+    backend: str | Callable[..., Any] = "inductor"
+    fullgraph: bool = False
+    limit: int = 8
+
+
+@dataclass
+class Record:
+    """One way in which a program was called: the graph for it, or why there is none."""
+
+    what: dict[str, str]
+    differs: dict[str, tuple[str, str]]
+    graph: Graph | None = None
+    error: CaptureError | None = None
+    calls: int = field(default=0)
+
+
+class Program:
+    """A function or module, and the graphs of it."""
+
+    def __init__(self, eager: Callable[..., Any], searched: Any, name: str, settings: Settings) -> None:
+        """`eager` runs it; `searched` is the function or module in which its tensors are looked for."""
+        self.name = name
+        self.settings = settings
+        self.records: list[Record] = []
+        self._eager = eager
+        self._searched = searched
+        self._surroundings: Surroundings | None = None
+        self._searches = 0
+        self._known: dict[Any, Record] = {}
+        self._lock = threading.RLock()
+        self._warned = False
+        self._backend: Backend | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch._C._len_torch_dispatch_stack()
+            or captured.capturing()
+            or F.scaled_dot_product_attention is not _attention
+        ):
+            return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
+        try:
+            key, tensors = self._key(args, kwargs)
+            record = self._known.get(key)
+            if record is None:
+                record = self._miss(key, tensors, args, kwargs)
+        except Unkeyable as reason:
+            self._cannot(CaptureError(f"{self.name} is called with {reason}", operation="an argument"))
+            return self._eager(*args, **kwargs)
+        graph = record.graph
+        record.calls += 1
+        if graph is None:
+            return self._eager(*args, **kwargs)
+        return self._run(graph, tensors)
+
+    # ------------------------------------------------------------------ running
+
+    def _run(self, graph: Graph, tensors: Sequence[Any]) -> Any:
+        flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
+        if graph.draws:
+            flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
+        if torch._C._is_any_autocast_enabled():
+            guard = torch._C._DisableAutocast()
+            try:
+                results = graph.run(*flat)
+            finally:
+                del guard
+        else:
+            results = graph.run(*flat)
+        for holder, name, value in graph.writes:
+            holder[name] = value.build(results, tensors)
+        return graph.outputs.build(results, tensors)
+
+    # ------------------------------------------------------------------ keys
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_modes()]
+        tensors: list[Any] = []
+        for arg in args:
+            collect(arg, key, tensors)
+        if kwargs:
+            key.append(tuple(kwargs))
+            for arg in kwargs.values():
+                collect(arg, key, tensors)
+        around, numbers = self._look()
+        key.append(self._searches)
+        key.append(numbers)
+        tensors += around
+        append_tensor_keys(tensors, key)
+        return tuple(key), tensors
+
+    def _look(self) -> tuple[list[Any], tuple[int, ...]]:
+        if self._surroundings is not None:
+            try:
+                return self._surroundings.look()
+            except Stale:
+                pass
+        with self._lock:
+            self._surroundings = Surroundings(self._searched)
+            self._searches += 1
+            return self._surroundings.look()
+
+    # ------------------------------------------------------------------ calls of a new kind
+
+    def _miss(self, key: Any, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                return found
+            what = self._describe(args, kwargs, tensors)
+            record = Record(what, _difference(what, [other.what for other in self.records]))
+            if len(self.records) >= self.settings.limit:
+                record.error = self._too_many(record)
+                self._known[key] = record
+                self._warn(record.error)
+                return record
+            try:
+                record.graph = self._capture(tensors, args, kwargs)
+            except CaptureError as error:
+                record.error = error
+            if record.error is not None:
+                self._cannot(record.error)
+            self._known[key] = record
+            self.records.append(record)
+            return record
+
+    def _capture(self, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        assert self._surroundings is not None
+        conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts())
+        subject = Subject(self._eager, args, kwargs, tensors, self._surroundings, conditions)
+        try:
+            return capture(subject, self._load_backend())
+        except CaptureError as error:
+            raise _located(error, self.name, error) from error.__cause__
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise _located(CaptureError(_why(error), operation=str(error.func)), self.name, error) from error
+        except TerrazzoError:
+            raise
+        except Exception as error:
+            raise _located(CaptureError(f"{type(error).__name__}: {error}"), self.name, error) from error
+
+    def _load_backend(self) -> Backend:
+        if self._backend is None:
+            asked = self.settings.backend
+            if isinstance(asked, str):
+                self._backend = importlib.import_module(_BACKENDS[asked]).backend
+            else:
+                self._backend = importlib.import_module(_BACKENDS["aot_eager"]).given(asked)
+        assert self._backend is not None
+        return self._backend
+
+    def _cannot(self, error: CaptureError) -> None:
+        if self.settings.fullgraph:
+            raise error
+        self._warn(error)
+
+    def _warn(self, error: CaptureError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{error}. It runs eagerly", CompileWarning, stacklevel=5)
+
+    def _too_many(self, record: Record) -> CaptureError:
+        changes = "; ".join(f"{name} is {now}, was {before}" for name, (before, now) in record.differs.items())
+        return CaptureError(
+            f"{self.name} has {len(self.records)} graphs already, as many as recompile_limit allows, and is called in "
+            f"yet another way ({changes or 'its surroundings changed'}); terrazzo.compile_report tells what they "
+            "differ in",
+            operation="recompile_limit",
+        )
+
+    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, str]:
+        assert self._surroundings is not None
+        what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(_autocasts() or None)}
+        what["inference mode"] = str(torch.is_inference_mode_enabled())
+        what["modes"] = repr(_modes())
+        for i, arg in enumerate(args):
+            what.update(describe_value(f"argument {i}", arg))
+        for name, arg in kwargs.items():
+            what.update(describe_value(f"argument {name!r}", arg))
+        slots = self._surroundings.slots()
+        for (place, name), tensor in zip(slots, tensors[len(tensors) - len(slots) :], strict=True):
+            what[place.name_of(name)] = describe_tensor(tensor)
+        what.update(self._surroundings.describe())
+        what["same tensors"] = str(distinct(tensors)[1])
+        what["parts of the program"] = f"search {self._searches}"
+        return what
+
+
+def _modes() -> tuple[Any, ...]:
+    modes: tuple[Any, ...] = (
+        torch.get_default_dtype(),
+        per_thread.implicit_replication,
+        parallel_loss.depth > 0,
+        _autocasts() if torch._C._is_any_autocast_enabled() else (),
+    )
+    if torch._C._len_torch_function_stack():
+        modes += tuple(
+            (type(mode), getattr(mode, "device", None)) for mode in torch.overrides._get_current_function_mode_stack()
+        )
+    return modes
+
+
+def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = dict.fromkeys(["cpu", "cuda", torch._C._get_privateuse1_backend_name(), "xpu", "mps"])
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
+    """What differs from the most similar of the others: its value there, and here."""
+    differences = [
+        {
+            name: (other.get(name, "absent"), what.get(name, "absent"))
+            for name in {**other, **what}
+            if other.get(name) != what.get(name)
+        }
+        for other in others
+    ]
+    return min(differences, key=len, default={})
+
+
+def _why(error: Any) -> str:
+    name = error.func._schema.name
+    if name in ("aten::_local_scalar_dense", "aten::item"):
+        return "it needs a value of a tensor (.item(), float(), if or while on a tensor), which a graph does not have"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the shape of the result of {name} depends on values, which a graph does not have"
+    return f"{name} cannot run on tensors without data"
+
+
+def _located(error: CaptureError, name: str, cause: BaseException) -> CaptureError:
+    """The same error with the program's own line, the innermost that is not in a library's file."""
+    for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_PACKAGES, "<")):
+            where = f"{file}:{line} ({frame.f_code.co_name})"
+            message = f"terrazzo.compile cannot capture {name}: at {where} {error}"
+            return CaptureError(message, operation=error.operation, file=file, line=line)
+    return CaptureError(f"terrazzo.compile cannot capture {name}: {error}", operation=error.operation)

@@ -1,0 +1,28 @@
+"""The shape to which shapes broadcast.
+
+`torch.broadcast_shapes` computes it too, but imports sympy for that, which takes longer than all else that happens at
+the first operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from terrazzo.errors import DTensorError
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The common shape of tensors of these shapes.
+
+    >>> broadcast_shapes((8, 1, 6), (7, 1), ())
+    (8, 7, 6)
+    """
+    result: list[int] = [1] * max((len(shape) for shape in shapes), default=0)
+    for shape in shapes:
+        for d, size in enumerate(shape, len(result) - len(shape)):
+            if size == 1 or size == result[d]:
+                continue
+            if result[d] != 1:
+                raise DTensorError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast to one")
+            result[d] = size
+    return tuple(result)

@@ -1,0 +1,96 @@
+"""What may happen along one mesh dim: the ways to run a call there that a rule's `Spec` allows.
+
+Shard one of the factors that some operand is already sharded on, let terms pass where the function is linear, or
+replicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dispatch.spec import Spec
+
+_R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Placements of the operands and, for these, of the outputs.
+
+    `factor` is the one that is sharded. `rank` decides among equal costs: the less each rank computes, the lower.
+    """
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+    factor: int | None
+    rank: int
+
+
+def candidates_of(
+    spec: Spec,
+    layouts: Sequence[Layout],
+    m: int,
+    mesh_shape: tuple[int, ...],
+    sharded: Mapping[int, list[int]],
+    want: Placement | None,
+) -> list[Candidate]:
+    """The candidates of mesh dim `m`; `want` is where an output that is given must be placed.
+
+    `sharded` has the mesh dims before it that shard each factor.
+    """
+    if spec.acceptable:
+        return [Candidate(a.ins, a.outs, None, rank) for rank, a in enumerate(spec.acceptable)]
+    found: list[Candidate] = []
+    factors: list[int] = []
+    for dims, layout in zip(spec.ins, layouts, strict=True):
+        p = layout.placements[m]
+        if isinstance(p, Shard):
+            f = dims[p.dim]
+            if f is not None and f not in factors:
+                factors.append(f)
+    if isinstance(want, Shard) and spec.outs:
+        f = spec.outs[0][want.dim]
+        if f is not None and f not in factors:
+            factors.append(f)
+    for f in factors:
+        candidate = _shard(spec, f, m, mesh_shape, sharded)
+        if candidate is not None:
+            found.append(candidate)
+    for group in spec.linear:
+        ops = {p.reduce_op for i in group if isinstance(p := layouts[i].placements[m], Partial)}
+        if isinstance(want, Partial):
+            ops.add(want.reduce_op)
+        if len(ops) == 1 and (spec.moves_only or ops <= {"sum", "avg"}):
+            p = Partial(ops.pop())
+            found.append(
+                Candidate(tuple(p if i in group else _R for i in range(len(spec.ins))), (p,) * len(spec.outs), None, 1)
+            )
+    found.append(Candidate((_R,) * len(spec.ins), (_R,) * len(spec.outs), None, 2))
+    return found
+
+
+def _shard(
+    spec: Spec, f: int, m: int, mesh_shape: tuple[int, ...], sharded: Mapping[int, list[int]]
+) -> Candidate | None:
+    if f in spec.whole:
+        return None
+    if f in spec.even:
+        ranks = prod(mesh_shape[k] for k in (*sharded.get(f, ()), m))
+        if any(n % ranks for n in spec.even[f]):
+            return None
+    outs: list[Placement] = []
+    for dims in spec.outs:
+        if f in dims:
+            outs.append(Shard(dims.index(f)))
+        elif f in spec.reduce:
+            outs.append(Partial(spec.reduce[f]))
+        else:
+            return None
+    term = Partial(spec.reduce[f]) if f in spec.reduce else _R
+    ins = tuple(
+        Shard(dims.index(f)) if f in dims else term if i in spec.addends else _R for i, dims in enumerate(spec.ins)
+    )
+    return Candidate(ins, tuple(outs), f, 0)

@@ -1,0 +1,111 @@
+"""What a candidate costs: what a rank receives so that the call can run, and what its terms will cost afterwards.
+
+All is counted in elements that one rank receives, on a mesh dim of n ranks and for a tensor of s elements (s is less
+where other mesh dims shard the tensor as well):
+
+    shard -> another dim            s (n-1) / n^2     all-to-all
+    shard -> replicate, partial     s (n-1) / n       all-gather
+    partial -> shard                s (n-1) / n       reduce-scatter; twice that for reductions other than sum and avg
+    partial -> replicate           2s (n-1) / n       all-reduce
+    replicate -> shard              0; s / n where a later mesh dim shards the same tensor dim: it then cuts first
+
+Terms (Partial) that a candidate leaves are reduced sooner or later, and count as the all-reduce of the output. There is
+one exception: a contraction whose operands lie sharded on its loop already (or are replicas, of which a slice is free)
+stays there, as in PyTorch, however few bytes gathering them would take. The program has placed them so, as for
+row-parallel layers and for the gradients of weights over a sharded batch, and gathering would have every rank compute
+everything.
+
+Among equal costs the candidate wins that leaves the least on each rank, and then the one that computes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dispatch.candidates import Candidate
+from terrazzo.tensor.dispatch.spec import Dims, Spec
+
+_R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """In elements. `received` brings the operands to where they are needed, `terms` is what reducing the outputs costs
+    later (and `counted` whether that counts here), `left` is what a rank then holds of them."""
+
+    received: float
+    terms: float
+    left: float
+    counted: bool
+
+    @property
+    def total(self) -> float:
+        return self.received + self.terms if self.counted else self.received
+
+
+@dataclass(slots=True)
+class Sizes:
+    """The sizes of operands and outputs as the mesh dims choose, one after the other."""
+
+    spec: Spec
+    layouts: Sequence[Layout]
+    chosen: list[Candidate] = field(default_factory=list)
+
+    def cost(self, candidate: Candidate, m: int, n: int) -> Cost:
+        """Of a candidate of mesh dim `m`, of `n` ranks; those before it have chosen."""
+        spec, share = self.spec, (n - 1) / n
+        received = terms = left = 0.0
+        in_place = True
+        for i, (layout, need) in enumerate(zip(self.layouts, candidate.ins, strict=True)):
+            if i in spec.unread or layout.placements[m] is need:
+                continue
+            if layout.placements[m] is not _R and (candidate.factor is None or candidate.factor in spec.ins[i]):
+                in_place = False
+            part = _part(layout, need, m)
+            if part:
+                received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
+        for j, (shape, placement) in enumerate(zip(spec.shapes, candidate.outs, strict=True)):
+            size = self._size(shape, spec.outs[j], [c.outs[j] for c in self.chosen], m)
+            left += size / n if isinstance(placement, Shard) else size
+            terms += 2 * size * share if isinstance(placement, Partial) else 0.0
+        if candidate.factor is None and any(isinstance(p, Partial) for p in candidate.ins):
+            return Cost(received, terms, left, not spec.keeps_terms)
+        return Cost(received, terms, left, not in_place)
+
+    def _size(self, shape: Sequence[int], dims: Dims, chosen: Sequence[Placement], m: int) -> float:
+        """Elements on one rank but for the cut by mesh dim `m`: mesh dims before it have chosen, of those after it the
+        operands' placements tell what they probably will."""
+        size = float(prod(shape))
+        mesh_shape = self.layouts[0].mesh_shape
+        for k, n in enumerate(mesh_shape):
+            if k < m:
+                cut = isinstance(chosen[k], Shard)
+            else:
+                cut = k > m and not self.spec.acceptable and any(f in dims for f in self._sharded_on(k))
+            if cut:
+                size /= n
+        return size
+
+    def _sharded_on(self, k: int) -> list[int]:
+        """The factors that operands are sharded on along mesh dim `k`."""
+        placed = zip(self.spec.ins, [layout.placements[k] for layout in self.layouts], strict=True)
+        return [f for dims, p in placed if isinstance(p, Shard) and (f := dims[p.dim]) is not None]
+
+
+def _part(layout: Layout, need: Placement, m: int) -> float:
+    """What share of a tensor one rank receives on mesh dim `m` so that it is placed there as needed."""
+    have, n = layout.placements[m], layout.mesh_shape[m]
+    share = (n - 1) / n
+    if have is need or n == 1:
+        return 0.0
+    if isinstance(have, Shard):
+        return share / n if isinstance(need, Shard) else share
+    # Cut inside a mesh dim that will lie inside this one, so that all pieces have to change places.
+    moved = 1 / n if isinstance(need, Shard) and need in layout.placements[m + 1 :] else 0.0
+    if have is _R:
+        return moved
+    scatters = isinstance(need, Shard) and isinstance(have, Partial) and have.reduce_op in ("sum", "avg")
+    return moved + (share if scatters else 2 * share)

@@ -1,0 +1,49 @@
+"""`out=`: the result is computed, then written to the tensors that were given for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.plain import replicated
+from terrazzo.tensor.dtensor import DTensor, become
+
+
+def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func`, whose `out` is given, and return `out`."""
+    name, out = canonical_name(func)[0], kwargs["out"]
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and its like
+    for target, value in zip(outs, results, strict=True):
+        if makes_anew and isinstance(target, DTensor) and type(value) is torch.Tensor:
+            value = replicated(value, target._layout)
+        if not isinstance(target, DTensor) or not isinstance(value, DTensor):
+            raise MixedTensorError(
+                f"{name}: out= and the inputs must all be DTensors, out is {type(target).__name__} and the result "
+                f"{type(value).__name__}"
+            )
+        _write(name, target, value)
+    return out
+
+
+def _write(name: str, target: DTensor, value: DTensor) -> None:
+    if torch.is_grad_enabled() and (target.requires_grad or value.requires_grad):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise DTensorError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
+    if target.shape == value.shape:
+        target.copy_(value)
+    elif target.numel():
+        raise DTensorError(f"{name}: out has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
+    else:
+        converted = value.to(target.dtype)
+        assert isinstance(converted, DTensor)
+        become(target, converted)

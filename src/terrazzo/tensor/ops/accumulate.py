@@ -1,0 +1,118 @@
+"""How terms of half types are joined: in float32, and rounded once, as one device reduces them.
+
+A rank's sum of a million float16 values may exceed what float16 holds though the sum over all ranks does not, and
+each rounding of a term adds an error that one device does not make. So a reduction whose result has a half type keeps
+its terms in float32 and joins them at once, instead of leaving terms (Partial) to whoever needs the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.collectives import all_reduce
+from terrazzo.comm.differentiable import reduce_replicate
+from terrazzo.layout import Layout, Partial
+from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
+from terrazzo.tensor.redistribute import redistribute_local
+
+
+def working_type(dtype: torch.dtype) -> torch.dtype:
+    """The type to accumulate values of `dtype` in."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def in_working_type(x: Any) -> Any:
+    """A tensor, distributed or plain, in the type to accumulate it in."""
+    return x.float() if x.dtype in HALF else x
+
+
+def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype:
+    """The type of `func`'s result; autocast may have its own."""
+    found = result_type(loc, kw)
+    assert found is not None
+    device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
+    if kw.get("dtype") is not None or not torch.is_autocast_enabled(device):
+        return found
+    ones = [v.detach().new_ones((1,) * v.ndim) if isinstance(v, torch.Tensor) else v for v in loc]
+    named = {k: v.detach().new_ones((1,) * v.ndim) if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+    dtype: torch.dtype = func(*ones, **named).dtype
+    return dtype
+
+
+def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:
+    """For a rule with one result: `in_single` makes a rank's terms in float32 where the result has a half type."""
+
+    def make(chosen: Chosen) -> Joined:
+        out = chosen.outs[0]
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            terms = in_single(func, loc, kw)
+            return redistribute_local(terms, out, out.dual).to(given_type(func, loc, kw))
+
+        return Joined(run)
+
+    return make
+
+
+def with_dtype(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    """A reduction that has a `dtype` argument, of values of a half type, in float32."""
+    if kw.get("dtype") is not None:
+        # The values are rounded to the type that is asked for; its sums are not.
+        if loc:
+            loc = [loc[0].to(kw["dtype"]), *loc[1:]]
+        else:
+            kw = kw | {"input": kw["input"].to(kw["dtype"])}
+    result: torch.Tensor = func(*loc, **(kw | {"dtype": torch.float32}))
+    return result
+
+
+def axis_of_terms(out: Layout) -> Axis:
+    """The ranks whose terms together make the output."""
+    return axis_of(out.mesh, tuple(m for m, p in enumerate(out.placements) if isinstance(p, Partial)))
+
+
+def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
+    """`x ** exponent` of values from 0 on, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
+    end = (x == 0) | (x == float("inf"))
+    return torch.where(end, x.detach() ** exponent, torch.where(end, torch.ones_like(x), x) ** exponent)
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """The square root, with gradient 0 at 0."""
+    return _power(x, 0.5)
+
+
+def join_norms(norms: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
+    """The norm of the vector that the ranks hold parts of, from the norms of the parts; differentiable."""
+    if axis.size == 1:
+        return norms
+    if order == float("inf"):
+        return reduce_replicate(norms, axis, "max")
+    if order == float("-inf"):
+        return reduce_replicate(norms, axis, "min")
+    if order in (0, 1):
+        return reduce_replicate(norms, axis)
+    return _power(reduce_replicate(_power(norms, order), axis), 1.0 / order)
+
+
+def join_extremes(norms: torch.Tensor, ties: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
+    """`join_norms` of an infinite order for a backward: all elements that reach the norm share its gradient evenly.
+
+    `ties` says how many of this rank's elements reach this rank's norm; in half types they are often several.
+    """
+    found = norms.detach()
+    reached = found == all_reduce(found, axis, "max" if order > 0 else "min")
+    own = ties.double() * reached
+    share = own / all_reduce(own, axis)
+    # In float64, so that shares add up to the norm itself. A rank that does not reach it may hold an infinity.
+    part = torch.where(share == 0, torch.zeros_like(share), norms.double() * share)
+    return reduce_replicate(part, axis).to(norms.dtype)
+
+
+def norm_of_nothing(order: float) -> float:
+    """What a part without elements gives, so that it does not change the norm."""
+    return 0.0 if order >= 0 else float("inf")

@@ -1,0 +1,53 @@
+"""Distances and directions between rows of numbers; the rows are whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.ops.pointwise import broadcast
+from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.views import norm_dim
+
+
+@rule("cdist")
+def cdist(call: Call, x1: Operand, x2: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """Every row of the one with every row of the other."""
+    if call.operands != [x1, x2] or min(x1.ndim, x2.ndim) < 2 or x1.shape[-1] != x2.shape[-1]:
+        return None
+    try:
+        batch, (first, second) = broadcast([x1.shape[:-2], x2.shape[:-2]])
+    except RuntimeError:
+        return None
+    n = len(batch)
+    ins: list[Dims] = [(*first, n, None), (*second, n + 1, None)]
+    return Spec(ins, [tuple(range(n + 2))], [(*batch, x1.shape[-2], x2.shape[-2])])
+
+
+@rule("linalg_cross")
+def cross(call: Call, input: Operand, other: Operand, *, dim: int = -1) -> Spec | None:
+    try:
+        out, ins = broadcast([input.shape, other.shape])
+    except RuntimeError:
+        return None
+    if call.operands != [input, other] or input.ndim != other.ndim or not input.ndim:
+        return None
+    d = norm_dim(dim, len(out))
+    return Spec(ins, [tuple(range(len(out)))], [out], whole=frozenset((d,)), linear=[(0,), (1,)])
+
+
+@rule("renorm")
+def renorm(call: Call, input: Operand, p: Any, dim: int, maxnorm: Any) -> Spec | None:
+    """Each slice of `dim` by itself."""
+    if len(call.operands) != 1 or not input.ndim:
+        return None
+    d = norm_dim(dim, input.ndim)
+    factors = tuple(range(input.ndim))
+    return Spec([factors], [factors], [input.shape], whole=frozenset(factors) - {d})
+
+
+@decomposition("dist")
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    return torch.linalg.vector_norm(input - other, p)

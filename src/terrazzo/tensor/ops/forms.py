@@ -1,0 +1,184 @@
+"""The forms of a call: what is given by keyword is brought to its place once, so that all else sees one form.
+
+`torch.mean(input=x, dim=0)`, `torch.mean(x, dim=0)` and `x.mean(axis=0)` become `mean(x, 0)`. The names and places come
+from the function itself if it is written in Python, else from the schemas of ATen's operators of its name. What can
+only be given by keyword, and what stands behind an argument that is not given, stays where it is under PyTorch's own
+name for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, schema_of
+from terrazzo.tensor.dispatch.names import canonical_name
+
+_OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""Names that PyTorch's C++ functions take from numpy, and its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Names of the arguments that may be given by position, in order, and of those that may only be named."""
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    renames: bool
+    """Whether numpy's names for arguments are understood, as functions in C++ do."""
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of functions in Python: a gap between given arguments may be filled."""
+
+    def name(self, given: str) -> str:
+        """The signature's own name for an argument."""
+        if given in self.named or given in self.positional:
+            return given
+        return _OTHER_NAMES.get(given, given) if self.renames else given
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the arguments of one form of a call are brought to their places."""
+
+    order: tuple[tuple[str, Any], ...]
+    """What follows the positional arguments: a keyword's value or, where one is left out, its default."""
+    keep: tuple[tuple[str, str], ...]
+    """The keyword arguments that stay: as given, and by the signature's own name."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is another form than the caller's."""
+        return bool(self.order) or any(given != own for given, own in self.keep)
+
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments in their places.
+
+        >>> form = form_of(torch.sum, (), {"dim": 0, "input": None})
+        >>> form.apply((), {"dim": 0, "input": "x"})
+        (['x', 0], {})
+        """
+        placed = [*args, *[kwargs[v] if kind == "given" else v for kind, v in self.order]]
+        return placed, {own: kwargs[given] for given, own in self.keep}
+
+
+@functools.lru_cache(maxsize=4096)
+def signatures(func: Any) -> tuple[Signature, ...]:
+    """What is known of a function's arguments: one signature in Python, one per overload in C++.
+
+    >>> signatures(torch.nn.functional.relu)[0].positional
+    ('input', 'inplace')
+    >>> [s.positional for s in signatures(torch.Tensor.argmax)]
+    [('input', 'dim', 'keepdim')]
+    """
+    if isinstance(func, types.FunctionType):
+        return _of_python(func)
+    if isinstance(func, OpOverload):
+        return (_of_schema(schema_of(func), "self"),)
+    packet: Any = func
+    if not isinstance(func, OpOverloadPacket):
+        name, inplace = canonical_name(func)
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None) or getattr(
+            torch.ops.aten, name + "_" * inplace, None
+        )
+    if packet is None or not hasattr(packet, "overloads"):
+        return ()
+    own = "self" if isinstance(func, OpOverloadPacket) else "input"
+    # `out=` is dealt with before (`dispatch.out`).
+    found = [_of_schema(schema_of(getattr(packet, o)), own) for o in packet.overloads() if not o.endswith("out")]
+    return tuple(dict.fromkeys(found))
+
+
+def _of_python(func: Callable[..., Any]) -> tuple[Signature, ...]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except ValueError:  # a wrapper of a function in C++
+        return ()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return ()
+    positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    named = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return (Signature(positional, named, False, defaults),)
+
+
+def _of_schema(schema: Any, own: str) -> Signature:
+    """`own` is what the function calls the argument that the schema calls self."""
+    names = [(own if a.name == "self" else a.name, a.kwarg_only) for a in schema.arguments]
+    positional = tuple(name for name, only in names if not only)
+    return Signature(positional, frozenset(name for name, only in names if only), own != "self")
+
+
+def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    """How to bring the arguments of this call to their places; None if they are, or if no signature fits.
+
+    >>> form_of(torch.sum, ("x",), {"dtype": torch.float32}) is None
+    True
+    """
+    best: tuple[tuple[int, int], Form] | None = None
+    for signature in signatures(func):
+        form = _fit(signature, len(args), kwargs)
+        if form is None:
+            continue
+        unplaced = sum(own not in signature.named for _, own in form.keep)
+        if not form.order and not unplaced and all(given == own for given, own in form.keep):
+            return None
+        # What can only be named is clearer than what an older overload took by position.
+        rank = (unplaced, len(form.order))
+        if best is None or rank < best[0]:
+            best = rank, form
+    return None if best is None or not best[1].changes else best[1]
+
+
+def _fit(signature: Signature, count: int, kwargs: Mapping[str, Any]) -> Form | None:
+    """The form of a call with `count` positional arguments under a signature, None if it is not one of its calls."""
+    by_name = {signature.name(given): given for given in kwargs}
+    if len(by_name) != len(kwargs):
+        return None
+    only = {own for own in by_name if own in signature.named}
+    placed = [own for own in by_name if own not in only]
+    if not placed:
+        return Form((), tuple((given, own) for own, given in by_name.items()))
+    rest = signature.positional[count:]
+    if not set(placed) <= set(rest):
+        return None
+    order: list[tuple[str, Any]] = []
+    last = max(rest.index(own) for own in placed)
+    for own in rest[: last + 1]:
+        if own in by_name:
+            order.append(("given", by_name[own]))
+        elif own in signature.defaults:
+            order.append(("default", signature.defaults[own]))
+        else:
+            break
+    taken = {given for kind, given in order if kind == "given"}
+    while order and order[-1][0] == "default":
+        order.pop()
+    return Form(tuple(order), tuple((given, own) for own, given in by_name.items() if given not in taken))
+
+
+def names_of(func: Any, args: Sequence[Any]) -> tuple[str, ...] | None:
+    """What a function written in Python calls its positional arguments; None for others, or if it takes any number.
+
+    >>> names_of(torch.nn.functional.mse_loss, ("x", "y"))
+    ('input', 'target')
+    """
+    known = signatures(func) if isinstance(func, types.FunctionType) else ()
+    return known[0].positional[: len(args)] if known and len(args) <= len(known[0].positional) else None
+
+
+def place_of(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Which positional argument of a call is the one of this name; None if it is not given by position.
+
+    >>> place_of("reduction", torch.nn.functional.mse_loss, ("x", "y", None, None, "sum"), {})
+    4
+    """
+    for signature in signatures(func):
+        if name in signature.positional[: len(args)] and _fit(signature, len(args), kwargs) is not None:
+            return signature.positional.index(name)
+    return None

@@ -1,0 +1,70 @@
+"""Linear algebra on batches of matrices: the matrices are whole, the dims before them pass.
+
+What comes out and how large it is depends on options; it is asked of PyTorch itself, once a plan, on matrices without
+data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.pointwise import broadcast
+from terrazzo.tensor.ops.spatial import shapes_of_results
+from terrazzo.tensor.ops.table import body, rule
+
+body("gradient", "linalg_cond")
+
+_ONE_MATRIX = (
+    *("linalg_inv", "inverse", "linalg_inv_ex", "linalg_det", "det", "linalg_slogdet", "slogdet", "logdet"),
+    *("linalg_cholesky", "linalg_cholesky_ex", "cholesky", "cholesky_inverse", "linalg_qr", "qr", "linalg_svd", "svd"),
+    *("linalg_svdvals", "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_matrix_power"),
+    *("matrix_power", "linalg_matrix_exp", "matrix_exp", "linalg_pinv", "pinverse", "linalg_lu", "linalg_lu_factor"),
+    *("linalg_matrix_rank", "linalg_ldl_factor", "geqrf"),
+)
+
+
+@rule(*_ONE_MATRIX)
+def one_matrix(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    if len(call.operands) != 1 or input.ndim < 3:
+        return None
+    return _batched(call, tuple(range(input.ndim - 2)), [(*range(input.ndim - 2), None, None)])
+
+
+@rule("linalg_solve", "linalg_solve_triangular", "linalg_lstsq", "cholesky_solve", "triangular_solve")
+def two_matrices(call: Call, input: Operand, other: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    if call.operands != [input, other] or min(input.ndim, other.ndim) < 3:
+        return None
+    if call.name == "linalg_solve" and other.shape == input.shape[:-1]:
+        return None  # a batch of vectors
+    try:
+        batch, (first, second) = broadcast([input.shape[:-2], other.shape[:-2]])
+    except RuntimeError:
+        return None
+    return _batched(call, tuple(range(len(batch))), [(*first, None, None), (*second, None, None)])
+
+
+def _batched(call: Call, batch: Dims, ins: list[Dims]) -> Spec | None:
+    shapes = shapes_of_results(call)
+    sizes = {f: n for dims, o in zip(ins, call.operands, strict=True) for f, n in zip(dims, o.shape, strict=True)}
+    if shapes is None or any(tuple(s[: len(batch)]) != tuple(sizes.get(f) for f in batch) for s in shapes):
+        return None
+    outs: list[Dims] = [(*batch, *(None,) * (len(s) - len(batch))) for s in shapes]
+    return Spec(ins, outs, shapes)
+
+
+@rule("vander", "linalg_vander")
+def vander(call: Call, x: Operand, N: Any = None, increasing: bool = False) -> Spec | None:
+    """The powers of each number as a row."""
+    count = (x.shape[-1] if x.ndim else 0) if N is None else N
+    if len(call.operands) != 1 or not x.ndim or not isinstance(count, int) or count < 0:
+        return None
+    factors: Dims = tuple(range(x.ndim))
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+            return func(loc[0], N=count, **({} if call.name == "linalg_vander" else {"increasing": increasing}))
+
+        return run
+
+    return Spec([factors], [(*factors, None)], [(*x.shape, count)], localize=localize)

@@ -1,0 +1,92 @@
+"""What the table of operations says, as rows to print: `terrazzo ops`."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from terrazzo._torch.dispatching import schema_of
+from terrazzo.tensor.dispatch.aliases import Alias, alias_of
+from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.ops.table import TABLE, How, Operation, operation
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One operation: how it runs, what its result shares with its argument, and where that is written."""
+
+    name: str
+    how: How
+    alias: Alias
+    otherwise: How | None
+    """Where calls go that a rule, a decomposition or a handler does not cover."""
+    where: str
+    """File and line of the rule, decomposition or handler."""
+    otherwise_where: str
+    schema: tuple[str, ...]
+    """What ATen's operators of this name take and give."""
+
+
+def rows(pattern: str = "") -> list[Row]:
+    """The operations whose names contain `pattern`, by name.
+
+    >>> [row.how for row in rows("softmax") if row.name == "softmax"]
+    ['rule']
+    """
+    return [_row(name) for name in sorted(_names()) if pattern in name]
+
+
+def _names() -> set[str]:
+    """The names in the table, and of all functions that ask tensor classes what they do."""
+    found = set(TABLE)
+    for functions in torch.overrides.get_overridable_functions().values():
+        for function in functions:
+            name, _ = canonical_name(function)
+            if not name.startswith(("get_", "set_", "_", "__")):
+                found.add(name)
+    return found
+
+
+def _row(name: str) -> Row:
+    inplace = name.endswith("_") and not name.endswith("__")
+    entry = operation(name.removesuffix("_"), inplace) if name not in TABLE else TABLE[name]
+    how, otherwise = entry.how, _otherwise(entry)
+    if how == "replicate" and _is_python(name):
+        how, otherwise = "body", None
+    packet: Any = getattr(torch.ops.aten, name, None)
+    schema = [str(schema_of(getattr(packet, o))) for o in packet.overloads()] if hasattr(packet, "overloads") else []
+    return Row(
+        name,
+        how,
+        alias_of(name.removesuffix("_"), inplace),
+        otherwise,
+        _where(entry.function),
+        _where(entry.otherwise),
+        tuple(schema),
+    )
+
+
+def _otherwise(entry: Operation) -> How | None:
+    if entry.how == "replicate" or entry.how == "body":
+        return None
+    if entry.otherwise is not None:
+        return "decomposition"
+    return "body" if _is_python(entry.name) else "replicate"
+
+
+def _is_python(name: str) -> bool:
+    homes = (torch.nn.functional, torch.functional, torch, torch.Tensor)
+    return any(isinstance(getattr(home, name, None), types.FunctionType) for home in homes)
+
+
+def _where(function: Callable[..., Any] | None) -> str:
+    if function is None:
+        return ""
+    file = Path(inspect.getfile(function)).resolve()
+    package = Path(__file__).resolve().parents[2]
+    return f"{file.relative_to(package.parent)}:{inspect.getsourcelines(function)[1]}"

@@ -1,0 +1,217 @@
+"""Where something lies: the places of maxima and minima, medians, quantiles.
+
+Along a cut dim a maximum is found with little: each rank sends the largest element that it has and its place in the
+global tensor. Of equal ones the first counts, as on one device. What needs all elements in order has whole dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_gather
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.questions import is_cut
+from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
+from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.views import norm_dim
+
+
+@rule("argmax", "argmin")
+def argmax(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None or is_cut(input, dims):
+        return None
+    return reduction(input, dims, keepdim, None)
+
+
+@rule("median", "nanmedian")
+def median(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, None, outs=1 if dim is None else 2)
+
+
+@rule("mode")
+def mode(call: Call, input: Operand, dim: Any = -1, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
+
+
+@rule("kthvalue")
+def kthvalue(call: Call, input: Operand, k: Any, dim: Any = -1, keepdim: bool = False) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    return None if dims is None or not isinstance(k, int) else reduction(input, dims, keepdim, None, outs=2)
+
+
+@rule("quantile", "nanquantile")
+def quantile(
+    call: Call, input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Spec | None:
+    dims = reduced_dims(dim, input.ndim)
+    if dims is None or not isinstance(q, (int, float, Operand)):
+        return None
+    spec = reduction(input, dims, keepdim, None, localize=_unless_empty)
+    if not isinstance(q, Operand):
+        return spec
+    if q.ndim > 1 or len(call.operands) != 2:
+        return None
+    # Several quantiles lie along a new first dim.
+    lead: Dims = (None,) * q.ndim
+    shape = (*q.shape, *spec.shapes[0])
+    return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [shape], whole=frozenset(dims), localize=_unless_empty)
+
+
+def _unless_empty(chosen: Chosen) -> LocalFunction | None:
+    """PyTorch refuses to look for quantiles where there are no rows."""
+    shape = tuple(chosen.outs[0].local_shape)
+    if all(shape) or not all(chosen.outs[0].shape):
+        return None
+    # Part of the graph: other ranks' backward may communicate with this one's.
+    return lambda func, loc, kw: loc[0].new_zeros(shape) + loc[0].sum()
+
+
+@decomposition("aminmax")
+def aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+    dims = () if dim is None else dim
+    return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))  # type: ignore[attr-defined]  # not in the stubs
+
+
+@decomposition("argmax")
+def argmax_of_shards(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return _argument(input, "max", dim, keepdim)
+
+
+@decomposition("argmin")
+def argmin_of_shards(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return _argument(input, "min", dim, keepdim)
+
+
+@decomposition("max")
+def max_of_shards(input: Any, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:
+    """Along a cut dim, or of two tensors; the other forms have a rule."""
+    return _extreme(input, "max", named.get("other", dim), keepdim)
+
+
+@decomposition("min")
+def min_of_shards(input: Any, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:
+    return _extreme(input, "min", named.get("other", dim), keepdim)
+
+
+def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
+    if isinstance(dim, torch.Tensor):
+        return torch.maximum(input, dim) if op == "max" else torch.minimum(input, dim)
+    if not isinstance(dim, int) or isinstance(dim, bool) or not input.ndim or not input.numel():
+        return NotImplemented
+    x = _without_terms(input)
+    d = norm_dim(dim, x.ndim)
+    value, place = _find(x, op, d)
+    layout = _without_dims(x._layout, (d,))
+    if x._local.requires_grad and torch.is_grad_enabled():
+        value = _Extreme.apply(x._local, value, place, d, x._layout.box().offsets[d])
+    shape = layout.local_shape
+    found = wrap(value.reshape(shape), layout), wrap(place.reshape(shape), layout)
+    if keepdim:
+        found = found[0].unsqueeze(d), found[1].unsqueeze(d)
+    kinds: Any = torch.return_types
+    return (kinds.max if op == "max" else kinds.min)(found)
+
+
+def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
+    if not (dim is None or isinstance(dim, int)) or not input.ndim or not input.numel():
+        return NotImplemented
+    x = _without_terms(input)
+    d = None if dim is None else norm_dim(dim, x.ndim)
+    _, place = _find(x, op, d)
+    dims = tuple(range(x.ndim)) if d is None else (d,)
+    layout = _without_dims(x._layout, dims)
+    result = wrap(place.reshape(layout.local_shape), layout)
+    if not keepdim:
+        return result
+    return result.reshape((1,) * x.ndim) if d is None else result.unsqueeze(d)
+
+
+def _without_terms(x: DTensor) -> DTensor:
+    placements = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
+    return x.redistribute(placements=placements) if placements != list(x.placements) else x
+
+
+def _without_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """Of what is left when these dims are gone: replicated where they were cut."""
+    kept = [d for d in range(layout.ndim) if d not in dims]
+    placements: list[Placement] = [
+        (Shard(kept.index(p.dim)) if p.dim in kept else Replicate()) if isinstance(p, Shard) else p
+        for p in layout.placements
+    ]
+    return Layout.of(layout.mesh, placements, [layout.shape[d] for d in kept], layout.order)
+
+
+def _find(x: DTensor, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The extreme along `dim` (None: of all) and its place there, global: on every rank that cuts it."""
+    layout, local = x._layout, x._local.detach()
+    dims = tuple(range(layout.ndim)) if dim is None else (dim,)
+    value, place = _find_own(local, layout, op, dim)
+    for m in reversed(layout.order):
+        p = layout.placements[m]
+        axis = axis_of(layout.mesh, m)
+        if axis.size == 1 or not isinstance(p, Shard) or p.dim not in dims:
+            continue
+        one_each = (1,) * axis.size
+        values = all_gather(value.unsqueeze(0), axis, 0, one_each)
+        places = all_gather(place.unsqueeze(0), axis, 0, one_each)
+        value = values.amax(0) if op == "max" else values.amin(0)
+        wins = values == value
+        if values.is_floating_point():
+            wins |= values.isnan()  # where there is one, it is the extreme
+        place = places.masked_fill(~wins, torch.iinfo(torch.int64).max).amin(0)
+    return value, place
+
+
+def _find_own(local: torch.Tensor, layout: Layout, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in this rank's part; one without elements never wins."""
+    box = layout.box()
+    length = local.numel() if dim is None else local.shape[dim]
+    if not length:
+        shape = [] if dim is None else [n for d, n in enumerate(local.shape) if d != dim]
+        value = torch.full(shape, loser(local.dtype, op), dtype=local.dtype, device=local.device)
+        return value, torch.full(shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=local.device)
+    ordered = local.to(torch.uint8) if local.dtype == torch.bool else local
+    find = torch.argmax if op == "max" else torch.argmin
+    if dim is not None:
+        at = find(ordered, dim, keepdim=True)
+        return local.gather(dim, at).squeeze(dim), at.squeeze(dim) + box.offsets[dim]
+    at = find(ordered)
+    place = torch.zeros_like(at)
+    rest, step = at.clone(), 1
+    for d in reversed(range(layout.ndim)):
+        place += (rest % box.lengths[d] + box.offsets[d]) * step
+        rest //= box.lengths[d]
+        step *= layout.shape[d]
+    return local.reshape(-1)[at], place
+
+
+class _Extreme(torch.autograd.Function):
+    """The extremes as found; each one's gradient goes to the place where it was found, on the rank that has it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, value: torch.Tensor, place: torch.Tensor, d: int, first: int) -> Any:
+        ctx.save_for_backward(place)
+        ctx.of = (local.shape, d, first)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (place,) = ctx.saved_tensors
+        shape, d, first = ctx.of
+        own = place - first
+        here = (own >= 0) & (own < shape[d])
+        full = grad.new_zeros(shape)
+        if shape[d]:
+            own = own.masked_fill(~here, 0).unsqueeze(d)
+            full = full.scatter_add(d, own, grad.masked_fill(~here, 0).unsqueeze(d))
+        else:
+            full = full + grad.sum() * 0
+        return full, None, None, None, None

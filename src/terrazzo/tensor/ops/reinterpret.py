@@ -1,0 +1,43 @@
+"""`view(dtype)`: the same bytes read as another dtype.
+
+How many elements come out depends on the dtype that there was, of which plans know nothing: it is looked at each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from terrazzo.layout import Layout, Shard
+from terrazzo.tensor.copied_view import CopiedView, mark_alias
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.table import decomposition
+
+
+@decomposition("view")
+def view_as_dtype(x: Any, dtype: Any) -> Any:
+    """`view` to another shape has a rule."""
+    if not isinstance(dtype, torch.dtype) or not isinstance(x, DTensor):
+        return NotImplemented
+    layout = x._layout
+    before, after = x._local.element_size(), dtype.itemsize
+    if layout.coord is None or any(p.is_partial() for p in layout.placements):
+        return NotImplemented  # the bytes of terms mean nothing
+    if before == after:
+        return _same_memory(x, x._local.view(dtype), layout)
+    last = layout.ndim - 1
+    if last < 0 or any(isinstance(p, Shard) and p.dim == last for p in layout.placements):
+        return NotImplemented
+    length = layout.shape[last] * before
+    if length % after:
+        return NotImplemented  # an error that the function itself words
+    seen = Layout.of(layout.mesh, layout.placements, (*layout.shape[:last], length // after), layout.order)
+    return _same_memory(x, x._local.view(dtype), seen)
+
+
+def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    result = wrap(local, layout)
+    if type(x) is CopiedView:
+        mark_alias(result, x)
+    return result

@@ -1,0 +1,120 @@
+"""Strides of the global tensor, as the local tensor's strides tell them.
+
+Whether a tensor is contiguous, and whether a view of it with another shape exists, is a fact of the global tensor:
+every rank must give the same answer, or one rank would write to a copy and another to the tensor itself. The local
+strides say it also where a rank holds one row or none, for which PyTorch's own answer (any view of one row exists) says
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global tensor with the dims in the order in which the local tensor keeps them.
+
+    >>> global_stride(torch.empty(2, 3).t(), (3, 8))
+    (1, 3)
+    """
+    order: Sequence[int] = range(len(shape))
+    if not is_contiguous(local, shape):
+        order = sorted(order, key=lambda d: (-local.stride()[d], d))
+    strides, step = [0] * len(shape), 1
+    for d in reversed(list(order)):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether the global tensor is contiguous.
+
+    >>> one_row = torch.empty(4, 3)[:1].t()
+    >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
+    (True, False)
+    """
+    if not local.is_contiguous():
+        return False
+    if not is_thin(local.shape, shape):
+        return True
+    expected = 1
+    for d in reversed(range(len(shape))):
+        if shape[d] != 1:
+            if local.stride(d) != expected:
+                return False
+            expected *= max(local.shape[d], 1)
+    return True
+
+
+def is_thin(local_shape: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the local tensor has at most one row along a dim of which the global tensor has more."""
+    return any(n < 2 <= m for n, m in zip(local_shape, shape, strict=True))
+
+
+def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]) -> bool:
+    """Whether the global tensor of `shape` can be viewed as `new_shape` without a copy.
+
+    >>> has_view(torch.empty(4, 6)[:, :3], (4, 3), (12,)), has_view(torch.empty(4, 6)[:, :3], (4, 3), (2, 2, 3))
+    (False, True)
+    """
+    if 0 in shape:
+        return True
+    for old, _ in view_groups(shape, new_shape):
+        joined = [d for d in old if shape[d] != 1]
+        for d, inner in zip(joined, joined[1:], strict=False):
+            if local.stride(d) != local.stride(inner) * max(local.shape[inner], 1):
+                return False
+    return True
+
+
+def no_view(shape: Sequence[int], new_shape: Sequence[int]) -> RuntimeError:
+    """What PyTorch raises where `has_view` says no."""
+    return RuntimeError(
+        f"view size is not compatible with the tensor's size {tuple(shape)} and stride: a view of shape "
+        f"{tuple(new_shape)} would span dims that do not follow each other in memory. Use .reshape(...) instead."
+    )
+
+
+def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of `old` and `new` with equal products: what each split or join is made of.
+
+    >>> view_groups((2, 6, 5), (12, 5)), view_groups((12, 5), (3, 4, 5))
+    ([([0, 1], [0]), ([2], [1])], [([0], [0, 1]), ([1], [2])])
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a: list[int] = []
+        b: list[int] = []
+        pa = pb = 1
+        if i < len(old):
+            a.append(i)
+            pa *= old[i]
+            i += 1
+        if j < len(new):
+            b.append(j)
+            pb *= new[j]
+            j += 1
+        while pa != pb:
+            if (pa < pb and i < len(old)) or j >= len(new):
+                pa *= old[i]
+                a.append(i)
+                i += 1
+            else:
+                pb *= new[j]
+                b.append(j)
+                j += 1
+        groups.append((a, b))
+    return groups
+
+
+def check_no_overlap(local: torch.Tensor, shape: Sequence[int]) -> None:
+    """Before an in-place write, on a rank that is too thin to see it: raise where an element stands for several."""
+    if any(step == 0 and n > 1 for step, n in zip(local.stride(), shape, strict=True)) and 0 not in shape:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )

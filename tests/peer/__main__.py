@@ -1,0 +1,91 @@
+"""Runs PyTorch's own tests of `torch.distributed.tensor` on terrazzo, and says which of those that pass on torch fail.
+
+    python tests/peer SOURCE [FILE ...] [--results build/peer] [--limit 900]
+
+SOURCE is an unpacked source tree of PyTorch (2.6 is what `docs/compatibility.md` speaks of); of it `test/distributed`
+and `torch/testing/_internal` are needed. Each FILE, a path below `test/distributed`, runs once on the installed torch
+and once on terrazzo, in a process of its own. The table of `docs/compatibility.md` is printed, then what fails on
+terrazzo and passes on torch and is not explained there, then what is explained there and passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import on_peer
+
+FILES = [
+    *("_tensor/debug/test_comm_mode.py", "_tensor/debug/test_comm_mode_features.py"),
+    *("_tensor/experimental/test_local_map.py", "_tensor/experimental/test_register_sharding.py"),
+    *(
+        f"_tensor/test_{name}.py"
+        for name in (
+            *("api", "attention", "convolution_ops", "dtensor", "embedding_ops", "experimental_ops", "init"),
+            *("math_ops", "matrix_ops", "optimizers", "pointwise_ops", "random_ops", "redistribute", "tensor_ops"),
+            *("utils", "view_ops"),
+        )
+    ),
+    *(f"tensor/parallel/test_{name}.py" for name in ("parallelize_api", "tp_examples", "tp_random_state", "tp_style")),
+]
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
+
+
+def run_file(source: Path, file: str, peer: str, results: Path, limit: float) -> Outcomes:
+    """The outcomes of one file on one of the two libraries; they are kept in a file, too."""
+    path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    # Forked, because importing torch and terrazzo takes longer than most files.
+    process = multiprocessing.get_context("fork").Process(target=on_peer.run, args=(source, file, peer, path))
+    process.start()
+    process.join(limit)
+    if process.is_alive():
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    if not path.exists():
+        path.write_text(json.dumps({"(the file)": ["failed", "it ended early, or ran into the time limit"]}))
+    outcomes: Outcomes = json.loads(path.read_text())
+    return outcomes
+
+
+def counted(outcomes: Outcomes) -> str:
+    return "/".join(str(sum(o[0] == kind for o in outcomes.values())) for kind in ("passed", "failed", "skipped"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("--results", type=Path, default=Path("build/peer"))
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a file may take")
+    options = parser.parse_args()
+    explained = set(re.findall(r"^\| `([\w./]+::[\w.]+)`", PAGE.read_text(), re.MULTILINE))
+    worse, mended = [], []
+    print("| file | torch: passed/failed/skipped | terrazzo | worse |\n|---|---|---|---|")
+    for file in options.files:
+        torchs, ours = (
+            run_file(options.source.resolve(), file, peer, options.results.resolve(), options.limit)
+            for peer in ("torch", "terrazzo")
+        )
+        name = file.removesuffix(".py")
+        failing = {f"{name}::{t}" for t, o in ours.items() if o[0] == "failed" and torchs.get(t, [""])[0] == "passed"}
+        print(f"| {name} | {counted(torchs)} | {counted(ours)} | {len(failing)} |", flush=True)
+        worse += sorted(failing - explained)
+        mended += sorted(t for t in explained - failing if t.startswith(f"{name}::"))
+    print("\nfail on terrazzo alone, and are not explained:", *worse or ["none"], sep="\n    ")
+    print("\nare explained, and pass:", *mended or ["none"], sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()

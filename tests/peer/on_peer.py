@@ -1,0 +1,222 @@
+"""One test file of PyTorch's on torch or on terrazzo: its imports of `torch.distributed.tensor` ask here for names.
+
+Nothing else of the file is changed, and no assertion is. A name that terrazzo does not have, private ones among them,
+is torch's. Ranks are forked from this process, and the tests that play ranks with threads get processes instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import sys
+import traceback
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal import common_distributed
+
+FAMILY = ("torch.distributed.tensor", "torch.distributed._tensor")
+HELPERS = "torch.testing._internal.distributed._tensor.common_dtensor"
+# What a name's module was called in older versions of PyTorch, and where names have moved since.
+HOMES = {
+    "torch.distributed._tensor": ["torch.distributed.tensor"],
+    "torch.distributed._tensor.api": ["torch.distributed.tensor"],
+    "torch.distributed._tensor.placement_types": [
+        "torch.distributed.tensor.placement_types",
+        "torch.distributed.tensor._dtensor_spec",
+    ],
+    "torch.distributed.tensor.placement_types": ["torch.distributed.tensor._dtensor_spec"],
+}
+
+
+class Absent:
+    """A name that neither library has; tests may import it, and fail when they use it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self._name} is in no installed library")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+
+class Names:
+    """The names of one module, answered by the libraries that are asked in turn."""
+
+    def __init__(self, tree: Tree, module: str) -> None:
+        self._tree, self._module = tree, module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._tree.name(self._module, name)
+
+
+class Tree:
+    """A source tree of PyTorch, of which files are loaded for one of the two libraries."""
+
+    def __init__(self, source: Path, peer: str) -> None:
+        self._source, self._peer = source, peer
+        self._loaded: dict[str, types.ModuleType] = {}
+
+    def load(self, name: str, path: Path) -> types.ModuleType:
+        if name not in self._loaded:
+            module = types.ModuleType(name)
+            module.__file__ = str(path)
+            module.__dict__["__name_of__"], module.__dict__["__names_of__"] = self.name, self.names
+            # Known by its name before it runs: its classes are looked up there.
+            self._loaded[name] = sys.modules[name] = module
+            parsed = ast.fix_missing_locations(_Asks().visit(ast.parse(path.read_text())))
+            exec(compile(parsed, str(path), "exec"), module.__dict__)
+        return self._loaded[name]
+
+    def helpers(self) -> types.ModuleType:
+        first = "common_dtensor" not in self._loaded
+        module = self.load("common_dtensor", self._source / f"{HELPERS.replace('.', '/')}.py")
+        if first:
+            module.__dict__["DTensorOpTestBase"] = _with_processes(module)
+        return module
+
+    def names(self, module: str) -> Names:
+        return Names(self, module)
+
+    def name(self, module: str, name: str) -> Any:
+        if module == HELPERS:
+            return getattr(self.helpers(), name)
+        for home in self._homes(module):
+            try:
+                found = importlib.import_module(home)
+            except ImportError:
+                continue
+            if hasattr(found, name):
+                value = getattr(found, name)
+                family = isinstance(value, types.ModuleType) and value.__name__.startswith((*FAMILY, "terrazzo.tensor"))
+                return self.names(f"{module}.{name}") if family else value
+        try:
+            importlib.import_module(f"{module}.{name}")
+        except ImportError:
+            return Absent(f"{module}.{name}")
+        return self.names(f"{module}.{name}")
+
+    def _homes(self, module: str) -> list[str]:
+        theirs = [module, *HOMES.get(module, [])]
+        if self._peer == "torch":
+            return theirs
+        # Private modules of a package have its names; terrazzo's are in the package itself.
+        parts = next(module[len(f) :] for f in reversed(FAMILY) if module.startswith(f)).strip(".").split(".")
+        public = [p for p in parts if p and not p.startswith("_") and p != "api"]
+        ours = [".".join(["terrazzo.tensor", *public]), ".".join(["terrazzo.tensor", *public[:1]]), "terrazzo.tensor"]
+        return [*ours[: 2 if public else 1], *theirs]
+
+
+class _Asks(ast.NodeTransformer):
+    """Imports and uses of the family become questions to `Tree.name`."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if not _ours(node.module or ""):
+            return node
+        return [_assign(a.asname or a.name, _ask("__name_of__", node.module or "", a.name)) for a in node.names]
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        kept = [a for a in node.names if not (_ours(a.name) and a.asname)]
+        named = [_assign(a.asname or "", _ask("__names_of__", a.name)) for a in node.names if a not in kept]
+        return [*([ast.Import(kept)] if kept else []), *named]
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        if ast.unparse(node) in FAMILY:
+            return ast.copy_location(_ask("__names_of__", ast.unparse(node)), node)
+        return self.generic_visit(node)
+
+
+def _ours(module: str) -> bool:
+    return module == HELPERS or module in FAMILY or module.startswith(tuple(f"{f}." for f in FAMILY))
+
+
+def _ask(function: str, *arguments: str) -> ast.expr:
+    return ast.parse(f"{function}({', '.join(map(repr, arguments))})", mode="eval").body
+
+
+def _assign(name: str, value: ast.expr) -> ast.stmt:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def _with_processes(helpers: types.ModuleType) -> type:
+    class DTensorOpTestBase(helpers.DTensorTestBase):  # type: ignore[name-defined,misc]  # of a module made here
+        """Every test has a process group, as with those tests that ask for it by `with_comms`."""
+
+        device_type = "cpu"
+
+        @property
+        def world_size(self) -> int:
+            return int(helpers.NUM_DEVICES)
+
+        def build_device_mesh(self) -> DeviceMesh:
+            return DeviceMesh("cpu", list(range(self.world_size)))
+
+        def run_test(self, name: str, pipe: Any) -> None:
+            where = f"file://{self.file_name}"
+            dist.init_process_group("gloo", init_method=where, world_size=self.world_size, rank=self.rank)
+            super().run_test(name, pipe)
+
+        def assertEqualOnRank(self, x: Any, y: Any, msg: str | None = None, *, rank: int = 0) -> None:
+            if self.rank == rank:
+                self.assertEqual(x, y, msg)
+
+    return DTensorOpTestBase
+
+
+def _fork_ranks(case: Any) -> None:
+    case._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+class _Kept(unittest.TestResult):
+    """Outcomes by test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def _keep(self, test: unittest.TestCase, outcome: str, why: str) -> None:
+        self.outcomes[".".join(test.id().split(".")[-2:])] = (outcome, why)
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._keep(test, "passed", "")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._keep(test, "skipped", reason)
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        self._keep(test, "failed", "".join(traceback.format_exception(*err)))
+
+    addFailure = addError
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self._keep(test, "passed", "")
+
+
+def run(source: Path, file: str, peer: str, results: Path) -> None:
+    """Run a file of `test/distributed` in this process, which it changes, and write its outcomes."""
+    os.setsid()
+    os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")
+    log = os.open(results.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    common_distributed.MultiProcessTestCase._spawn_processes = _fork_ranks
+    path = source / "test" / "distributed" / file
+    module = Tree(source, peer).load(path.stem, path)
+    kept = _Kept()
+    unittest.defaultTestLoader.loadTestsFromModule(module).run(kept)
+    results.write_text(json.dumps(kept.outcomes, indent=1))

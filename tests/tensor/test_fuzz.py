@@ -1,0 +1,39 @@
+"""Random programs of views, indices, writes and redistributions are as on one device, or raise a typed error.
+
+`make proofs` runs ten thousand; `python -m tests.tensor.fuzz` runs others, or one from a file.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tensor.fuzz.program import Program
+from tests.tensor.fuzz.run import Finding, make, run, shrink, verdict_of
+
+PROGRAMS = 200
+
+
+def test_programs_are_as_on_one_device():
+    found = [Finding(program, v.fault, v.at) for program, v in run(make(PROGRAMS)) if v.fault]
+    assert not found, "\n\n".join(map(str, found[:3]))
+
+
+@pytest.mark.parametrize(
+    "steps, fault",
+    [
+        # On one device there is no `_local`.
+        (("v0 = leaf((4, 3), 'float32', Shard(0))", "v1 = getattr(v0, '_local', v0)"), "v1 is a Tensor"),
+        (("v0 = leaf((4, 3), 'float32', Shard(0))", "v0._local.add_(1)"), "one device raises AttributeError"),
+        (("v0 = leaf((4, 3), 'float32', Shard(0))", "q = getattr(v0, '_local', v0).shape"), "instead of"),
+        (("v0 = leaf((4, 3), 'float32', Replicate())", "getattr(v0, '_local', v0[1:1]).add_(1)"), "v0 is [["),
+        (("v0 = leaf((4, 3), 'float32', Shard(0))", "v0[:1 if hasattr(v0, '_local') else 2].zero_()"), "v0 is [["),
+        (("v0 = leaf((4,), 'float32', Shard(0), grad=True)", "v1 = v0 * (1 + hasattr(v0, '_local'))"), "v1 is ["),
+    ],
+)
+def test_what_differs_is_found(steps, fault):
+    assert fault in verdict_of(Program((2,), steps)).fault
+
+
+def test_a_failing_program_is_cut_down():
+    steps = ("v0 = leaf((4, 3), 'float32', Shard(0))", "v1 = v0.t()[1:]", "v2 = v0 * 2", "v0._local[0].neg_()")
+    assert shrink(Program((2,), steps), "").program.steps == ("v0 = leaf((4, 3), 'float32', Replicate())", "v0._local")
