@@ -64,6 +64,7 @@ _operation("cat", 0.5, lambda a, b: torch.cat([a, b], 1), [True, True])
 _operation("scalar_multiply", 0.45, lambda a: a * 2.0, [True])
 _operation("view", 0.2, lambda a: a.view(64), [True])
 _operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
+_operation("dropout", 0.4, lambda a: F.dropout(a, 0.1), [True])
 
 
 @case(budget=Budget("overhead", 0.45))

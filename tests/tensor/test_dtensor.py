@@ -157,20 +157,6 @@ def test_factories() -> None:
     run_ranks(4, factories)
 
 
-def drifted_generators() -> None:
-    from terrazzo.errors import RandomStateError
-    from terrazzo.tensor import random
-
-    random._draws.clear()  # the first draw on a mesh is compared
-    torch.manual_seed(dist.get_rank())
-    with pytest.raises(RandomStateError, match="not in step"):
-        rand(4, device_mesh=line(), placements=[Shard(0)])
-
-
-def test_generators_that_drifted_apart_are_reported() -> None:
-    run_ranks(4, drifted_generators)
-
-
 # ------------------------------------------------------------------ autograd's surface
 
 

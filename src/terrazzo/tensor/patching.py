@@ -16,6 +16,7 @@ from terrazzo._torch import clipping, exporting, function_apply, masked, optimiz
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.ops import recurrent
 from terrazzo.tensor.ops.autograd import apply_function, forward_mode
 from terrazzo.tensor.ops.clipping import clipping_norm
 from terrazzo.tensor.ops.foreach import locals_to_step
@@ -31,6 +32,7 @@ def install() -> None:
     function_apply.install(DTensor, apply_function)
     transforms.install(DTensor, grad_and_value, lambda: forward_mode(None, (), {}))
     exporting.install(DTensor, refuse_export)
+    recurrent.install()
     for name in ("__torch_function__", "__torch_dispatch__", "to_local", "full_tensor", "redistribute", "backward"):
         stay_eager(getattr(DTensor, name))
     for function in (DTensor.from_local, distribute_tensor, distribute_module):

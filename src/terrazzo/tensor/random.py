@@ -1,134 +1,183 @@
 """Random numbers that belong to the global tensor.
 
 Each random operation draws one 62-bit key from a PyTorch generator (the default one, which `torch.manual_seed`
-governs and activation checkpointing saves and restores). Element `i` of the global tensor is then a hash of the key
-and `i` (SplitMix64, Steele, Lea and Flood 2014), so its value depends neither on placements nor on the number of
-ranks, and a rank computes only what it holds.
+governs and activation checkpointing saves and restores). The values of an element follow from the key and the
+element's index in the global tensor (`counter`), so they depend neither on placements nor on the number of ranks, and a
+rank computes only what it holds. Everything is written to the result piece by piece.
 
-This needs the generators of all ranks to be in step. They are compared at the first draw on a mesh and now and then
-later; ranks that have drifted apart (`torch.manual_seed(rank)`, a draw on one rank only) get an error instead of
-replicas that differ.
+This needs the generators of all ranks to be in step; `in_step` makes it an error if they are not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from terrazzo.comm import captured
-from terrazzo.comm.axis import axis_of
 from terrazzo.comm.simulated import real_values
-from terrazzo.errors import RandomStateError
 from terrazzo.layout import Box, Layout, Replicate, Shard
+from terrazzo.tensor.counter import Run, Words, is_one_piece, lower_index, run_of, words_of
+from terrazzo.tensor.in_step import check_in_step
 from terrazzo.tensor.redistribute import redistribute_local
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_CHECK_EVERY = 256
-
-_draws: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+Make = Callable[..., torch.Tensor]
 
 
-def draw_key(mesh: Any, generator: torch.Generator | None = None) -> int | torch.Tensor:
+def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | torch.Tensor:
     """The key of one random operation; every rank of the mesh draws the same.
 
     While `terrazzo.compile` captures a program it is a 0-d tensor, an input of the graph.
     """
     recorder = captured.recorder()
     if recorder is not None:
-        return recorder.draw(mesh, generator)
-    return draw_number(mesh, generator)
+        key: torch.Tensor = recorder.draw(layout.mesh, generator)
+        return key
+    number = next_number(generator)
+    check_in_step(layout.mesh, number, tuple(layout.shape), generator)
+    return number
 
 
 def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
     """The next number of a generator that all ranks of the mesh draw from."""
-    key = next_number(generator)
-    count = _draws.get(mesh, 0)
-    _draws[mesh] = count + 1
-    if count % _CHECK_EVERY == 0 and mesh.get_coordinate() is not None:
-        _check_in_step(mesh, key)
-    return key
+    number = next_number(generator)
+    check_in_step(mesh, number, (), generator)
+    return number
 
 
 def next_number(generator: torch.Generator | None = None) -> int:
     """The next number of a generator, whatever other ranks do."""
-    device = "cpu" if generator is None else generator.device
     with real_values():
-        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device=device))
+        if generator is None or generator.device.type == "cpu":
+            return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
+        return _key_without_waiting(generator)
 
 
-def _check_in_step(mesh: Any, key: int) -> None:
-    axis = axis_of(mesh, tuple(range(mesh.ndim)))
-    if axis.size == 1:
-        return
-    from terrazzo.comm.control import ControlPlane
-
-    keys = ControlPlane.for_group(axis.group).all_gather(key.to_bytes(8, "little"))
-    different = [axis.ranks[i] for i, other in enumerate(keys) if other != keys[0]]
-    if different:
-        raise RandomStateError(
-            f"the random generators of ranks {different} are not in step with that of rank {axis.ranks[0]}, so a "
-            "random DTensor "
-            "would not be one tensor. Call torch.manual_seed with the same value on every rank of the mesh, and give "
-            "what "
-            "must differ between ranks (data loading) a torch.Generator of its own"
-        )
+def _key_without_waiting(generator: torch.Generator) -> int:
+    """From the seed and offset of a device's generator: a number drawn there would have to be waited for."""
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + 4)  # what one draw takes at least; offsets are multiples of 4
+    source = torch.Generator().manual_seed((seed ^ (offset * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1))
+    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=source))
 
 
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right: torch's keeps the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+# For each layout the run of its elements on this rank, and that of its elements' real and imaginary parts.
+_runs: WeakKeyDictionary[Layout, tuple[Run, Run] | None] = WeakKeyDictionary()
 
 
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ _shifted(z, 30)).mul_(_MIX_1)
-    z = (z ^ _shifted(z, 27)).mul_(_MIX_2)
-    return z ^ _shifted(z, 31)
+def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
+    """Where in the global tensor this rank's elements lie; None if it has none."""
+    if layout not in _runs:
+        box, shape = layout.box(), tuple(layout.shape)
+        parts = Box((*box.offsets, 0), (*box.lengths, 2))
+        nothing = layout.coord is None or box.is_empty
+        _runs[layout] = None if nothing else (run_of(box, shape), run_of(parts, (*shape, 2)))
+    runs = _runs[layout]
+    return None if runs is None else runs[dtype.is_complex]
 
 
-def _signed(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
+def drawn(
+    layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
+) -> torch.Tensor:
+    """A new local tensor of what `make(words, *pieces of aligned)` makes of the random words of each piece."""
+    key, run = draw_key(layout, generator), _run(layout, dtype)
+    device = layout.mesh.device_type
+    if run is not None and not dtype.is_complex and is_one_piece(run, device):
+        words = Words(run, key, lower_index(run, device))
+        local = make(words, *[tensor.reshape(run.lengths) for tensor in aligned])
+        return local.to(dtype).view(tuple(layout.local_shape))
+    out = torch.empty(tuple(layout.local_shape), dtype=dtype, device=device)
+    return out if run is None else _fill(out, run, key, make, aligned)
 
 
-def global_index(layout: Layout, device: Any) -> torch.Tensor:
-    """The row-major index in the global tensor of each local element."""
-    box = layout.box() if layout.coord is not None else Box((0,) * layout.ndim, (0,) * layout.ndim)
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    stride = 1
-    for d in reversed(range(layout.ndim)):
-        offset, length = box.offsets[d], box.lengths[d]
-        along = torch.arange(offset, offset + length, dtype=torch.int64, device=device) * stride
-        index = along.reshape((-1,) + (1,) * (layout.ndim - 1 - d)) + index
-        stride *= layout.shape[d]
-    return index.expand(box.lengths) if index.shape != box.lengths else index
+def fill(
+    out: torch.Tensor, layout: Layout, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
+) -> torch.Tensor:
+    """The same, written to `out`, which is contiguous."""
+    key, run = draw_key(layout, generator), _run(layout, out.dtype)
+    return out if run is None else _fill(out, run, key, make, aligned)
 
 
-def bits(layout: Layout, device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-    """64 random bits for each local element."""
-    key = draw_key(layout.mesh, generator)
-    if isinstance(key, torch.Tensor):
-        start: Any = _mix(key)
-    else:
-        with real_values():
-            start = int(_mix(torch.tensor(_signed(key), dtype=torch.int64)))
-    z = global_index(layout, device) * _GAMMA
-    return _mix(z.add_(start))
+def _fill(
+    out: torch.Tensor, run: Run, key: int | torch.Tensor, make: Make, aligned: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    target = (torch.view_as_real(out) if out.is_complex() else out).view(run.lengths)
+    beside = [tensor.reshape(run.lengths) for tensor in aligned]
+    for at, words in words_of(run, key, out.device):
+        _piece(target, at).copy_(make(words, *[_piece(tensor, at) for tensor in beside]))
+    return out
+
+
+def _piece(tensor: torch.Tensor, at: Sequence[slice]) -> torch.Tensor:
+    """`tensor[at]`, which Python's binding cannot do for fake tensors of a device that is not there."""
+    for d, span in enumerate(at):
+        tensor = tensor.narrow(d, span.start, span.stop - span.start)
+    return tensor
+
+
+def is_double(dtype: torch.dtype) -> bool:
+    """Whether one word is too little for an element of this dtype."""
+    return dtype in (torch.float64, torch.complex128)
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if is_double(dtype) else torch.float32
+
+
+def centred(words: Words, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+    """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0; from words `first` and, for doubles,
+    `first + 1`, of 2**-65."""
+    work = _working(dtype)
+    low = words.word(first).to(work).add_(0.5)
+    if work == torch.float32:
+        return low.mul_(2.0**-32)
+    return low.add_(2.0**31).mul_(2.0**-64).add_(words.word(first + 1).to(work), alpha=2.0**-32)
 
 
 def _digits(dtype: torch.dtype) -> int:
-    return {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    return {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
 
 
-def _drawn(layout: Layout, make: Any) -> torch.Tensor:
+def unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform in [0, 1): all multiples of 2**-24 (float64: 2**-53, float16: 2**-11, bfloat16: 2**-8)."""
+    if is_double(dtype):
+        low = words.word(1).bitwise_right_shift_(6).to(torch.float64).add_(2.0**25).mul_(2.0**-53)
+        return low.add_(words.word(0).bitwise_right_shift_(5).to(torch.float64), alpha=2.0**-27).add_(0.5)
+    digits = _digits(dtype)
+    return words.word().bitwise_right_shift_(32 - digits).to(torch.float32).mul_(2.0**-digits).add_(0.5)
+
+
+def bell(words: Words, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal (Box and Muller); finite, for what the logarithm is taken of is never 0."""
+    radius = centred(words, dtype).abs_().mul_(2).log_().mul_(-2).sqrt_()
+    return radius.mul_(centred(words, dtype, 2 if is_double(dtype) else 1).mul_(2 * math.pi).cos_())
+
+
+def waiting(words: Words, dtype: torch.dtype) -> torch.Tensor:
+    """Exponential with mean 1; never 0, which is what rounding would make of the smallest."""
+    smallest = {torch.float64: 2.0**-55, torch.float16: 2.0**-24}.get(dtype, 2.0**-26)
+    return centred(words, dtype).abs_().mul_(2).log_().neg_().clamp_min_(smallest)
+
+
+def whole(words: Words) -> torch.Tensor:
+    """64 random bits, as an int64."""
+    return words.word(0).to(torch.int64).mul_(1 << 32).add_(words.word(1))
+
+
+def chance(words: Words, p: float) -> torch.Tensor:
+    """True with probability `p`, to 2**-33."""
+    threshold = round(p * 2.0**32) - (1 << 31)
+    word = words.word()
+    return torch.ones_like(word, dtype=torch.bool) if threshold >> 31 > 0 else word < threshold
+
+
+def _settled_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
     """Draw as if terms were replicas, then turn them into terms."""
     if layout.dual is layout:
-        result: torch.Tensor = make(layout)
-        return result
+        return make(layout)
     plain = layout.with_placements(
         [p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order
     )
@@ -137,23 +186,17 @@ def _drawn(layout: Layout, make: Any) -> torch.Tensor:
 
 def uniform(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Local values of a uniform tensor in [0, 1)."""
-    digits = _digits(dtype)
-
-    def make(placed: Layout) -> torch.Tensor:
-        high = _shifted(bits(placed, placed.mesh.device_type, generator), 64 - digits)
-        return high.to(torch.float64 if digits > 24 else torch.float32).mul_(2.0**-digits).to(dtype)
-
-    return _drawn(layout, make)
+    return _settled_first(layout, lambda placed: drawn(placed, dtype, generator, lambda words: unit(words, dtype)))
 
 
 def normal(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Local values of a standard normal tensor (Box and Muller)."""
-    work = torch.float64 if dtype == torch.float64 else torch.float32
+    """Local values of a standard normal tensor; of a complex one, both parts have half the variance."""
+    scale = math.sqrt(0.5) if dtype.is_complex else 1.0
+    return _settled_first(
+        layout, lambda placed: drawn(placed, dtype, generator, lambda words: bell(words, dtype).mul_(scale))
+    )
 
-    def make(placed: Layout) -> torch.Tensor:
-        z = bits(placed, placed.mesh.device_type, generator)
-        radius = (_shifted(z, 32).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-        angle = (z & 0xFFFFFFFF).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_()
-        return radius.mul_(angle).to(work).to(dtype)
 
-    return _drawn(layout, make)
+def kept(layout: Layout, p: float, generator: torch.Generator | None = None) -> torch.Tensor:
+    """A local mask, True with probability `p`."""
+    return drawn(layout, torch.bool, generator, lambda words: chance(words, p))

@@ -1,4 +1,4 @@
-"""The random operations on DTensors, all made from `random.uniform`, `random.normal` and `random.bits`."""
+"""The random operations on DTensors, all made by `random.fill`, piece by piece."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
+from terrazzo.tensor.counter import Words
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
@@ -34,7 +35,9 @@ def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     source = args[0] if args else kwargs["input"]
     layout = _plain_layout(source._layout)
     make = random.uniform if func.__name__.startswith("rand_like") else random.normal
-    local = make(layout, kwargs.get("dtype") or source.dtype)
+    dtype = kwargs.get("dtype") or source.dtype
+    _check_parameters(dtype, "uniform_" if make is random.uniform else "normal_")
+    local = make(layout, dtype, kwargs.get("generator"))
     return wrap(local, layout).requires_grad_(bool(kwargs.get("requires_grad")))
 
 
@@ -46,14 +49,23 @@ def randint_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if "low" in kwargs:
         bounds = [kwargs["low"], *bounds]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
+    dtype = kwargs.get("dtype") or source.dtype
+    _check_parameters(dtype, "random_", low, high)
     layout = _plain_layout(source._layout)
-    drawn = random.bits(layout, source.device)
-    local = (drawn & ((1 << 62) - 1)).remainder_(high - low).add_(low).to(kwargs.get("dtype") or source.dtype)
+    local = random.drawn(layout, dtype, kwargs.get("generator"), _integers(low, high))
     return wrap(local, layout).requires_grad_(bool(kwargs.get("requires_grad")))
 
 
-def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
-    """Register an in-place filling operation `make(layout, dtype, generator, *parameters) -> local`."""
+_FOR_CHECKS = torch.Generator()
+
+
+def _check_parameters(dtype: torch.dtype, method: str, *args: Any, **kwargs: Any) -> None:
+    """Raise what PyTorch raises for parameters or a dtype that a distribution does not have."""
+    getattr(torch.empty(1, dtype=dtype), method)(*args, **kwargs, generator=_FOR_CHECKS)
+
+
+def _fill(method: str, make: Callable[..., random.Make]) -> None:
+    """Register an in-place filling operation; `make(dtype, *parameters)` is what `random.fill` takes."""
 
     def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(func, types.FunctionType):
@@ -62,60 +74,89 @@ def _fill(name: str, make: Callable[..., torch.Tensor]) -> None:
         named = dict(kwargs)
         generator = named.pop("generator", None)
         check_writable(target)
-        plain = _plain_layout(target._layout)
-        local = make(plain, target.dtype, generator, *parameters, **named)
-        if plain is not target._layout:
-            local = redistribute_local(local, plain, target._layout)
-        target._local.copy_(local)
-        pass_on(target)
-        return target
+        _check_parameters(target.dtype, method, *parameters, **named)
+        return _write(target, generator, make(target.dtype, *parameters, **named))
 
-    handler(name)(run)
+    handler(method)(run)
 
 
-def _uniform(
-    layout: Layout, dtype: Any, generator: Any, a: float = 0.0, b: float = 1.0, **named: float
-) -> torch.Tensor:
+def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.Tensor) -> DTensor:
+    """Fill a tensor, in place."""
+    layout = target._layout
+    if layout.dual is layout and target._local.is_contiguous():
+        with torch.no_grad():
+            random.fill(target._local, layout, generator, make, *aligned)
+    else:
+        plain = _plain_layout(layout)
+        local = random.drawn(plain, target.dtype, generator, make, *aligned)
+        target._local.copy_(local if plain is layout else redistribute_local(local, plain, layout))
+    pass_on(target)
+    return target
+
+
+def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float) -> random.Make:
     low, high = named.get("from", a), named.get("to", b)
-    return random.uniform(layout, dtype, generator).mul_(high - low).add_(low)
+    if (low, high) == (0, 1):
+        return lambda words: random.unit(words, dtype)
+
+    def make(words: Words) -> torch.Tensor:
+        drawn = random.unit(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
+        return drawn.masked_fill_(drawn == high, low)  # rounding may reach the upper end, which is not in the range
+
+    return make
 
 
-def _normal(layout: Layout, dtype: Any, generator: Any, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
-    return random.normal(layout, dtype, generator).mul_(std).add_(mean)
+def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> random.Make:
+    if dtype.is_complex:
+        std *= math.sqrt(0.5)
+    return lambda words: random.bell(words, dtype).mul_(std).add_(mean)
 
 
-def _open_unit(layout: Layout, generator: Any) -> torch.Tensor:
-    """Uniform in the open interval (0, 1), in float64."""
-    high = random.bits(layout, layout.mesh.device_type, generator) & ((1 << 52) - 1)
-    return high.to(torch.float64).add_(0.5).mul_(2.0**-52)
+def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> random.Make:
+    return lambda words: random.waiting(words, dtype).div_(lambd)
 
 
-def _exponential(layout: Layout, dtype: Any, generator: Any, lambd: float = 1.0) -> torch.Tensor:
-    return _open_unit(layout, generator).log_().div_(-lambd).to(dtype)
+def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> random.Make:
+    # The cotangent has its poles at 0, where numbers are finest.
+    return lambda words: random.centred(words, dtype).mul_(math.pi).tan_().reciprocal_().mul_(sigma).add_(median)
 
 
-def _cauchy(layout: Layout, dtype: Any, generator: Any, median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
-    return _open_unit(layout, generator).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median).to(dtype)
+def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> random.Make:
+    return lambda words: random.bell(words, dtype).mul_(std).add_(mean).exp_()
 
 
-def _log_normal(layout: Layout, dtype: Any, generator: Any, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
-    return random.normal(layout, torch.float64, generator).mul_(std).add_(mean).exp_().to(dtype)
+def _geometric(dtype: torch.dtype, p: float) -> random.Make:
+    """As doubles: with a small `p` the outcomes lie close together before they are rounded."""
+    return lambda words: random.waiting(words, torch.float64).div_(-math.log1p(-p)).ceil_()
 
 
-def _geometric(layout: Layout, dtype: Any, generator: Any, p: float) -> torch.Tensor:
-    return _open_unit(layout, generator).log_().div_(math.log1p(-p)).ceil_().to(dtype)
-
-
-def _random(layout: Layout, dtype: Any, generator: Any, *bounds: Any, **named: Any) -> torch.Tensor:
-    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.bool: 1}.get(dtype)
-    top = (1 << digits) if digits is not None else torch.iinfo(dtype).max
-    low, high = named.get("from", 0), named.get("to", top)
+def _random(dtype: torch.dtype, *bounds: Any, **named: Any) -> random.Make:
+    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.bool: 0}.get(dtype)
+    top = (1 << digits) + 1 if digits is not None else torch.iinfo(dtype).max + 1
+    low, high = named.get("from", 0), named.get("to")
     if len(bounds) == 1:
         high = bounds[0]
     elif bounds:
-        low, high = bounds[0], bounds[1] if bounds[1] is not None else top
-    drawn = random.bits(layout, layout.mesh.device_type, generator)
-    return (drawn & ((1 << 62) - 1)).remainder_(high - low).add_(low).to(dtype)
+        low, high = bounds
+    return _integers(low, top if high is None else high)
+
+
+def _integers(low: int, high: int) -> random.Make:
+    """Integers in [low, high), of which there are 2**64 at most."""
+    count = high - low
+
+    def make(words: Words) -> torch.Tensor:
+        drawn = random.whole(words)
+        if count & (count - 1) == 0:
+            drawn = drawn if count >> 64 else drawn.bitwise_and_(count - 1)
+        elif count >> 63:  # more than an int64 counts: one multiple of it at most fits into 64 bits
+            beyond = drawn.bitwise_xor(-(1 << 63)) >= count - (1 << 63)
+            drawn.sub_(beyond.to(torch.int64), alpha=count - (1 << 64))
+        else:
+            drawn.bitwise_and_((1 << 63) - 1).remainder_(count)
+        return drawn.add_(low)
+
+    return make
 
 
 _fill("uniform_", _uniform)
@@ -127,19 +168,29 @@ _fill("geometric_", _geometric)
 _fill("random_", _random)
 
 
+def _below(dtype: torch.dtype) -> random.Make:
+    """True with the probability that stands in the same place."""
+
+    def make(words: Words, probability: torch.Tensor) -> torch.Tensor:
+        if dtype == torch.float64:
+            return random.unit(words, dtype) < probability
+        return words.word().to(torch.float64).add_(2.0**31).mul_(2.0**-32) < probability
+
+    return make
+
+
 @handler("bernoulli_")
 def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, *rest = args
     p = rest[0] if rest else kwargs.get("p", 0.5)
     check_writable(target)
-    plain = _plain_layout(target._layout)
-    chance = random.uniform(plain, torch.float64, kwargs.get("generator"))
-    if isinstance(p, DTensor):
-        p = redistribute_local(p._local, p._layout, plain)
-    local = (chance < p).to(target.dtype)
-    target._local.copy_(local if plain is target._layout else redistribute_local(local, plain, target._layout))
-    pass_on(target)
-    return target
+    if not isinstance(p, DTensor):
+        _check_parameters(target.dtype, "bernoulli_", p)
+        return _write(target, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
+    if p.shape != target.shape:
+        p = p.expand(target.shape)
+    local = redistribute_local(p._local.detach(), p._layout, _plain_layout(target._layout))
+    return _write(target, kwargs.get("generator"), _below(p.dtype), local)
 
 
 @handler("bernoulli")
@@ -147,9 +198,13 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
     settled = _settled(source)
-    chance = random.uniform(settled._layout, torch.float64, kwargs.get("generator"))
-    threshold = settled._local.detach() if p is None else p
-    drawn = (chance < threshold).to(source.dtype)
+    layout, dtype = settled._layout, source.dtype
+    if p is None:
+        probability = settled._local.detach()
+        drawn = random.drawn(layout, dtype, kwargs.get("generator"), _below(dtype), probability)
+    else:
+        _check_parameters(dtype, "bernoulli_", p)
+        drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
     result = wrap(_without_gradient(drawn, settled._local), settled._layout)
     if kwargs.get("out") is not None:
         kwargs["out"].copy_(result)
@@ -196,29 +251,34 @@ def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, 
     """A settled `x`, and its mask's local part (True is kept); `mask_shape` has 1 where one draw serves a whole dim."""
     settled = _settled(x)
     layout = settled._layout
-    if tuple(mask_shape) == tuple(layout.shape):
-        return settled, random.uniform(layout, torch.float64) >= p
-    placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
-    masked = Layout.of(layout.mesh, placements, mask_shape)
-    return settled, random.uniform(masked, torch.float64) >= p
+    if tuple(mask_shape) != tuple(layout.shape):
+        placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
+        layout = Layout.of(layout.mesh, placements, mask_shape)
+    return settled, random.kept(layout, 1 - p)
 
 
-def _dropout(x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int]) -> torch.Tensor:
+def _leaves_alone(func: Any, x: DTensor, p: float, train: bool) -> bool:
+    """Whether nothing is dropped: `x` itself is the result then, as in PyTorch, and no number is drawn."""
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not train or p == 0:
-        return x if inplace else x * 1
+        func(torch.empty(0), p, train)  # raises, as the function does
+    return not train or p == 0 or not x.numel()
+
+
+def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int]) -> torch.Tensor:
+    if _leaves_alone(func, x, p, train):
+        return x
+    if p == 1:
+        return x.mul_(0) if inplace else x * 0
     settled, keep = _dropped(x, p, mask_shape)
-    scaled = keep.to(x.dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
     if inplace:
         check_writable(x)
         if settled is x:
-            x._local.mul_(scaled)
+            x._local.mul_(keep).mul_(1 / (1 - p))
             pass_on(x)
         else:
-            x.copy_(wrap(settled._local * scaled, settled._layout))
+            x.copy_(wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout))
         return x
-    return wrap(settled._local * scaled, settled._layout)
+    return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
 
 
 @handler("dropout", "dropout_")
@@ -227,7 +287,7 @@ def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     train = named.get("training", named.get("train", True))
     inplace = bool(named.get("inplace")) or func.__name__.endswith("_")
     x = named["input"]
-    return _dropout(x, named.get("p", 0.5), train, inplace, x.shape)
+    return _dropout(func, x, named.get("p", 0.5), train, inplace, x.shape)
 
 
 @handler("feature_dropout", "feature_dropout_")
@@ -235,19 +295,20 @@ def feature_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x = named["input"]
     shape = [n if d < 2 else 1 for d, n in enumerate(x.shape)]
-    return _dropout(x, named["p"], named["train"], func.__name__.endswith("_"), shape)
+    return _dropout(func, x, named["p"], named["train"], func.__name__.endswith("_"), shape)
 
 
-def _alpha_dropped(x: DTensor, p: float, train: bool, mask_shape: Sequence[int]) -> torch.Tensor:
-    if not train or p == 0:
-        return x * 1
+def _alpha_dropped(func: Any, x: DTensor, p: float, train: bool, mask_shape: Sequence[int]) -> torch.Tensor:
+    if _leaves_alone(func, x, p, train):
+        return x
     if p == 1:
         return x * 0
     alpha = 1.7580993408473766
     scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
     settled, keep = _dropped(x, p, mask_shape)
-    kept = keep.to(x.dtype)
-    return wrap(settled._local * (kept * scale) + ((kept - 1) * alpha * scale + alpha * scale * p), settled._layout)
+    # What is kept moves by alpha * scale * p, what is dropped goes to alpha * scale * (p - 1).
+    shift = torch.where(keep, alpha * scale * p, alpha * scale * (p - 1)).to(x.dtype)
+    return wrap((settled._local * keep).mul_(scale).add_(shift), settled._layout)
 
 
 @handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
@@ -257,8 +318,8 @@ def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     by_feature = func.__name__.startswith("feature")
     shape = [n if d < 2 else 1 for d, n in enumerate(x.shape)] if by_feature else x.shape
     train = named.get("training", named.get("train", False))
-    result = _alpha_dropped(x, named.get("p", 0.5), train, shape)
-    if named.get("inplace") or func.__name__.endswith("_"):
+    result = _alpha_dropped(func, x, named.get("p", 0.5), train, shape)
+    if result is not x and (named.get("inplace") or func.__name__.endswith("_")):
         return x.copy_(result)
     return result
 
@@ -268,7 +329,10 @@ def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x, p = named["input"], named["p"]
     if named.get("train") is False or p == 0:
-        return x * 1, torch.ones_like(x, dtype=torch.bool)
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if not 0 <= p <= 1:
+        func(torch.empty(1), p, True)  # raises, as the function does
     settled, keep = _dropped(x, p, x.shape)
-    scaled = keep.to(x.dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
-    return wrap(settled._local * scaled, settled._layout), wrap(keep, settled._layout)
+    return wrap((settled._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), settled._layout), wrap(
+        keep, settled._layout
+    )

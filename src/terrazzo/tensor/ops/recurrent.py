@@ -1,26 +1,42 @@
-"""LSTM, GRU and plain recurrent layers: samples are independent, weights and time are whole.
+"""LSTM, GRU and plain recurrent layers and their cells: samples are independent, weights and time are whole.
 
-The layers make their first states themselves, as plain zeros, which are the same on every rank.
+PyTorch's modules make their first states themselves where the caller gives none: plain zeros, the same on every rank.
+A function that receives them cannot see that they are zeros without waiting for the device. So a call of a module says
+that it was given no states, and the plain ones that arrive within it count as replicas. All others are refused, as any
+plain tensor is.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import rule
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
-def _is_first_state(state: torch.Tensor) -> bool:
-    """Whether it is all zeros, as the layers make it themselves."""
-    return not bool(state.any())
+class _PerThread(threading.local):
+    makes_states = False
+    """Whether a module of PyTorch's runs that was given no states."""
 
 
-@rule(*RECURRENT, takes_plain=_is_first_state)
+_per_thread = _PerThread()
+
+
+def _made_by_module(state: torch.Tensor) -> bool:
+    return _per_thread.makes_states
+
+
+@rule(*RECURRENT, takes_plain=_made_by_module)
 def recurrent(
     call: Call, input: Operand, hx: Any, params: Any, has_biases: Any, num_layers: Any, dropout: Any, train: Any,
     bidirectional: Any = False, batch_first: Any = False,
@@ -44,3 +60,44 @@ def recurrent(
     ins: list[Dims] = [by_operand.get(id(o), (None,) * o.ndim) for o in call.operands]
     outs = [by_operand[id(input)]] + [state] * len(states)
     return Spec(ins, outs, shapes) if input.shape[batch_at] == states[0].shape[1] else None
+
+
+@rule(*CELLS, takes_plain=_made_by_module)
+def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
+    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    samples = [input, *states]
+    if not all(isinstance(o, Operand) and o.ndim == 2 and o.shape[0] == input.shape[0] for o in samples):
+        return None
+    rows = {id(o) for o in samples}
+    ins: list[Dims] = [(0, None) if id(o) in rows else (None,) * o.ndim for o in call.operands]
+    return Spec(ins, [(0, None)] * len(states), [tuple(s.shape) for s in states])
+
+
+# Their `forward` makes zeros, and nothing else, where it is given no states.
+_FORWARDS = frozenset(kind.forward for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell))
+
+
+def install() -> None:
+    """Let PyTorch's recurrent modules say when they make the first states.
+
+    `forward` itself is left alone: TorchScript compiles it from its source.
+    """
+    for kind in (RNNBase, RNNCellBase):
+        if "__call__" not in vars(kind):
+            kind.__call__ = _call  # type: ignore[method-assign]
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    call: Callable[..., Any] = nn.Module.__call__
+    if (
+        (args[1] if len(args) > 1 else kwargs.get("hx")) is not None
+        or type(module).forward not in _FORWARDS
+        or "forward" in vars(module)
+        or not any(isinstance(p, DTensor) for p in module.parameters())
+    ):
+        return call(module, *args, **kwargs)
+    before, _per_thread.makes_states = _per_thread.makes_states, True
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        _per_thread.makes_states = before

@@ -1,0 +1,202 @@
+"""Random bits by position: a 32-bit word for each element of a tensor is a hash of a key and the element's index.
+
+An element's index is its row-major position in the global tensor, so its bits depend neither on placements nor on the
+number of ranks. The hash works on int32 tensors in place, in pieces that stay in a cache: for a local tensor of any
+size, what it needs beside its result is bounded (`PIECE` elements, 12 bytes each).
+
+Four rounds of multiplication (odd constants of C. Wellons' `triple32` and of MurmurHash3), each with a key word added
+and the upper bits folded into the lower ones, are what is needed for every bit of the index, and of the key words up
+to the second, to change every bit of the result in half of the cases. The index is added once more at the end: without
+it, equal words would never occur within one tensor. torch's shift of negative numbers keeps the sign and it has no fast
+mask, so bits are folded with the sign in front; the last fold is an addition, which gives the top bit its due.
+
+The key words come from SplitMix64 (Steele, Lea and Flood 2014) over the drawn key, the upper 32 bits of the index, and
+the number of the word, for draws that take several words per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from terrazzo.comm.captured import capturing
+from terrazzo.layout import Box
+
+PIECE = 1 << 16
+"""Elements that are worked on at a time by each thread of a CPU; other devices take 64 times as many."""
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_GAMMA = 0x9E3779B97F4A7C15
+_WHOLE = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int32 with the lower 32 bits of `value`."""
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
+
+
+_MULTIPLIERS = tuple(_signed(m) for m in (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x85EBCA6B))
+_FOLDS = (16, 15, 14, 15)
+_FOLD = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
+_INDEX_AGAIN = _signed(0x9E3779B1)
+
+
+def _mixed(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WHOLE
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WHOLE
+    return z ^ (z >> 31)
+
+
+def key_words(key: int, upper: int, number: int) -> tuple[int, ...]:
+    """Four int32 words for the `number`th random word (of 4 at most) of elements with these upper index bits."""
+    state = _mixed((key + _GAMMA * (4 * upper + number + 1)) & _WHOLE)
+    pairs = [_mixed((state + _GAMMA * i) & _WHOLE) for i in (1, 2)]
+    return tuple(_signed(pair >> shift) for pair in pairs for shift in (0, 32))
+
+
+def _mixed_tensor(z: torch.Tensor) -> torch.Tensor:
+    for bits, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = z ^ (z >> bits & (1 << 64 - bits) - 1)  # torch's shift keeps the sign
+        z = z * (multiplier - (1 << 64) if multiplier > 1 else 1)
+    return z
+
+
+def key_words_of(key: torch.Tensor, upper: int, number: int) -> tuple[torch.Tensor, ...]:
+    """The same for a key that is an input of a captured graph."""
+
+    def step(times: int) -> int:
+        return (_GAMMA * times + (1 << 63) & _WHOLE) - (1 << 63)
+
+    state = _mixed_tensor(key + step(4 * upper + number + 1))
+    pairs = [_mixed_tensor(state + step(i)) for i in (1, 2)]
+    return tuple((pair >> shift).to(torch.int32) for pair in pairs for shift in (0, 32))
+
+
+class Run(NamedTuple):
+    """Elements whose index is `first` plus, for each dim, a multiple of the stride below the length."""
+
+    first: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        return self.first + sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
+
+
+def run_of(box: Box, shape: Sequence[int]) -> Run:
+    """The elements of a box in a tensor of `shape`, in as few dims as they need; the box is not empty."""
+    first, stride = 0, 1
+    lengths: list[int] = []
+    strides: list[int] = []
+    for offset, length, size in zip(reversed(box.offsets), reversed(box.lengths), reversed(shape), strict=True):
+        first += offset * stride
+        if length > 1:
+            if lengths and stride == lengths[0] * strides[0]:
+                lengths[0] *= length
+            else:
+                lengths.insert(0, length)
+                strides.insert(0, stride)
+        stride *= size
+    return Run(first, tuple(lengths) or (1,), tuple(strides) or (1,))
+
+
+def is_one_piece(run: Run, device: torch.device | str) -> bool:
+    """Whether a run is small enough to be worked on at once, or its values do not matter."""
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
+        return True  # of fake tensors, which take no memory
+    return prod(run.lengths) <= piece_limit(device) and run.first >> 32 == run.last >> 32
+
+
+def pieces_of(run: Run, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], Run]]:
+    """A run in parts of at most `limit` elements whose indices share their upper 32 bits, with where each lies."""
+    starts = starts or (0,) * len(run.lengths)
+    count = prod(run.lengths)
+    if count <= limit and run.first >> 32 == run.last >> 32:
+        yield tuple(slice(start, start + n) for start, n in zip(starts, run.lengths, strict=True)), run
+        return
+    d = next(d for d, n in enumerate(run.lengths) if n > 1)
+    length = run.lengths[d]
+    step = max(1, limit * length // count) if count > limit else -(-length // 2)
+    for begin in range(0, length, step):
+        lengths = (*run.lengths[:d], min(step, length - begin), *run.lengths[d + 1 :])
+        part = Run(run.first + begin * run.strides[d], lengths, run.strides)
+        yield from pieces_of(part, limit, (*starts[:d], starts[d] + begin, *starts[d + 1 :]))
+
+
+class Words:
+    """The random words of a piece; `word(number)` is overwritten by the next call of it."""
+
+    __slots__ = ("_folded", "_index", "_key", "_keys", "_run", "_word")
+
+    def __init__(self, run: Run, key: int | torch.Tensor, index: torch.Tensor) -> None:
+        self._key = key
+        self._keys: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._run = run
+        self._index = index
+        self._word, self._folded = torch.empty_like(index), torch.empty_like(index)
+
+    def move(self, run: Run) -> None:
+        """Go on to another piece of the same lengths and strides."""
+        if run.first >> 32 != self._run.first >> 32:
+            self._keys = {}
+        self._index.add_(_signed(run.first - self._run.first))
+        self._run = run
+
+    def word(self, number: int = 0) -> torch.Tensor:
+        """A random int32 for each element."""
+        z, folded = self._word, self._folded
+        previous = self._index
+        for key, multiplier, bits, fold in zip(self._key_words(number), _MULTIPLIERS, _FOLDS, _FOLD, strict=True):
+            torch.add(key, previous, alpha=multiplier, out=z)
+            fold(z, torch.bitwise_right_shift(z, bits, out=folded))
+            previous = z
+        return z.add_(self._index, alpha=_INDEX_AGAIN)
+
+    def _key_words(self, number: int) -> tuple[torch.Tensor, ...]:
+        found = self._keys.get(number)
+        if found is None:
+            key, upper = self._key, self._run.first >> 32
+            if isinstance(key, torch.Tensor):
+                found = key_words_of(key, upper, number)
+            else:
+                found = torch.tensor(key_words(key, upper, number), dtype=torch.int32).unbind()
+            self._keys[number] = found
+        return found
+
+
+def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
+    """The lower 32 bits of the index of each element."""
+    index: torch.Tensor | None = None
+    for d, (length, stride) in enumerate(zip(reversed(run.lengths), reversed(run.strides), strict=True)):
+        along = torch.arange(length, dtype=torch.int32, device=device)
+        if stride != 1:
+            along.mul_(_signed(stride))
+        index = along if index is None else along.reshape(-1, *(1,) * d) + index
+    assert index is not None  # a run has a dim
+    return index.add_(_signed(run.first)) if run.first else index
+
+
+def words_of(
+    run: Run, key: int | torch.Tensor, device: torch.device | str
+) -> Iterator[tuple[tuple[slice, ...], Words]]:
+    """The words of a run, piece by piece, with where each lies in a tensor of the run's lengths."""
+    words: Words | None = None
+    lengths: tuple[int, ...] = ()
+    for at, piece in pieces_of(run, piece_limit(device)):
+        if words is None or piece.lengths != lengths:
+            words, lengths = None, piece.lengths  # the buffers of the last piece go before those of this one come
+            words = Words(piece, key, lower_index(piece, device))
+        else:
+            words.move(piece)
+        yield at, words
+
+
+def piece_limit(device: torch.device | str) -> int:
+    """How many elements are worked on at a time."""
+    if capturing():
+        return 1 << 30  # a compiler makes pieces of its own
+    return PIECE * (torch.get_num_threads() if torch.device(device).type == "cpu" else 64)

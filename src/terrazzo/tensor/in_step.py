@@ -1,0 +1,98 @@
+"""Whether the random generators of a mesh's ranks are in step.
+
+Ranks whose generators have drifted apart (`torch.manual_seed(rank)`, a draw on one rank only) would hold replicas that
+differ. So the ranks of a mesh compare what they drew: at the first draw from a generator with a seed that was not seen
+before, and every 256 draws. Only the first waits, and no longer than the store takes to answer; no rank ever waits for
+another one (`comm.comparison`). What a later one finds is raised by a draw after it.
+
+What is compared is a digest of all keys and shapes since the last comparison, so a drift that is over by then counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from terrazzo.comm.axis import axis_of, time_limit
+from terrazzo.comm.comparison import Comparison, Difference
+from terrazzo.comm.simulated import is_simulated, real_values
+from terrazzo.errors import CommTimeout, RandomStateError
+
+EVERY = 256
+"""Draws on a mesh between two comparisons."""
+
+_SEEDS = 64  # that are remembered at a time
+
+
+class _Watch:
+    """What the draws of one set of ranks are compared by."""
+
+    def __init__(self, comparison: Comparison, limit: float) -> None:
+        self._comparison = comparison
+        self._limit = limit  # seconds
+        self._seeds: set[int] = set()
+        self._draws = 0
+        self._digest = 0
+        self._started: deque[Future[Difference | None]] = deque()
+
+    def drew(self, key: int, shape: tuple[int, ...], seed: int) -> None:
+        self._digest = hash((self._digest, key, shape))
+        self._draws += 1
+        new = seed not in self._seeds
+        if new:
+            if len(self._seeds) >= _SEEDS:
+                self._seeds.clear()
+            self._seeds.add(seed)
+            self._draws = 0
+        if new or self._draws % EVERY == 0:
+            self._started.append(self._comparison.start(self._digest, new))
+            self._digest = 0
+        while self._started and (new or self._started[0].done()):
+            self._look(self._started.popleft())
+
+    def _look(self, started: Future[Difference | None]) -> None:
+        try:
+            difference = started.result(self._limit)
+        except TimeoutError as error:
+            raise CommTimeout(
+                f"comparing random generators: the store of the process group did not answer in {self._limit:g} s"
+            ) from error
+        if difference is not None:
+            raise RandomStateError(
+                f"the random generator of rank {difference.other} is not in step with that of rank {difference.rank}, "
+                "so a random DTensor would not be one tensor. Call torch.manual_seed with the same value on every rank "
+                "of the mesh, and give what must differ between ranks (data loading) a torch.Generator of its own"
+            )
+
+
+# By default process group and ranks, and again by mesh, which is found faster. None: there is nobody to compare with.
+_by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Watch]] = weakref.WeakKeyDictionary()
+_by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch | None]] = weakref.WeakKeyDictionary()
+
+
+def check_in_step(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
+    """Take note of a draw for a tensor of this shape, and raise if draws before it differed between ranks."""
+    group = distributed_c10d._get_default_group()
+    known = _by_mesh.get(mesh)
+    if known is None or known[0]() is not group:
+        known = _by_mesh[mesh] = weakref.ref(group), _watch(mesh, group)
+    if known[1] is not None:
+        seed = (torch.default_generator if generator is None else generator).initial_seed()
+        known[1].drew(key, shape, seed)
+
+
+def _watch(mesh: Any, group: ProcessGroup) -> _Watch | None:
+    if mesh.get_coordinate() is None or mesh.size() == 1 or is_simulated(group):
+        return None
+    with real_values():
+        ranks = tuple(mesh.mesh.flatten().tolist())
+    watches = _by_ranks.setdefault(group, {})
+    if ranks not in watches:
+        limit = time_limit(axis_of(mesh, next(d for d in range(mesh.ndim) if mesh.size(d) > 1)))
+        watches[ranks] = _Watch(Comparison.among(ranks, "random"), limit.total_seconds())
+    return watches[ranks]
