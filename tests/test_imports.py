@@ -2,7 +2,7 @@
 
 What we build ourselves (`torch.distributed.tensor`, `.fsdp`, `.checkpoint`) is imported only where the job is to see
 through it or to read its files: modules named `interop` and the folder `checkpoint/formats`. `layout` sees no
-`torch.distributed` at all.
+`torch.distributed` at all. Private names of torch are known to `terrazzo._torch` alone, which alone changes torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.tensor import DTensor
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "terrazzo"
 BUILT_HERE = tuple(f"torch.distributed.{system}" for system in ("tensor", "_tensor", "fsdp", "checkpoint"))
@@ -106,6 +111,185 @@ def test_what_is_exempt():
     assert may_see(Path("checkpoint/formats/dcp.py"), BUILT_HERE)
     assert not may_see(Path("checkpoint/api.py"), BUILT_HERE)
     assert not may_see(Path("layout/interop.py"), ("torch.distributed",))
+
+
+# ------------------------------------------------------------------ torch's private names
+
+INSIDE = "_torch"
+"""The one package that may know them."""
+
+OTHERS_FORMATS = {
+    "tensor/interop.py": "converts PyTorch's own DTensors, whose parts are private",
+    "checkpoint/formats/dcp_metadata.py": "writes the classes that PyTorch's checkpoints name",
+    **{f"graphs/{name}.py": "not moved yet" for name in ("capture", "inductor", "joint", "program", "values")},
+}
+"""Files that may use them too, with the reason. It may become shorter, not longer."""
+
+OPERATOR_NAMES = ("torch.ops.", "torch._foreach_", "torch._C.Size")
+"""Names that begin with an underscore and are documented (list operations), or are names of operators."""
+
+_OWN = {"self", "cls"}
+_TORCH_KINDS = (
+    *(torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.distributed.ProcessGroup, torch.UntypedStorage),
+    *(torch.optim.Optimizer, torch.autograd.Function, torch._ops.OpOverload, torch._ops.OpOverloadPacket, DeviceMesh),
+)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def _own_attributes() -> set[str]:
+    """Private names that terrazzo's own classes and modules define."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in _OWN:
+                    found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)  # __slots__, and what is set by name
+    return found
+
+
+def _attributes_of_torch() -> set[str]:
+    probes = [torch.nn.Module(), torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.empty(0).untyped_storage()]
+    return {name for thing in (*_TORCH_KINDS, *probes) for name in dir(thing) if _is_private(name)}
+
+
+def private_uses(source: str, own: set[str], torchs: set[str]) -> list[tuple[int, str]]:
+    """Private names of torch that a module imports, reaches, or asks objects for."""
+    found = set()
+    for line, name in names_used(source):
+        parts = name.split(".")
+        if parts[0] == "torch" and any(map(_is_private, parts)) and not f"{name}.".startswith(OPERATOR_NAMES):
+            found.add((line, name))
+    tree = ast.parse(source)
+    named = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+             for alias in node.names}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            attr, base = node.attr, node.value
+            if isinstance(base, ast.Name) and base.id in _OWN | named:
+                continue  # an object's own; what is reached through an import was seen above
+        elif _asks_by_name(node):
+            attr = node.args[1].value  # type: ignore[attr-defined]
+        else:
+            continue
+        if _is_private(attr) and not attr.startswith("_foreach_") and (attr in torchs or attr not in own):
+            found.add((node.lineno, attr))
+    return sorted(found)
+
+
+def _asks_by_name(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or len(node.args) < 2 or not isinstance(node.func, ast.Name):
+        return False
+    value = node.args[1]
+    return node.func.id in ("getattr", "hasattr", "setattr", "delattr") and isinstance(
+        getattr(value, "value", None), str
+    )
+
+
+def assignments_to_torch(source: str) -> list[tuple[int, str]]:
+    """Attributes of torch's modules and classes that a module sets."""
+    tree = ast.parse(source)
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0] == "torch"
+    }
+    found = []
+    for node in ast.walk(tree):
+        target = node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            target = node.args[0]
+        elif not (isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))):
+            continue
+        else:
+            target = node.value
+        base = target
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        if isinstance(base, ast.Name) and base.id in imported:
+            found.append((node.lineno, ast.unparse(node)))
+    return found
+
+
+OURS_BY_CHANCE = {"_apply"}  # of parallel styles and schedulers; sharded modules override that of nn.Module
+
+PATCHES_ELSEWHERE = {
+    "tensor/experimental/context_parallel.py": "replaces attention within a block, as PyTorch's does",
+}
+
+
+def _elsewhere(allowed: dict[str, str]) -> list[Path]:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != INSIDE]
+    return [path for path in files if str(path.relative_to(PACKAGE)) not in allowed]
+
+
+def test_private_names_of_torch_are_used_in_one_package():
+    own, torchs = _own_attributes(), _attributes_of_torch()
+    mine = {name for name in torchs & own if name in vars(DTensor)} | OURS_BY_CHANCE
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path in _elsewhere(OTHERS_FORMATS)
+        for line, name in private_uses(path.read_text(), own, torchs - mine)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_torch_is_changed_in_one_package():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path in _elsewhere(PATCHES_ELSEWHERE)
+        for line, name in assignments_to_torch(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._current_autograd_node()",
+        "from torch._ops import OpOverload",
+        "from torch.nn.modules.module import _IncompatibleKeys",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
+        "def f(module):\n    return module._parameters",
+        "def f(tensor):\n    return tensor._is_view()",
+        "def f(module):\n    return getattr(module, '_buffers')",
+        "def f(node):\n    return node.next()._sequence_nr()",
+    ],
+)
+def test_every_use_of_a_private_name_is_seen(source):
+    assert private_uses(source, {"_layout"}, _attributes_of_torch())
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def f(x):\n    return x._layout", "import torch\ntorch._foreach_add_([], 1)", "self._version = 1", "x.__dict__"],
+)
+def test_other_underscores_are_free(source):
+    assert not private_uses(source, {"_layout"}, _attributes_of_torch())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.nn.functional.relu = None",
+        "from torch.nn import functional as F\nF.relu = None",
+        "import torch\nsetattr(torch.Tensor, name, None)",
+        "from torch.autograd import Function\nFunction.apply = None",
+    ],
+)
+def test_every_change_of_torch_is_seen(source):
+    assert assignments_to_torch(source)
+    assert not assignments_to_torch("import torch\nx = torch.ones(2)\nx.grad = None")
 
 
 # ------------------------------------------------------------------ no circles

@@ -13,6 +13,10 @@ class TerrazzoError(Exception):
     """The root of terrazzo's exceptions."""
 
 
+class TorchMovedError(TerrazzoError, ImportError):
+    """The installed torch lacks private names that terrazzo uses; the message lists them."""
+
+
 # ------------------------------------------------------------------ layouts
 
 

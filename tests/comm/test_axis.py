@@ -1,15 +1,18 @@
 """Axes: who is on the line, in which order, over which process group."""
 
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ranks import run_ranks
+from ranks import run_fresh, run_ranks
 from terrazzo.comm import Axis, axis_of, axis_over
+from terrazzo.comm.axis import axis_beside
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import CommError
 
@@ -118,3 +121,38 @@ def meshes_go_away() -> None:
 )
 def test_axes(check) -> None:
     run_ranks(4, check)
+
+
+def threads_that_ask_at_once() -> None:
+    threads = 4
+    together = threading.Barrier(threads)
+
+    def ask(thread: int) -> Axis:
+        together.wait()
+        return axis_over((1, 0), "cpu")
+
+    with ThreadPoolExecutor(threads) as pool:
+        axes = list(pool.map(ask, range(threads)))
+    assert all(axis is axes[0] for axis in axes)
+    assert ranks_heard(axes[0]) == (1, 0)
+
+
+def threads_that_ask_in_another_order() -> None:
+    # Each rank begins with another group, and waits in it for a rank that is busy with the other one.
+    forth, back = axis_over((0, 1), "cpu"), axis_over((1, 0), "cpu")
+    order = [forth, back] if dist.get_rank() == 0 else [back, forth]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(axis_beside, order[0])
+        second = pool.submit(axis_beside, order[1])
+        found = {axis.ranks: axis for axis in (first.result(), second.result())}
+    assert {ranks_heard(found[ranks]) for ranks in ((0, 1), (1, 0))} == {(0, 1), (1, 0)}
+
+
+def test_threads_that_ask_for_one_group_at_once_get_one():
+    for outcome in run_fresh(2, threads_that_ask_at_once):
+        assert outcome.ok, outcome
+
+
+def test_threads_that_ask_for_several_groups_do_not_wait_for_each_other():
+    for outcome in run_fresh(2, threads_that_ask_in_another_order):
+        assert outcome.ok, outcome

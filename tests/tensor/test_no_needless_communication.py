@@ -5,8 +5,10 @@ Judged by one device. Sizes are such that shards are uneven and some are empty.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from terrazzo.tensor import (
     init_device_mesh,
 )
 from terrazzo.tensor.debug import CommDebugMode
+from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 R, P = Replicate(), Partial()
 S = [Shard(0), Shard(1), Shard(2), Shard(3)]
@@ -280,3 +283,217 @@ def test_untouched_dims_stay_cut_and_all_is_right(part):
     names = list(CASES)[part::PARTS]
     for problems in run_ranks(4, compare_all, names, timeout=200):
         assert not problems, "\n".join(problems)
+
+
+# ------------------------------------------------------------------ made from another's type
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    with CommDebugMode() as mode:
+        result = function()
+    return result, dict(Counter(c.kind for c in mode.collectives))
+
+
+MADE = {
+    "new_zeros": lambda x, shape: x.new_zeros(shape),
+    "new_ones": lambda x, shape: x.new_ones(*shape),
+    "new_full": lambda x, shape: x.new_full(shape, 3.0),
+    "new_full by name": lambda x, shape: x.new_full(size=shape, fill_value=3.0),
+    "new_empty": lambda x, shape: x.new_empty(shape).fill_(1.0),
+    "new_empty_strided": lambda x, shape: x.new_empty_strided(shape, (1, *shape[:-1])[: len(shape)]).fill_(2.0),
+    "new_zeros of integers": lambda x, shape: x.new_zeros(shape, dtype=torch.int64),
+    "new_tensor": lambda x, shape: x.new_tensor([[1.0, 2.0]]),
+}
+LIKE = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda x: torch.full_like(x, 4.0),
+    "empty_like": lambda x: torch.empty_like(x).zero_(),
+}
+
+
+def make_from_type() -> list[str]:
+    problems = []
+    value = torch.randn(5, 6)
+    for mesh, layouts in (
+        (init_device_mesh("cpu", (4,)), [(R,), (P,), (S[0],), (S[1],)]),
+        (init_device_mesh("cpu", (2, 2)), [(S[0], S[1]), (P, S[0]), (S[1], P)]),
+    ):
+        for placements in layouts:
+            x = placed(value, mesh, placements)
+            alike = tuple(R if p.is_partial() else p for p in placements)
+            for name, make in MADE.items():
+                for shape in ((5, 6), (3,), (2, 3, 4)):
+                    found, sent = counted(partial(make, x, shape))
+                    expected = make(value, shape)
+                    mine = found.full_tensor()
+                    right = torch.equal(mine, expected) and mine.dtype == expected.dtype
+                    kept = found.placements == (alike if tuple(expected.shape) == (5, 6) else (R,) * mesh.ndim)
+                    if not right or not kept or sent:
+                        problems.append(f"{name} {shape} from {placements}: {found.placements} {sent} {mine}")
+            for name, make in LIKE.items():
+                found, sent = counted(partial(make, x))
+                if sent or not torch.equal(found.full_tensor(), make(value)):
+                    problems.append(f"{name} of {placements}: {sent}")
+    return problems
+
+
+def test_a_tensor_made_from_anothers_type_sends_nothing():
+    for problems in run_ranks(4, make_from_type):
+        assert not problems, "\n".join(problems)
+
+
+# ------------------------------------------------------------------ places of extremes
+
+
+def find_extremes() -> list[str]:
+    """Ties, NaN and infinities; dims cut several times; shards without elements."""
+    problems = []
+    torch.manual_seed(0)
+    tied = torch.randint(-2, 3, (5, 3, 6)).double()
+    holes = tied.clone()
+    holes[1, 1, 2] = holes[4, 0, 5] = float("nan")
+    lowest = torch.full((5, 3, 6), float("-inf"), dtype=torch.float64)
+    tensors = [tied, holes, lowest, -lowest, tied.long(), tied.bfloat16(), torch.full((2, 3, 2), 7)]
+    for mesh, layouts in (
+        (init_device_mesh("cpu", (4,)), [(P,), (S[0],), (S[1],), (S[2],)]),
+        (init_device_mesh("cpu", (2, 2)), [(S[0], S[1]), (S[0], S[0]), (S[2], P), (S[2], S[0])]),
+    ):
+        for value in tensors:
+            for placements in layouts:
+                if any(p.is_partial() for p in placements) and not value.isfinite().all():
+                    continue
+                if value.dtype == torch.int64 and any(p.is_partial() for p in placements):
+                    continue
+                x = placed(value, mesh, placements)
+                for name in ("argmax", "argmin"):
+                    for arguments in ((), (0,), (1, True), (-1,), (None, True)):
+                        found = getattr(x, name)(*arguments)
+                        if not torch.equal(found.full_tensor(), getattr(value, name)(*arguments)):
+                            problems.append(f"{name}{arguments} of {placements} {value.dtype}")
+                for name in ("max", "min"):
+                    for arguments in ((0,), (1, True), (-1,)):
+                        found = getattr(x, name)(*arguments)
+                        expected = getattr(value, name)(*arguments)
+                        values_equal = torch.equal(
+                            found.values.full_tensor().nan_to_num(99), expected.values.nan_to_num(99)
+                        )
+                        if not values_equal or not torch.equal(found.indices.full_tensor(), expected.indices):
+                            problems.append(f"{name}{arguments} of {placements} {value.dtype}")
+    x = placed(torch.randn(8, 1000, dtype=torch.float64), init_device_mesh("cpu", (4,)), (S[1],))
+    with CommDebugMode() as mode:
+        x.argmax(-1)
+    if mode.get_total_bytes() > 4 * 8 * 16:  # a value and a place for each row and rank
+        problems.append(f"argmax sends {mode.get_total_bytes()} bytes")
+    return problems
+
+
+def test_ranks_exchange_what_each_has_found():
+    for problems in run_ranks(4, find_extremes):
+        assert not problems, "\n".join(problems)
+
+
+# ------------------------------------------------------------------ terms of what is added up, gradients
+
+
+def add_up() -> list[str]:
+    """The way back of a mixture of experts: rows of each rank are added to rows that all have."""
+    problems = []
+    torch.manual_seed(0)
+    base, rows = torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    index = torch.randint(0, 3, (7,))
+    wide = index.unsqueeze(1).expand(7, 4).contiguous()
+    for mesh, layouts in (
+        (init_device_mesh("cpu", (4,)), [(S[0],), (S[1],), (R,)]),
+        (init_device_mesh("cpu", (2, 2)), [(S[0], S[1]), (S[0], S[0]), (R, S[0])]),
+    ):
+        for placements in layouts:
+            for name, where, function in (
+                ("index_add", index, lambda b, i, r: b.index_add(0, i, r, alpha=2)),
+                ("scatter_add", wide, lambda b, i, r: b.scatter_add(0, i, r)),
+            ):
+                one = [t.clone().requires_grad_() for t in (base, rows)]
+                many = [
+                    distribute_tensor(base, mesh, [R] * mesh.ndim).requires_grad_(),
+                    distribute_tensor(rows, mesh, placements).requires_grad_(),
+                ]
+                at = [p if p.is_shard() and p.dim < where.ndim else R for p in placements]
+                where_rows = distribute_tensor(where, mesh, at)
+                expected = function(one[0], where, one[1])
+                found, sent = counted(partial(function, many[0], where_rows, many[1]))
+                if sent and all(p in (S[0], R) for p in placements):
+                    problems.append(f"{name} {placements} sends {sent}")
+                loss_of([expected]).backward()
+                loss_of([found]).backward()
+                pairs = [(found.full_tensor(), expected)] + [
+                    (m.grad.full_tensor(), o.grad) for m, o in zip(many, one, strict=True)
+                ]
+                if not all(torch.allclose(mine, theirs) for mine, theirs in pairs):
+                    problems.append(f"{name} {placements} is wrong")
+    return problems
+
+
+def test_rows_that_are_added_up_stay_where_they_are():
+    for problems in run_ranks(4, add_up):
+        assert not problems, "\n".join(problems)
+
+
+def local_gradient() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [S[0]]).requires_grad_()
+    for take in (
+        lambda: x.redistribute(mesh, [R]).to_local(grad_placements=[P]),
+        lambda: x.full_tensor(grad_placements=[P]),
+    ):
+        x.grad = None
+        local, sent = counted(take)
+        assert sent == {"all_gather": 1}
+        _, sent = counted((local * (mesh.get_local_rank() + 1)).sum().backward)
+        assert sent == {"reduce_scatter": 1}
+        assert x.grad.full_tensor().tolist() == [[10.0, 10.0]] * 5
+
+
+def test_terms_of_the_gradient_of_what_was_gathered_are_scattered():
+    run_ranks(4, local_gradient)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def sequence_parallel(frozen: bool) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    block, one = Block().double(), Block().double()
+    one.load_state_dict(block.state_dict())
+    if frozen:
+        block.requires_grad_(False)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=S[1]),
+        "down": RowwiseParallel(output_layouts=S[1], use_local_output=False),
+    }
+    parallelize_module(block, mesh, plan)
+    value = torch.randn(2, 8, 8, dtype=torch.float64)
+    reference = value.clone().requires_grad_()
+    one(reference).square().sum().backward()
+    x = distribute_tensor(value, mesh, [S[1]]).requires_grad_()
+    y, sent = counted(lambda: block(x))
+    assert sent == {"all_gather": 1, "reduce_scatter": 1}
+    loss = y.square().sum()
+    _, sent = counted(loss.backward)
+    weights_of_the_norm = {} if frozen else {"all_reduce": 2}
+    assert sent == {"all_gather": 1, "reduce_scatter": 1} | weights_of_the_norm
+    torch.testing.assert_close(x.grad.full_tensor(), reference.grad)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_block_with_sequence_parallelism_sends_once_each_way(frozen):
+    run_ranks(4, sequence_parallel, frozen)

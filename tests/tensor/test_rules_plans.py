@@ -97,6 +97,21 @@ PRODUCTS = [
     says("S0 R' R' -> S0", F.linear, "S0 8,6", "R 4,6", "R 4"),
     says("R' S0 S0 -> S1", F.linear, "R 8,6", "S0 4,6", "S0 4"),
     says("S0 S0 -> S0", torch.bmm, "S0 8,6,2", "S0 8,2,3"),
+    # Terms of a large result cost more than gathering the weight, those of a small one less.
+    says("S0 R -> S0", torch.mm, "S0 8,4", "S0 4,16"),
+    says("S1 S0 -> P", torch.mm, "S0 4,64", "S0 64,4"),
+    says("S1 S1 -> P", F.linear, "S0 4,64", "S1 4,64"),
+    # What lies on the contracted loop stays there, however large the result: row-parallel layers, gradients of weights.
+    says("S1 S0 -> P", torch.mm, "S1 64,4", "S0 4,64"),
+    says("S1 S1 P -> P", F.linear, "S1 64,4", "S1 64,4", "R 64"),
+    says("S1 S1 P -> P", F.linear, "S1 64,4", "S1 64,4", "S0 64"),
+    # Terms that came are reduced where they are smaller: before the product or after it.
+    says("P R' -> P", torch.mm, "P 8,64", "R 64,4"),
+    says("R R -> R", torch.mm, "P 8,4", "R 4,64"),
+    # A mesh dim counts what the others leave of a tensor.
+    says("S0.R' R.S1 -> S0.S1", torch.mm, "S0.R 8,64", "S0.S1 64,8"),
+    # Cutting a dim outside the mesh dim that cuts it already would move all of it.
+    says("R.S1 R.S0 -> R.S1", torch.add, "R.S1 16,16", "S0.S0 16"),
     says("S0 R' -> S0", torch.matmul, "S0 8,5,6", "R 6,4"),
 ]
 

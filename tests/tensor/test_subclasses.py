@@ -77,9 +77,12 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise AssertionError(f"{func} of what was to be refused")
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
+            return Scaled(args[0].values_, args[0].scale)
+        if func is torch.ops.aten.slice.Tensor:
+            return Scaled(func(args[0].values_, *args[1:]), args[0].scale)
+        plain = pytree.tree_map_only(Scaled, lambda x: x.values_ * x.scale, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
 
 
 class Opaque(torch.Tensor):
@@ -90,6 +93,8 @@ class Opaque(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Opaque(torch.ones(args[0].shape))
         raise AssertionError(f"{func} of what was to be refused")
 
 
@@ -188,13 +193,16 @@ def test_wrappers_too_large_for_one_round():
 def refused() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     scaled = Scaled(torch.ones(4, 2, dtype=torch.int8), torch.ones(()))
+    opaque = Opaque(torch.ones(4))
     messages = []
     for make in (
         lambda: distribute_tensor(scaled, mesh, [Shard(0)]),
         lambda: distribute_tensor(scaled, mesh, [R]),
-        lambda: DTensor.from_local(scaled, mesh, [Shard(0)]),
-        lambda: distribute_tensor(Opaque(torch.ones(4)), mesh, [Shard(0)]),
-        lambda: DTensor.from_local(Opaque(torch.ones(4)), mesh, [R]),
+        lambda: DTensor.from_local(scaled, mesh, [Shard(0)]).full_tensor(),
+        lambda: DTensor.from_local(scaled, mesh, [Shard(0)]).redistribute(mesh, [Shard(1)], async_op=True),
+        lambda: DTensor.from_local(scaled, mesh, [P]).redistribute(mesh, [R]),
+        lambda: distribute_tensor(opaque, mesh, [Shard(0)]),
+        lambda: DTensor.from_local(opaque, mesh, [Shard(0)]).full_tensor(),
     ):
         with pytest.raises(DTensorArgumentError) as caught:
             make()
@@ -202,11 +210,32 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
+def test_what_cannot_be_sent_is_refused_before_anything_is():
     for messages in run_ranks(2, refused):
-        assert all("its scale has the shape ()" in m for m in messages[:3])
-        assert all("no __tensor_flatten__" in m for m in messages[3:])
-        assert all("Distribute the plain tensors" in m for m in messages)
+        assert all("its scale has the shape ()" in m for m in messages[:5])
+        assert all("no __tensor_flatten__" in m for m in messages[5:])
+        assert all("DTensor.from_local" in m for m in messages)
+
+
+def quantized(rank_by_itself: bool) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    values = torch.randint(-9, 9, (6, 4), dtype=torch.int8)
+    x = distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [R])
+    if rank_by_itself:
+        part = Scaled(values.chunk(2)[mesh.get_local_rank()], torch.tensor(0.5))
+        weight = DTensor.from_local(part, mesh, [Shard(0)])
+    else:
+        weight = distribute_tensor(Scaled(values, torch.tensor(0.5)), mesh, [Shard(0)], src_data_rank=None)
+    y = torch.nn.functional.linear(x, weight)
+    assert y.placements == (Shard(1),)
+    return y.full_tensor() - x.full_tensor() @ (values * 0.5).T
+
+
+@pytest.mark.parametrize("rank_by_itself", [True, False])
+def test_what_cannot_be_sent_can_still_be_computed_with(rank_by_itself):
+    for difference in run_ranks(2, quantized, rank_by_itself):
+        assert difference.abs().max() == 0
 
 
 def tagged() -> list[Any]:

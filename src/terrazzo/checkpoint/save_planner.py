@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo.checkpoint.digest import digest_of_tensor
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.flatten import flatten_state_dict, paths_to_store
@@ -317,7 +317,7 @@ def _check_storable(value: Any) -> None:
         )
     if value.device.type == "meta":
         raise UnsupportedValueError("a tensor on the meta device has no values to store")
-    if is_traceable_wrapper_subclass(value):
+    if has_inner_tensors(value):
         raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
 
 

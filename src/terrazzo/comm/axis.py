@@ -1,5 +1,6 @@
 """The axis: a line of ranks that communicate, as one dim or several dims of a device mesh taken together."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -8,9 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.groups import default_group, device_types, is_alive, make_group
+from terrazzo._torch.groups import time_limit as time_limit_of
+from terrazzo.comm.mesh import when_groups_end
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
 
@@ -33,6 +37,9 @@ class Axis:
         return f"Axis({self.name!r}, ranks {list(self.ranks)}, here {self.index})"
 
 
+# What is made below is looked up without a lock and made under one, so that threads that ask at once get the same.
+_lock = threading.Lock()
+
 # Axes by mesh object: meshes that are equal need not share process groups, and a mesh that is gone must not keep its.
 _axes_by_mesh: dict[int, tuple["weakref.ref[DeviceMesh]", dict[tuple[int, ...], Axis]]] = {}
 
@@ -45,12 +52,15 @@ def axis_of(mesh: DeviceMesh, dims: int | tuple[int, ...]) -> Axis:
     """
     entry = _axes_by_mesh.get(id(mesh))
     if entry is None or entry[0]() is not mesh:
-        entry = _axes_by_mesh[id(mesh)] = (weakref.ref(mesh, _forget(id(mesh))), {})
+        with _lock:
+            entry = _axes_by_mesh.get(id(mesh))
+            if entry is None or entry[0]() is not mesh:
+                entry = _axes_by_mesh[id(mesh)] = (weakref.ref(mesh, _forget(id(mesh))), {})
     axes = entry[1]
     key = (dims,) if isinstance(dims, int) else dims
     axis = axes.get(key)
     if axis is None:
-        axis = axes[key] = _build_axis(mesh, key)
+        axis = axes.setdefault(key, _build_axis(mesh, key))
     return axis
 
 
@@ -64,20 +74,30 @@ def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
 
 
 # Axes of no mesh, with the default group that was there when they were made.
-_axes_over: dict[tuple[tuple[int, ...], str], tuple[ProcessGroup, Axis]] = {}
+_axes_over: dict[tuple[tuple[int, ...], str], tuple["weakref.ref[ProcessGroup]", Axis]] = {}
+
+
+@when_groups_end
+def _forget_axes() -> None:
+    for key, (default, axis) in list(_axes_over.items()):
+        if not is_alive(default()) or (axis.group is not None and not is_alive(axis.group)):
+            _axes_over.pop(key, None)
 
 
 def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
     """The axis of these global ranks, of no mesh in particular; the first time, all of them ask for it together."""
-    default = distributed_c10d._get_default_group()
+    default = default_group()
     found = _axes_over.get((ranks, device_type))
-    if found is None or found[0] is not default:
+    if found is None or found[0]() is not default:
         if dist.get_rank() not in ranks:
             raise CommError(f"rank {dist.get_rank()} is not one of the ranks {list(ranks)} of the axis it asks for")
         name = f"ranks {','.join(map(str, ranks))}"
         group = _group_of(ranks, device_type, []) if len(ranks) > 1 else None
-        found = default, Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type)
-        _axes_over[ranks, device_type] = found
+        made = Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type)
+        with _lock:
+            found = _axes_over.get((ranks, device_type))
+            if found is None or found[0]() is not default:
+                found = _axes_over[ranks, device_type] = (weakref.ref(default), made)
     return found[1]
 
 
@@ -90,7 +110,7 @@ def axis_beside(axis: Axis) -> Axis:
 
 
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
-    if not distributed_c10d.is_initialized():
+    if not dist.is_initialized():
         raise CommError(
             f"nothing can be sent on {mesh}, for there is no process group: call torch.distributed.init_process_group, "
             "and load anew what was loaded before"
@@ -118,8 +138,8 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
 
 def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[ProcessGroup]) -> ProcessGroup:
     """A group whose ranks are `ranks` in this order: one of the candidates, the default group, or one of our own."""
-    default = distributed_c10d._get_default_group()
-    if any(device.type == device_type for device in default._device_types):
+    default = default_group()
+    if any(device.type == device_type for device in device_types(default)):
         candidates = [*candidates, default]
     for group in candidates:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
@@ -127,46 +147,45 @@ def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[Process
     return _own_group(device_type, ranks)
 
 
-# The groups made below, for as long as they are in use, and how often one was made of the same ranks.
-_groups: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], ProcessGroup] = weakref.WeakValueDictionary()
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+# The groups made below, for as long as they are in use; how often one was made of the same ranks; who is making one.
+_Key = tuple[str, tuple[int, ...]]
+_groups: weakref.WeakValueDictionary[_Key, ProcessGroup] = weakref.WeakValueDictionary()
+_made: Counter[_Key] = Counter()
+_making: weakref.WeakValueDictionary[_Key, "_Making"] = weakref.WeakValueDictionary()
+
+
+class _Making:
+    """One lock for each group: a thread waits here for other ranks, and they may be busy making another group."""
+
+    __slots__ = ("__weakref__", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
     """A group of these ranks in this order, made once: another mesh with the same line shares it."""
-    world = distributed_c10d._world
     key = (device_type, ranks)
-    group = _groups.get(key)
-    if group is not None and group in world.pg_map:  # destroy_process_group takes it out
+    with _lock:
+        making = _making.get(key)
+        if making is None:
+            making = _making[key] = _Making()
+    with making.lock:
+        group = _groups.get(key)
+        if group is not None and is_alive(group):
+            return group
+        # Either dist.new_group is called by every rank of the world, or it names the group by how many groups this
+        # process is in.  But an axis is made by its own ranks only, and that count differs between them once there is a
+        # group of some of them: they would wait for each other under different names.  So the name is made of what all
+        # of them know.  The number is there because a store remembers the names of old groups.
+        _made[key] += 1
+        name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
+        default = default_group()
+        limit = time_limit_of(default, device_types(default)[0])
+        group = _groups[key] = make_group(ranks, dist.get_rank(), name, limit, "terrazzo_axis")
         return group
-    # Either dist.new_group is called by every rank of the world, or it names the group by how many groups this process
-    # is in.  But an axis is made by its own ranks only, and that count differs between them once there is a group of
-    # some of them: they would wait for each other under different names.  So the name is made of what all of them know.
-    # The number is there because a store remembers the names of old groups.
-    _made[key] += 1
-    name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
-    default = distributed_c10d._get_default_group()
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        world.pg_backend_config[default],
-        distributed_c10d._get_default_store(),
-        distributed_c10d.GroupName(name),
-        timeout=_time_limit(default, default._device_types[0].type),
-        group_desc="terrazzo_axis",
-    )
-    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    _groups[key] = group
-    return group
 
 
 def time_limit(axis: Axis) -> timedelta:
     """How long collectives of the axis wait."""
-    return _time_limit(axis.group, axis.device_type)
-
-
-def _time_limit(group: ProcessGroup | None, device_type: str) -> timedelta:
-    options = None if group is None else group._get_backend(torch.device(device_type)).options
-    limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
-    return limit
+    return time_limit_of(axis.group, torch.device(axis.device_type))

@@ -13,11 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from terrazzo._torch.dispatching import being_traced, collective_operators, under_fake_tensors
 from terrazzo.comm.axis import Axis
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_mode_of = torch._C._get_dispatch_mode
 
 
 class Recording(Protocol):
@@ -28,17 +25,20 @@ class Recording(Protocol):
 
 
 recording: Recording | None = None
-"""The capture under way. Autograd may run a part of it on threads of its own, so this is no thread's: ask `recorder`."""
+"""The capture under way.
+
+Autograd may run a part of it on threads of its own, so this is not kept by thread: ask `recorder`.
+"""
 
 
 def recorder() -> Recording | None:
     """The capture that this thread works for, also where autograd runs it."""
-    return recording if recording is not None and _mode_of(_FAKE) is not None else None
+    return recording if recording is not None and under_fake_tensors() else None
 
 
 def capturing() -> bool:
     """Whether operations are being recorded."""
-    return _mode_of(_PROXY) is not None or recorder() is not None
+    return being_traced() or recorder() is not None
 
 
 def all_reduce(axis: Axis, buffer: Tensor, op: str) -> None:
@@ -62,9 +62,7 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> None:
 
 
 def _waited(operation: str, *args: object) -> Tensor:
-    import torch.distributed._functional_collectives  # gives the operations below their shapes
-
-    operations = torch.ops._c10d_functional
+    operations = collective_operators()
     result: Tensor = operations.wait_tensor(getattr(operations, operation)(*args))
     return result
 

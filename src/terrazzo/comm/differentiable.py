@@ -37,6 +37,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from terrazzo._torch.autograd import forward_mode_active, functorch_active
+from terrazzo._torch.tensors import is_view
 from terrazzo.comm import collectives, observe
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.buffers import assemble
@@ -50,16 +52,16 @@ _Pending = Pending[Tensor] | None
 
 def _differentiates(x: Tensor) -> bool:
     # Both hide from requires_grad what they compute, so what they wrap would go through as a constant.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_mode_active() and forward_ad.unpack_dual(x).tangent is not None:
         raise CommError("communication has no forward-mode derivative: use backward, or autograd.grad twice for a jvp")
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         raise CommError("torch.func's transforms cannot pass through communication: use autograd.grad instead")
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def _writable(result: Tensor) -> Tensor:
     # Autograd forbids in-place writes to an output that is a view, and how a result was put together is our affair.
-    return result.detach() if result._is_view() else result
+    return result.detach() if is_view(result) else result
 
 
 def _apply_of(function: type[Function]) -> Callable[..., Any]:

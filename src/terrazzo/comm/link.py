@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, BroadcastOptions
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
 
+from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions
 from terrazzo.errors import CommError, CommTimeout
 
 _Gloo = Any  # a ProcessGroupGloo: torch's stub lacks its operations

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C import _current_autograd_node
-
+from terrazzo._torch.autograd import current_node
 from terrazzo.comm.axis import Axis
 
 
@@ -88,6 +87,6 @@ def remove_observer(observer: Observer) -> None:
 
 def report(kind: str, axis: Axis, nbytes: int, op: str | None, async_op: bool) -> None:
     """Tell the observers; called by the collectives only when there are any."""
-    event = CommEvent(kind, axis, nbytes, op, async_op, _current_autograd_node() is not None)
+    event = CommEvent(kind, axis, nbytes, op, async_op, current_node() is not None)
     for observer in observers:
         observer(event)

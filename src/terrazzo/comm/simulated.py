@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily as real_values
 from torch.distributed import ProcessGroup
 
+from terrazzo._torch.dispatching import real_values
 from terrazzo.errors import CommError
 
 __all__ = ["Echo", "is_simulated", "real_values"]

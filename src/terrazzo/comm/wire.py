@@ -13,9 +13,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from terrazzo._torch.groups import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    all_gather_flat,
+    reduce_scatter_flat,
+)
 from terrazzo.comm import captured
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.wrapped import each_inner, is_wrapper
@@ -79,7 +85,7 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | N
     if captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    return _group(axis)._reduce_scatter_base(out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
+    return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
@@ -92,7 +98,7 @@ def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
-    return _group(axis)._allgather_base(out, part)
+    return all_gather_flat(_group(axis), out, part)
 
 
 def all_to_all(

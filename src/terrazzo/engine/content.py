@@ -27,6 +27,7 @@ import msgspec
 from torch import nn
 
 import terrazzo
+from terrazzo._torch.modules import buffers_of, is_persistent
 from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from terrazzo.engine.placing import reshard
@@ -133,8 +134,8 @@ def buffer_names(model: nn.Module) -> list[str]:
     found = (
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set and module._buffers[name] is not None
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None and is_persistent(module, name)
     )
     return list(dict.fromkeys(found))
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from terrazzo._torch.dispatching import tree_leaves
 from terrazzo.comm import Axis, collectives
 from terrazzo.engine.config import Batch
 from terrazzo.engine.gathering import gather_over

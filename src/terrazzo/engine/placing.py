@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig
 from terrazzo.errors import EngineConfigError
@@ -68,7 +69,7 @@ def _replicas(mesh: DeviceMesh) -> DeviceMesh:
         return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard"))
     name = mesh.mesh_dim_names[0]
     # Split, not made anew: it stays part of the mesh on which parameters may be tensor-parallel.
-    return mesh._unflatten(0, (mesh.size(), 1), (f"{name}_replicate", f"{name}_shard"))
+    return split(mesh, 0, (mesh.size(), 1), (f"{name}_replicate", f"{name}_shard"))
 
 
 def _initialise() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import buffers_of
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.bucket import Settings
 from terrazzo.fsdp.group import Group
@@ -104,6 +105,7 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         return
     for module in modules:
         for inner in module.modules():
-            for name, buffer in inner._buffers.items():
+            buffers = buffers_of(inner)
+            for name, buffer in buffers.items():
                 if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                    inner._buffers[name] = buffer.to(device)
+                    buffers[name] = buffer.to(device)

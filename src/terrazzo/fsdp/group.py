@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terrazzo._torch.modules import parameters_of
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
@@ -45,7 +47,7 @@ class Group:
         self._inner_buffers: list[tuple[Tensor, FlatPlan, list[Tensor]]] = []
         self._pending: list[Pending[Tensor]] | None = None
         self._version = -1
-        self._direct = [(s.module._parameters, s.name, i) for i, p in enumerate(params) for s in p.slots if s.direct]
+        self._direct = [(parameters_of(s.module), s.name, i) for i, p in enumerate(params) for s in p.slots if s.direct]
         self._indirect = [(s.module, s.name, i) for i, p in enumerate(params) for s in p.slots if not s.direct]
         self._prepared = False
         self._sharded: list[Any] = [p.sharded for p in params]
@@ -161,7 +163,7 @@ class Group:
     @property
     def version(self) -> int:
         """Changes whenever a sharded parameter is written to."""
-        return sum(bucket.shard._version for bucket in self.buckets)
+        return sum(version_of(bucket.shard) for bucket in self.buckets)
 
     @property
     def is_stale(self) -> bool:

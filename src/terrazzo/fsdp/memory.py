@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo._torch import storages
+
 _PIECE = 4 << 20  # bytes, all ones: NaN in every float dtype
 _MAP_FIXED = 0x10
 
 # Accessors of PyTorch that only some builds for CUDA have, and one that all have, but only recent ones.
-_HAS_MESSAGES = all(hasattr(torch._C, f"_{verb}_storage_data_ptr_access_error_msg") for verb in ("set", "clear"))
-_HAS_TRAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and hasattr(os, "memfd_create")
+_HAS_MESSAGES = storages.HAS_ACCESS_ERRORS
+_HAS_TRAPS = storages.CAN_SWAP and hasattr(os, "memfd_create")
 
 
 class ReturnableMemory:
@@ -44,7 +46,7 @@ class ReturnableMemory:
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor lies here."""
         try:
-            found: bool = tensor.untyped_storage()._cdata == self._storage._cdata
+            found: bool = storages.identity_of(tensor.untyped_storage()) == storages.identity_of(self._storage)
         except (NotImplementedError, RuntimeError):
             return False  # sparse tensors have no storage, nor have those that torch.func wraps
         return found
@@ -55,12 +57,12 @@ class ReturnableMemory:
             return
         self._is_there = False
         if self._trap is not None:
-            self._storage._swap_data_ptr_(self._trap)
+            storages.swap_memory(self._storage, self._trap)
             self._trap.resize_(0)
         else:
             self._storage.resize_(0)
             if _HAS_MESSAGES:
-                torch._C._set_storage_data_ptr_access_error_msg(self._storage._cdata, self._warning)
+                storages.set_access_error(storages.identity_of(self._storage), self._warning)
 
     def take_back(self) -> None:
         """Have new memory, with nothing in it."""
@@ -68,16 +70,16 @@ class ReturnableMemory:
             return
         self._is_there = True
         if self._trap is not None:
-            self._storage._swap_data_ptr_(self._trap)
+            storages.swap_memory(self._storage, self._trap)
         elif _HAS_MESSAGES:
-            torch._C._clear_storage_data_ptr_access_error_msg(self._storage._cdata)
+            storages.clear_access_error(storages.identity_of(self._storage))
         self._storage.resize_(self._nbytes)
 
 
 def _make_trap(nbytes: int) -> Any:
     """A storage without bytes, at an address from which at least `nbytes` can be read."""
-    storage = torch._C._construct_storage_from_data_pointer(_trap_of(nbytes), torch.device("cpu"), 0)
-    torch._C._set_throw_on_mutable_data_ptr(torch.empty(0, dtype=torch.uint8).set_(storage))
+    storage = storages.storage_at(_trap_of(nbytes), torch.device("cpu"), 0)
+    storages.refuse_writes(torch.empty(0, dtype=torch.uint8).set_(storage))
     return storage
 
 

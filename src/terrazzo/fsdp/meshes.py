@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo._torch.groups import backend_of, default_group, device_types, is_alive, joined, root_of, without_groups
 from terrazzo.comm.axis import Axis, axis_of, axis_over
+from terrazzo.comm.mesh import when_groups_end
 from terrazzo.errors import FSDPError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 
@@ -80,7 +81,7 @@ class InnerMesh:
         ranks = data.shard.ranks[start : start + size]
         grid = torch.tensor(data.shard.ranks).view(-1, size)
         # Its own process group is all that is needed of it, and only these ranks make that.
-        mesh = DeviceMesh(data.mesh.device_type, grid, _init_backend=False)
+        mesh = without_groups(data.mesh.device_type, grid)
         return InnerMesh(mesh, axis_over(ranks, data.mesh.device_type))
 
     def layout(self, shape: tuple[int, ...], dim: int) -> Layout:
@@ -89,7 +90,7 @@ class InnerMesh:
 
 def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh of the dims of both, which have to be parts of one mesh."""
-    root = data._get_root_mesh()
+    root = root_of(data)
     names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
     part = _same_part(root, inner)
     if part is None or names is None or inner_names is None or set(names) & set(inner_names):
@@ -100,13 +101,13 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
             "mesh=mesh['dp'])"
         )
     if not set(names) <= set(root.mesh_dim_names or ()):  # dims made of one of the root's, by splitting it
-        return DeviceMesh._concatenate([data, part])
+        return joined([data, part])
     return root[(*names, *inner_names)]
 
 
 def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     """The part of `root` that `inner` is; it may come from another mesh of the same ranks and names."""
-    if inner._get_root_mesh() == root:
+    if root_of(inner) == root:
         return inner
     names = inner.mesh_dim_names
     if names is None or not set(names) <= set(root.mesh_dim_names or ()):
@@ -119,10 +120,17 @@ def _is_accelerated(group: Any, device: torch.device) -> bool:
     """Whether the group has a backend of the device's own; gloo claims devices that it serves through the CPU."""
     if device.type == "cpu" or not torch.get_device_module(device.type).is_available():
         return False
-    return group._get_backend(device).name() != "gloo"
+    return backend_of(group, device).name() != "gloo"
 
 
 _default: tuple[Any, DeviceMesh] | None = None
+
+
+@when_groups_end
+def _forget_default() -> None:
+    global _default
+    if _default is not None and not is_alive(_default[0]()):
+        _default = None
 
 
 def _default_mesh() -> DeviceMesh:
@@ -132,8 +140,8 @@ def _default_mesh() -> DeviceMesh:
         raise FSDPError(
             "fully_shard needs a mesh or an initialised process group: call torch.distributed.init_process_group"
         )
-    group = distributed_c10d._get_default_group()
+    group = default_group()
     if _default is None or _default[0]() is not group:
-        kind = next((device.type for device in group._device_types if _is_accelerated(group, device)), "cpu")
+        kind = next((device.type for device in device_types(group) if _is_accelerated(group, device)), "cpu")
         _default = (weakref.ref(group), init_device_mesh(kind, (dist.get_world_size(),)))
     return _default[1]

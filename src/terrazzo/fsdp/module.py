@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -207,15 +209,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, with_parameters)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+# A class that was made refers to the one that it was made of, and lives as long as its modules do.
+_classes: WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = WeakKeyDictionary()
 
 
 def make_fsdp_module(module: nn.Module) -> None:
     """Turn the class of `module` into an FSDP class, in place."""
     original = type(module)
-    found = _classes.get(original)
+    known = _classes.get(original)
+    found = None if known is None else known()
     if found is None:
-        found = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": __name__})
+        found = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": __name__})
+        _classes[original] = weakref.ref(found)
     module.__class__ = found
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from terrazzo._torch.modules import children_of, parameters_of
+from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.layout import Layout, Shard
@@ -94,13 +96,15 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
     """A DTensor that is an `nn.Parameter`, around exactly this local tensor."""
     result = wrap(local.detach().requires_grad_(requires_grad), layout)
     result.__dict__.update(attributes)
-    result._is_param = True
+    mark_as_parameter(result)
     return result
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    return {name: value for name, value in parameter.__dict__.items() if name not in ("_is_param", "_note", _REPLACED)}
+    return {
+        name: value for name, value in parameter.__dict__.items() if name not in (PARAMETER_MARK, "_note", _REPLACED)
+    }
 
 
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:
@@ -128,10 +132,10 @@ def collect(
         if module in seen or taken(module):
             return
         seen.add(module)
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None and parameter not in ignored:
                 found.setdefault(parameter, (prefix + name, []))[1].append(Slot(module, name))
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
                 visit(child, f"{prefix}{name}.")
 

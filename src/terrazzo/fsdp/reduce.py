@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.bucket import Bucket
@@ -224,7 +225,7 @@ class Reducer:
             if grad is None:
                 continue
             local = param.sharded._local
-            if local._backward_hooks:
+            if gradient_hooks(local):
                 self.settle()
                 grad = _after_hooks(local, grad)
             if local.grad is None:
@@ -232,14 +233,14 @@ class Reducer:
             else:
                 known.append(local.grad)
                 new.append(grad)
-            if local._post_accumulate_grad_hooks:
+            if accumulation_hooks(local):
                 hooked.append(local)
         if known or hooked:
             self.settle()
         if known:
             torch._foreach_add_(known, new)
         for local in hooked:
-            for hook in list(local._post_accumulate_grad_hooks.values()):
+            for hook in list((accumulation_hooks(local) or {}).values()):
                 hook(local)
 
     def _hand_over_alone(self, grads: list[Tensor | None]) -> None:
@@ -270,8 +271,7 @@ class Reducer:
 
 def _after_hooks(local: Tensor, grad: Tensor) -> Tensor:
     """What the hooks of a sharded parameter make of its gradient, as autograd would have them."""
-    assert local._backward_hooks is not None
-    for hook in list(local._backward_hooks.values()):
+    for hook in list((gradient_hooks(local) or {}).values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed

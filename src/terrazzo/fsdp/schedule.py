@@ -19,8 +19,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
 
+from terrazzo._torch.autograd import at_end_of_backward, in_backward
 from terrazzo.errors import CommError
 from terrazzo.fsdp.streams import GatherStream
 from terrazzo.fsdp.watch import Watch
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 # On CPU, where the host waits: so much may be gathered further ahead than the next group, and be reduced meanwhile.
 _OVERLAPPED_BYTES = 1 << 20
 _FURTHEST = 4  # groups ahead
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward; then a forward is the recomputation of a checkpoint."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Schedule:
@@ -133,7 +128,7 @@ class Schedule:
         if not self.backward_running:
             self.watch.settle()
             self.backward_running = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

@@ -18,8 +18,8 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
+from terrazzo._torch.autograd import in_backward
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.schedule import in_backward
 from terrazzo.fsdp.unit import unit_of
 
 

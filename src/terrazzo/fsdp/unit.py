@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo._torch.autograd import in_backward
+from terrazzo._torch.compiling import disable_dynamo
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.bucket import Settings
 from terrazzo.fsdp.direct import FIRST_TAG
@@ -18,7 +20,7 @@ from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import InnerMesh
 from terrazzo.fsdp.misuse import remark_on_single_group
 from terrazzo.fsdp.reduce import ReduceOptions, Reducer
-from terrazzo.fsdp.schedule import Schedule, in_backward
+from terrazzo.fsdp.schedule import Schedule
 from terrazzo.fsdp.tree import has_tensor, map_tensors
 
 ATTRIBUTE = "_terrazzo_fsdp_unit"
@@ -141,7 +143,7 @@ class Unit:
 
     # ------------------------------------------------------------------ forward
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Make the parameters whole; returns the inputs as the module shall see them."""
         schedule = self.schedule
@@ -175,7 +177,7 @@ class Unit:
                 kwargs = map_tensors(kwargs, self._watched)
         return args, kwargs
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def after_forward(self, module: nn.Module, outputs: Any) -> Any:
         """Watch for backward, free the parameters if that is wanted; returns the outputs as others shall see them."""
         schedule = self.ensure_schedule()

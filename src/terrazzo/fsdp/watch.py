@@ -24,8 +24,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import PrefixStore
 
+from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside, time_limit
 from terrazzo.comm.control import ControlPlane
@@ -161,7 +162,7 @@ class Watch:
         found: dict[int, _Position | None] = {rank: mine if rank == here else None for rank in self._ranks}
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         try:
-            store = PrefixStore("terrazzo/fsdp", distributed_c10d._get_default_store())
+            store = PrefixStore("terrazzo/fsdp", default_store())
             store.set(str(here), msgspec.json.encode(mine).decode())
             while None in found.values() and time.monotonic() < deadline:
                 for rank, known in found.items():

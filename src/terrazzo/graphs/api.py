@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from terrazzo._torch.compiling import stay_eager
 from terrazzo.graphs.program import _BACKENDS, Program, Settings
-from terrazzo.tensor.handlers.compiling import stay_eager
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from terrazzo.comm import captured
-from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CaptureError
 from terrazzo.graphs.surroundings import Frozen, Surroundings
 from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
@@ -108,49 +108,69 @@ class Draws:
     """The random numbers that a program draws, as inputs.
 
     Numbers are told apart by the state of the generator before the draw: a part that is run again from a saved state
-    (activation checkpointing) draws the same number again.
+    (activation checkpointing) draws the same number again. Each further run of the program begins in other states, so
+    that a state which the program sets itself does not look like one that it found.
     """
 
     def __init__(self) -> None:
         self.sources: list[tuple[Any, torch.Generator | None]] = []
-        self.numbers: Sequence[torch.Tensor] | None = None  # None while it is not known how many are drawn
-        self._starts: dict[Any, torch.Tensor] = {}
+        self._numbers: Sequence[torch.Tensor] | None = None  # None while it is not known how many are drawn
+        self._starts = {torch.default_generator: torch.default_generator.get_state()}
         self._known: dict[Any, int] = {}
-        self._next: dict[Any, bytes] = {}  # by generator: its state after the last new draw
+        # By generator: its state after the last new draw.
+        self._next: dict[Any, bytes] = {torch.default_generator: _state(torch.default_generator)}
 
     def draw(self, mesh: Any, generator: torch.Generator | None) -> torch.Tensor:
         """The number that the program draws next."""
+        with _disable_current_modes():  # these are real numbers
+            index = self._index(mesh, generator)
+        return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
+
+    def _index(self, mesh: Any, generator: torch.Generator | None) -> int:
         source = torch.default_generator if generator is None else generator
-        state = self._state(source)
+        state = _state(source)
         if source not in self._starts:
-            with real_values():
-                self._starts[source] = source.get_state()
+            self._starts[source] = source.get_state()
             self._next[source] = state
         index = self._known.get((source, state))
-        if index is None:
-            if self._next[source] != state:
-                raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
-            if self.numbers is not None:
-                raise CaptureError("it draws random numbers in its backward", operation="a random operation")
-            index = self._known[source, state] = len(self.sources)
+        if index is not None:
+            random.next_number(generator)
+            return index
+        if self._next[source] != state:
+            raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
+        index = self._known[source, state] = len(self._known)
+        if self._numbers is None:
             self.sources.append((mesh, generator))
+        elif index >= len(self._numbers):
+            raise CaptureError("it draws random numbers in its backward", operation="a random operation")
         random.next_number(generator)
-        if self._next[source] == state:
-            self._next[source] = self._state(source)
-        return torch.zeros((), dtype=torch.int64) if self.numbers is None else self.numbers[index]
+        self._next[source] = _state(source)
+        return index
 
-    def restart(self, numbers: Sequence[torch.Tensor] | None) -> None:
-        """Set generators to where they were when the capture began."""
-        self.numbers = numbers
-        with real_values():
+    def restart(self, numbers: Sequence[torch.Tensor]) -> None:
+        """Begin another run, in which these are drawn."""
+        self._numbers = numbers
+        self._known.clear()
+        with _disable_current_modes():
             for source, state in self._starts.items():
                 source.set_state(state)
-                self._next[source] = self._state(source)
+                random.next_number(source)
+                self._next[source] = _state(source)
 
-    @staticmethod
-    def _state(source: Any) -> bytes:
-        with real_values():
-            return bytes(source.get_state().cpu().numpy())
+    def end(self) -> None:
+        """Set the generators to where they were when the capture began."""
+        for source, state in self._starts.items():
+            source.set_state(state)
+
+    def check_end(self) -> None:
+        """Raise if the run left a generator elsewhere than its draws did."""
+        with _disable_current_modes():
+            if any(_state(source) != state for source, state in self._next.items()):
+                raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
+
+
+def _state(source: Any) -> bytes:
+    return bytes(source.get_state().cpu().numpy())
 
 
 # ------------------------------------------------------------------ the program on stand-ins
@@ -161,12 +181,12 @@ class _LocalProgram(nn.Module):
 
     def __init__(self, subject: Subject, draws: Draws, inputs: int) -> None:
         super().__init__()
-        self._subject, self._draws, self._inputs = subject, draws, inputs
+        self._subject, self.draws, self._inputs = subject, draws, inputs
         self.outputs: Outputs | None = None
         self.writes: list[tuple[Any, Any, Outputs]] = []
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self._draws.restart(flat[self._inputs :])
+        self.draws.restart(flat[self._inputs :])
         return self.run(flat[: self._inputs])
 
     def run(self, stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -304,12 +324,11 @@ def capture(subject: Subject, backend: Backend) -> Graph:
             with fake:
                 numbers = [torch.zeros((), dtype=torch.int64) for _ in draws.sources]
             count = len(draws.sources)
-            draws.restart(numbers)
             run = backend(program, [*inputs, *numbers])
             assert len(draws.sources) == count and program.outputs is not None
         finally:
-            draws.restart(None)
             captured.recording = None
+            draws.end()
     cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
     return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
 
@@ -339,6 +358,7 @@ def _rehearse(
         ]
         before = [stand_in._version for stand_in in stand_ins]
         returned = program.run(stand_ins)
+    program.draws.check_end()
     written = tuple(i for i, stand_in in enumerate(stand_ins) if stand_in._version != before[i])
     for i in written:
         if isinstance(subject.tensors[subject.inputs[i]], CopiedView):

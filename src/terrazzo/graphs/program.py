@@ -23,7 +23,7 @@ from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
 from terrazzo.graphs.surroundings import Stale, Surroundings
-from terrazzo.graphs.values import Unkeyable, collect, describe_tensor, describe_value, local_of, tensor_key
+from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
 from terrazzo.tensor.dtensor import per_thread
 from terrazzo.tensor.ops.losses import parallel_loss
@@ -31,7 +31,6 @@ from terrazzo.tensor.ops.losses import parallel_loss
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _attention = F.scaled_dot_product_attention
-_fake_mode = torch._C._TorchDispatchModeKey.FAKE
 
 
 class CompileWarning(UserWarning):
@@ -129,16 +128,7 @@ class Program:
         key.append(self._searches)
         key.append(numbers)
         tensors += around
-        ids = []
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                local = local_of(tensor)
-                ids.append(id(local))
-                key += tensor_key(tensor, local)
-            else:
-                key.append(tensor)
-        if len(set(ids)) != len(ids):
-            key.append(tuple(distinct(tensors)[1]))
+        append_tensor_keys(tensors, key)
         return tuple(key), tensors
 
     def _look(self) -> tuple[list[Any], tuple[int, ...]]:

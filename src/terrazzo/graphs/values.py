@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +20,10 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum)
 # Objects of which another one is another argument, and the same one has not changed.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, torch.Generator, Placement, DeviceMesh)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+_SPECIAL = frozenset(
+    [torch.complex32, torch.complex64, torch.complex128, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2]
+)
 
 
 class Unkeyable(Exception):
@@ -71,16 +75,47 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
-def tensor_key(tensor: Any, local: Any) -> tuple[Any, ...]:
-    """What a graph assumes of one tensor; raises Unkeyable."""
+_attributes = attrgetter("dtype", "device", "requires_grad", "layout")
+
+
+def append_tensor_keys(tensors: Sequence[Any], key: list[Any]) -> None:
+    """Append what a graph assumes of each tensor, and which of them are one; raises Unkeyable."""
+    ids = []
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is DTensor:
+            local = tensor._local
+            key.append(tensor._layout)
+        elif kind in _PLAIN:
+            local = tensor
+            key.append(tensor.shape)
+        elif isinstance(tensor, DTensor):
+            local = tensor._local
+            if type(tensor) is not DTensor:  # it is one now if its communication was under way
+                key.append(type(tensor))
+            key.append(tensor._layout)
+        elif isinstance(tensor, torch.Tensor):
+            raise Unkeyable(f"a {kind.__name__}")
+        else:
+            key.append(tensor)
+            continue
+        attributes = _attributes(local)
+        if type(local) not in _PLAIN or attributes[0] in _SPECIAL or attributes[3] is not torch.strided:
+            _check_ordinary(local)
+        key.append(attributes)
+        key.append(local.stride())
+        ids.append(id(local))
+    if len(set(ids)) != len(ids):
+        key.append(tuple([ids.index(i) for i in ids]))
+
+
+def _check_ordinary(local: torch.Tensor) -> None:
     if type(local) not in _PLAIN:
         raise Unkeyable(f"a {type(local).__name__} as a local tensor")
-    if local.layout is not torch.strided or local.is_quantized:
+    if local.layout is not torch.strided:
         raise Unkeyable(f"a tensor of layout {local.layout}")
-    if local.dtype.is_complex and (local.is_conj() or local.is_neg()):
-        raise Unkeyable("a conjugated view; call resolve_conj() on it")
-    layout = tensor._layout if isinstance(tensor, DTensor) else None
-    return layout, type(tensor), local.dtype, local.shape, local.stride(), local.device, local.requires_grad
+    if local.is_quantized or local.is_conj() or local.is_neg():
+        raise Unkeyable("a conjugated view or a quantized tensor")
 
 
 def describe_tensor(tensor: Any) -> str:

@@ -9,22 +9,19 @@ from terrazzo.layout import Partial, Placement, Replicate, Shard
 
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
+from terrazzo.tensor import patching
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
+from terrazzo.tensor.explanation import Explanation, explain
 from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
-from terrazzo.tensor.handlers import clip, compiling, masked, optimizers, transforms
-from terrazzo.tensor.ops import autograd, loaded  # noqa: F401  (loaded: they register what they handle)
+from terrazzo.tensor.ops import loaded  # noqa: F401  (loaded: they register what they handle)
 
-clip.install()
-masked.install()
-optimizers.install()
-compiling.install()
-autograd.install_function_bridge()
-transforms.install()
+patching.install()
 
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "Explanation",
     "Partial",
     "Placement",
     "Replicate",
@@ -32,6 +29,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "init_device_mesh",
     "ones",

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import buffers_of, parameters_of
+from terrazzo._torch.tensors import mark_as_parameter
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import broadcast, scatter
 from terrazzo.errors import DTensorArgumentError, DTensorError
@@ -56,7 +58,6 @@ def distribute_tensor(
             )
         return tensor
     refuse_torch_dtensor("distribute_tensor", tensor)
-    refuse_subclass("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
             "distribute_tensor can only distribute leaf tensors, this one has a graph: use "
@@ -72,13 +73,14 @@ def distribute_tensor(
     elif src_data_rank is None or local.device.type == "meta":
         local = local[layout.box().slices()]
     else:
+        refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
     if local.device.type != "meta":
         # An own, dense copy: the caller's tensor may change later, and shards must not keep the whole alive.
         local = local.clone(memory_format=torch.contiguous_format)
     result = wrap(redistribute_local(local, layout, wanted), wanted).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        result._is_param = True
+        mark_as_parameter(result)
     return result
 
 
@@ -146,13 +148,14 @@ def convert_calls(
 def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate what parameters and buffers are plain tensors still."""
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
+        for name, parameter in parameters_of(submodule).items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 whole = distribute_tensor(parameter.detach(), mesh)
                 submodule.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-        for name, buffer in submodule._buffers.items():
+        buffers = buffers_of(submodule)
+        for name, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[name] = distribute_tensor(buffer, mesh)
+                buffers[name] = distribute_tensor(buffer, mesh)
 
 
 def _of_three(what: str, function: Callable[..., Any]) -> Callable[..., Any]:

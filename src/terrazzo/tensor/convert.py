@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.groups import current_mesh as enclosing_mesh
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
@@ -22,7 +23,7 @@ from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, links, wrap
-from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
+from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
@@ -33,7 +34,7 @@ def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """`mesh`, or that of the enclosing `with mesh:`."""
     if mesh is None:
         try:
-            mesh = _mesh_resources.get_current_mesh()
+            mesh = enclosing_mesh()
         except RuntimeError:
             raise DTensorError("no device mesh: pass device_mesh, or call this inside `with mesh:`") from None
     return canonical_mesh(mesh)
@@ -52,7 +53,6 @@ def from_local(
             "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
         )
     refuse_torch_dtensor("from_local", local)
-    refuse_subclass("from_local", local)
     if local.layout is not torch.strided:
         raise DTensorError(f"a DTensor holds strided tensors, not {local.layout}: use local_tensor.to_dense()")
     mesh = current_mesh(mesh)

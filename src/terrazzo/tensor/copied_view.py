@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from terrazzo._torch.tensors import version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -145,7 +146,7 @@ CopiedView.data = property(lambda self: self.detach(), DTensor.data.fset)  # typ
 
 
 def _version_of(local: torch.Tensor) -> int:
-    return -1 if local.is_inference() else local._version  # inference tensors do not count
+    return -1 if local.is_inference() else version_of(local)  # inference tensors do not count
 
 
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

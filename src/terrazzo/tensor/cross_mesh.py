@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
 from terrazzo.comm.collectives import exchange
-from terrazzo.comm.mesh import ranks_of
+from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, cells_in, first_holders, replicas
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -79,6 +79,9 @@ def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
                 if sender(receiver, mine) == me:
                     send[place[receiver]] = part
     return Transfer(ranks, tuple(send), tuple(receive), shape)
+
+
+when_groups_end(plan_transfer.cache_clear)
 
 
 def _coordinate(index: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:

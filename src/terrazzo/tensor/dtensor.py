@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.autograd import run_backward
+from terrazzo._torch.dispatching import without_subclass_functions
+from terrazzo._torch.tensors import make_wrapper as _make
+from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
 from terrazzo.tensor.dispatch.keys import (
@@ -40,10 +44,7 @@ from terrazzo.tensor.dispatch.keys import (
 from terrazzo.tensor.raw_access import NoRawAccess
 from terrazzo.tensor.strides import global_stride, is_contiguous
 
-_make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
-set_wrapper_data: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["data"].__set__
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Links:
@@ -100,7 +101,7 @@ def become(target: DTensor, value: DTensor) -> None:
     local = value._local
     if target.requires_grad and not local.requires_grad:  # without a graph, a leaf stays one that wants its gradient
         local = local.detach().requires_grad_()
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
     target._local, target._layout, target._memo = local, value._layout, value._memo
 
@@ -483,7 +484,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             self._local.data = local
             self._layout = value._layout
         else:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 set_wrapper_data(self, wrap(local, value._layout))
             self._local.data = local
             self._layout = value._layout
@@ -518,7 +519,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             return
         local = self._local
         keep = create_graph if retain_graph is None else retain_graph
-        _run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
+        run_backward((local,), (torch.ones_like(local),), keep, create_graph, (), True, True)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         layout = self._layout

@@ -25,7 +25,7 @@ def refuse_torch_dtensor(function: str, value: Any) -> None:
 
 
 def refuse_subclass(function: str, value: torch.Tensor) -> None:
-    """Raise if `value` is of a subclass that cannot be cut and communicated as the tensor that it stands for."""
+    """Raise if `value`, which is to be communicated, is of a subclass whose elements cannot be sent one by one."""
     kind = type(value)
     if kind is torch.Tensor or kind.__module__.startswith("torch._subclasses"):  # what a compiler runs programs on
         return
@@ -37,7 +37,7 @@ def refuse_subclass(function: str, value: torch.Tensor) -> None:
         why = None  # it holds its elements as a plain tensor does, or it is a result that PyTorch waits for
     if why is not None:
         raise DTensorArgumentError(
-            f"{function} cannot cut a {kind.__name__} of shape {tuple(value.shape)} and send its parts: {why}. "
-            "Distribute the plain tensors that it is made of, or the one that it stands for, and make "
-            f"a {kind.__name__} of each rank's part"
+            f"{function} cannot cut a {kind.__name__} of shape {tuple(value.shape)} and send its elements: {why}. Give "
+            "each rank its part with DTensor.from_local, or let the tensor cut itself on every rank with "
+            "distribute_tensor(..., src_data_rank=None); make a plain tensor of what is to be communicated"
         )

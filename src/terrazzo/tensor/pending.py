@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor
 
-_make: Any = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 
 

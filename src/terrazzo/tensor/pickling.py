@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
@@ -25,8 +26,8 @@ from terrazzo.tensor.dtensor import DTensor, links, wrap
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
     """What pickle is to store."""
     layout = tensor._layout
-    state = {k: v for k, v in tensor.__dict__.items() if k != "_is_param"}
-    is_parameter = bool(tensor.__dict__.get("_is_param"))
+    state = {k: v for k, v in tensor.__dict__.items() if k != PARAMETER_MARK}
+    is_parameter = bool(tensor.__dict__.get(PARAMETER_MARK))
     where = (mesh_as_data(layout.mesh), tuple(layout.placements), tuple(layout.shape), tuple(layout.order))
     writer = dist.get_rank() if dist.is_initialized() else _seen_from(layout)
     return rebuild, (tensor._local.detach(), *where, tensor._local.requires_grad, is_parameter, state, writer)
@@ -59,7 +60,7 @@ def rebuild(
     result = wrap(local.requires_grad_(requires_grad), layout)
     result.__dict__.update(state)
     if is_parameter:
-        result._is_param = True
+        mark_as_parameter(result)
     return result
 
 

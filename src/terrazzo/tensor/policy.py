@@ -3,13 +3,13 @@
 What the program asks for by name is never limited: `redistribute`, `full_tensor`, `from_local`, `distribute_tensor`,
 values (`item`), the layouts that parallel styles declare, and the gradients of all these.
 
-An event is judged when it is about to happen.  In forward the Python stack tells the operation.  In backward the node
-does: it keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with it the policy.
+An event is judged when it is about to happen.  In forward the operation is known from `running`.  In backward the node
+knows: it keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with it the policy.
 """
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 import warnings
 import weakref
@@ -21,13 +21,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch._C import _current_autograd_node
 
+from terrazzo._torch.autograd import current_node
+from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.observe import origin
 from terrazzo.errors import CommPolicyError
-from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.running import Running, is_inside, noting, now
 
 Action: TypeAlias = Literal["allow", "warn", "error"]
 
@@ -62,14 +63,15 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
         raise ValueError(f"above is a number of bytes, not {above!r}")
     policy = Policy(action, above)
     outer, outer_describe = _policy_of_thread(), origin.describe
-    torch._C._stash_obj_in_tls(_THREAD_STATE, policy)
+    set_in_thread(_THREAD_STATE, policy)
     origin.describe = policy.cause_of_node
     observe.era += 1
     try:
-        yield
+        with noting():
+            yield
     finally:
         origin.describe = outer_describe
-        torch._C._stash_obj_in_tls(_THREAD_STATE, outer)
+        set_in_thread(_THREAD_STATE, outer)
         observe.era += 1
 
 
@@ -92,7 +94,7 @@ class describing:
 def asked_for() -> describing:
     """A block of communication that the program asks for by name; inside an operation it has no effect."""
     outer = origin.describe
-    inside = outer is not None and _find_call(sys._getframe(1)) is not None
+    inside = outer is not None and now() is not None
     return describing(outer if inside else _describe_asked)
 
 
@@ -141,10 +143,10 @@ class Policy:
 
     def cause_of_node(self) -> Any:
         """For a node that is made now."""
-        call = _find_call(sys._getframe(1))
-        if call is not None:
-            return _Cause(self, call)
-        node = _current_autograd_node()  # a gradient of a gradient has the cause of the gradient
+        operation = now()
+        if operation is not None:
+            return _Cause(self, _call_of(operation))
+        node = current_node()  # a gradient of a gradient has the cause of the gradient
         return None if node is None else getattr(node, "origin", None)
 
     def judge(self, event: CommEvent, call: _Call, backward: bool) -> None:
@@ -208,9 +210,7 @@ def _stop_listening() -> None:
 
 
 def _policy_of_thread() -> Policy | None:
-    if not torch._C._is_key_in_tls(_THREAD_STATE):
-        return None
-    policy: Policy | None = torch._C._get_obj_in_tls(_THREAD_STATE)
+    policy: Policy | None = get_in_thread(_THREAD_STATE)
     return policy
 
 
@@ -220,13 +220,13 @@ def _observe(event: CommEvent) -> None:
         return
     if _judging.busy or origin.describe is _describe_asked:
         return
-    call = _find_call(sys._getframe(1))
-    if call is not None:
+    operation = now()
+    if operation is not None:
         policy = _policy_of_thread()
         if policy is not None:
-            policy.judge(event, call, backward=False)
+            policy.judge(event, _call_of(operation), backward=False)
         return
-    node = _current_autograd_node()
+    node = current_node()
     if node is None or not hasattr(node, "origin"):
         return  # not an operation on DTensors, but fully_shard, say
     cause = node.origin
@@ -238,51 +238,31 @@ def _observe(event: CommEvent) -> None:
             policy.judge(event, _UNKNOWN_CALL, backward=True)
 
 
-# ------------------------------------------------------------------ the stack
-
-_ENTRIES: dict[tuple[str, str], Callable[[FrameType], str]] = {
-    ("terrazzo.tensor.dtensor", "__torch_function__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
-    ("terrazzo.tensor.dtensor", "__torch_dispatch__"): lambda frame: canonical_name(frame.f_locals["func"])[0],
-    ("terrazzo.tensor.handlers.clip", "get_total_norm"): lambda frame: "clip_grad_norm",
-}
-"""Where operations on DTensors enter, by module and function, and what they are called."""
-
-_BACKWARD = frozenset(
-    [
-        ("torch.autograd.function", "apply"),
-        ("torch.autograd.graph", "_engine_run_backward"),
-        ("terrazzo.tensor.dtensor", "backward"),
-    ]
-)
-"""Below these frames lies the caller of backward, who is not the one who calls what runs above."""
+# ------------------------------------------------------------------ who called
 
 
-def _find_call(frame: FrameType | None) -> _Call | None:
-    """The outermost operation on DTensors that this thread is carrying out."""
-    operation: str | None = None
-    while frame is not None:
-        at = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-        if at in _BACKWARD:
-            break
-        entry = _ENTRIES.get(at)
-        if entry is not None:
-            operation, caller = entry(frame), frame.f_back
-        frame = frame.f_back
-    return None if operation is None else _called_from(operation, caller)
-
-
-def _called_from(operation: str, frame: FrameType | None) -> _Call:
+def _call_of(operation: Running) -> _Call:
+    """The operation, with the line of the program that called it: the first that is not in torch or terrazzo."""
     file, line, modules = "<unknown>", 0, []
+    frame = operation.caller
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not line and not name.startswith(("torch.", "terrazzo.")):
+        if not line and not is_inside(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
-            module = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(module, nn.Module):
-                modules.append(type(module).__name__)
+        module = _runs_forward_of(frame)
+        if module is not None:
+            modules.append(type(module).__name__)
         frame = frame.f_back
-    return _Call(operation, file, line, tuple(reversed(modules)))
+    return _Call(operation.name, file, line, tuple(reversed(modules)))
+
+
+def _runs_forward_of(frame: FrameType) -> nn.Module | None:
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    module = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(module, nn.Module) and getattr(inspect.unwrap(module.forward), "__code__", None) is code:
+        return module
+    return None
 
 
 __all__ = ["Action", "CommPolicyWarning", "Policy", "asked_for", "communication_policy", "describing"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
-
 from terrazzo.errors import DTensorError
 
 
@@ -62,12 +60,5 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _guarded_to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(tensor, NoRawAccess):
-        _refuse("DLPack export")
-    return _to_dlpack(tensor, *args, **kwargs)
-
-
-# The C function sees only the wrapper, and would export a null pointer.
-_to_dlpack = torch.utils.dlpack.to_dlpack
-torch.utils.dlpack.to_dlpack = _guarded_to_dlpack  # type: ignore[assignment]  # its names are its own
+def refuse_export() -> NoReturn:
+    _refuse("DLPack export")

@@ -12,12 +12,24 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.pending import Pending
 from terrazzo.layout import Layout, Partial, plan_transition
-from terrazzo.layout.transition import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Slice, Step, ToPartial
+from terrazzo.layout.transition import (
+    LOCAL_STEPS,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Gather,
+    ReduceScatter,
+    Slice,
+    Step,
+    ToPartial,
+)
+from terrazzo.tensor.foreign import refuse_subclass
 
 
 def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:
@@ -60,7 +72,7 @@ def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.
     steps = plan_transition(src, dst)
     if len(steps) != 1 or not isinstance(steps[0], Gather) or axis_of(src.mesh, steps[0].mesh_dims).size == 1:
         return None
-    return Gathered(local, steps[0], src.mesh, replica._version)
+    return Gathered(local, steps[0], src.mesh, version_of(replica))
 
 
 def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None) -> torch.Tensor:
@@ -72,12 +84,15 @@ def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...
     axis = axis_of(mesh, step.mesh_dims)
     if axis.size == 1:
         return local
+    if type(local) is not torch.Tensor and not isinstance(step, LOCAL_STEPS):
+        refuse_subclass("redistribute", local)
     return _RUN[type(step)](local, step, axis, varying, pending)
 
 
 def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
     """Start the communication of one step, for `run_step` to finish."""
     axis = axis_of(mesh, step.mesh_dims)
+    refuse_subclass("redistribute", local)
     local = local.detach()
     if isinstance(step, Gather):
         return collectives.all_gather_start(local, axis, step.dim, step.sizes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import ParallelPlanError
 from terrazzo.tensor.dtensor import DTensor
 
@@ -27,7 +28,7 @@ class _Place:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        return self.owner._parameters.get(self.name)
+        return parameters_of(self.owner).get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Distributed:
 
     def find(self) -> nn.Parameter | None:
         owner, parameter = self.owner(), self.parameter()
-        return parameter if owner is not None and owner._parameters.get(self.name) is parameter else None
+        return parameter if owner is not None and parameters_of(owner).get(self.name) is parameter else None
 
 
 # By the plain parameter, for as long as somebody has it.
@@ -54,7 +55,7 @@ class SharedParameters:
     def __init__(self, module: nn.Module) -> None:
         self._places: dict[int, tuple[nn.Parameter, list[_Place]]] = {}
         for path, submodule in module.named_modules():
-            for name, parameter in submodule._parameters.items():
+            for name, parameter in parameters_of(submodule).items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     place = _Place(submodule, name, f"{path or type(submodule).__name__}.{name}")
                     self._places.setdefault(id(parameter), (parameter, []))[1].append(place)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
 from terrazzo.checkpoint.formats.strided import Strided
 from terrazzo.checkpoint.formats.zip_writing import ZipWriter
 from terrazzo.checkpoint.memory import bytes_of
@@ -104,7 +105,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter):
             data = value.detach()
-            return torch._utils._rebuild_parameter, (data, value.requires_grad, OrderedDict())
+            return rebuild_parameter, (data, value.requires_grad, OrderedDict())
         if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             return self._rebuild(plain, plain.dtype, tuple(plain.shape), value.requires_grad)
@@ -132,6 +133,6 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
         kind = _STORAGES.get(dtype)
         if kind is not None:
             storage = _StorageId(kind, key, prod(shape))
-            return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, requires_grad, OrderedDict())
+            return rebuild_tensor, (storage, 0, shape, strides, requires_grad, OrderedDict())
         untyped = _StorageId(torch.storage.UntypedStorage, key, prod(shape) * dtype.itemsize)
-        return torch._utils._rebuild_tensor_v3, (untyped, 0, shape, strides, requires_grad, OrderedDict(), dtype)
+        return rebuild_typed, (untyped, 0, shape, strides, requires_grad, OrderedDict(), dtype)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys  # what Module.load_state_dict returns
 
+from terrazzo._torch.modules import keys_found
 from terrazzo.checkpoint.state_dict.model import get_model_state_dict, set_model_state_dict
 from terrazzo.checkpoint.state_dict.optim import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.state_dict.options import Optimizers, OptimizerStateType, StateDictOptions, ValueType, as_tuple
@@ -64,5 +64,5 @@ def set_state_dict(
             raise CheckpointMismatchError("optimizers were given, but optim_state_dict is empty")
         set_optimizer_state_dict(model, every, optim_state_dict, options=options)
     if not model_state_dict and not from_rank0:
-        return _IncompatibleKeys([], [])
+        return keys_found([], [])
     return set_model_state_dict(model, model_state_dict, options=options)

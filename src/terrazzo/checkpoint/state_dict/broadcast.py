@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo._torch.groups import default_group, device_types
 from terrazzo.checkpoint.state_dict.tensors import is_distributed, map_paths
 from terrazzo.errors import CheckpointError
 
@@ -103,7 +104,7 @@ def _is_tensor(value: Any) -> bool:
 
 def wire_device() -> torch.device:
     """A device whose tensors the default group can broadcast, the CPU where possible."""
-    devices = dist.distributed_c10d._get_default_group()._device_types
+    devices = device_types(default_group())
     cpu = torch.device("cpu")
     if cpu in devices or not devices:
         return cpu

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.modules import state_maker_of
 from terrazzo.errors import CheckpointError
 
 
@@ -87,7 +88,7 @@ def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.op
 
 def _create_without_stepping(double: torch.optim.Optimizer) -> None:
     """Run the part of PyTorch's own optimizers that makes missing state; its other arguments are lists to fill."""
-    init_group = getattr(double, "_init_group", None)
+    init_group = state_maker_of(double)
     if init_group is not None:
         group, *lists = inspect.signature(init_group).parameters
         init_group(double.param_groups[0], *([] for _ in lists))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from terrazzo._torch.modules import children_of
 from terrazzo.checkpoint.state_dict.interop import wrapper_of
 
 
@@ -87,4 +88,4 @@ class Names:
 
 def _child(module: nn.Module | None, part: str) -> nn.Module | None:
     """The child module called `part`; None for a parameter, or a key that a state-dict hook made up."""
-    return module._modules.get(part) if module is not None else None
+    return children_of(module).get(part) if module is not None else None

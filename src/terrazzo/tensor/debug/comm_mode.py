@@ -10,13 +10,13 @@ from os import PathLike
 from typing import Any, Self
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from terrazzo._torch.dispatching import OpOverload, TorchDispatchMode
+from terrazzo._torch.groups import group_called
 from terrazzo.comm import CommEvent, add_observer, remove_observer, wire
 from terrazzo.layout import Placement
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
@@ -193,7 +193,7 @@ def _record(tree: ModuleTree, func: Any, args: Sequence[Any], kwargs: Mapping[st
     name = canonical_name(func)[0]
     arguments = [describe_argument(a) for a in args] + [f"{k}={describe_argument(v)}" for k, v in kwargs.items()]
     trivial = name in _TRIVIAL or name.startswith(("get_", "set_", "__get__", "__set__"))
-    shown = f"aten.{name}" if isinstance(func, torch._ops.OpOverload) and "::" not in name else name
+    shown = f"aten.{name}" if isinstance(func, OpOverload) and "::" not in name else name
     tree.write(Operation(shown, tuple(arguments), distributed, trivial))
 
 
@@ -260,7 +260,7 @@ def _group_among(args: Sequence[Any]) -> ProcessGroup | None:
                 continue  # the reduction, or another boxed argument
         if isinstance(arg, str):
             try:
-                return _resolve_process_group(GroupName(arg))
+                return group_called(GroupName(arg))
             except (RuntimeError, ValueError):
                 continue  # the name of a reduction
     return None

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # it defines the operators below
+
+from terrazzo._torch.dispatching import functional_collectives, qualified_name
+
+functional_collectives()  # it defines the operators below
 
 _functional, _plain = torch.ops.c10d_functional, torch.ops.c10d
 
@@ -63,7 +66,7 @@ def kind_of_operator(operator: Any) -> str | None:
     'all_gather'
     """
     packet = getattr(operator, "overloadpacket", operator)
-    qualified = getattr(packet, "_qualified_op_name", "")
+    qualified = qualified_name(packet)
     namespace, _, name = qualified.partition("::")
     if namespace not in COLLECTIVE_NAMESPACES:
         return None

@@ -7,21 +7,18 @@ is added to the graph, and no tensor is kept alive.
 
 from __future__ import annotations
 
-import sys
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._C import _current_autograd_node
-from torch._C._autograd import _get_sequence_nr
 
+from terrazzo._torch.autograd import current_node, in_backward, node_count, number_of
 from terrazzo.tensor.dtensor import DTensor
 
 Phase: TypeAlias = Literal["forward", "backward"]
@@ -128,13 +125,13 @@ class ModuleTree:
             if record is None:
                 parent = frames[-1].record if frames else self.root
                 record = self._records[module] = self._new_record(module, parent)
-        frames.append(_Frame(record, _get_sequence_nr(), _current_autograd_node() is not None))
+        frames.append(_Frame(record, node_count(), current_node() is not None))
 
     def leave(self, _module: nn.Module, _args: Any, _result: Any) -> None:
         frames = self._stack.frames
         if frames:  # the mode may have been entered within this call
             frame = frames.pop()
-            self._calls[threading.get_ident()].add(frame.first_node, _get_sequence_nr(), not frames, frame.record)
+            self._calls[threading.get_ident()].add(frame.first_node, node_count(), not frames, frame.record)
 
     def _new_record(self, module: nn.Module, parent: ModuleRecord) -> ModuleRecord:
         if module not in self._known:
@@ -160,16 +157,16 @@ class ModuleTree:
 
     def current(self) -> tuple[ModuleRecord, Phase]:
         """The module on whose behalf this thread runs, and whether that is its backward."""
-        node = _current_autograd_node()
+        node = current_node()
         frames = self._stack.frames
         top = frames[-1] if frames else None
         if node is None:
-            return (self.root if top is None else top.record), "backward" if _in_callback() else "forward"
+            return (self.root if top is None else top.record), "backward" if in_backward() else "forward"
         if top is not None and top.in_backward:
             return top.record, "backward"
         # Accelerators have backward threads of their own, which work on what the thread of the mode has made.
         here = threading.get_ident()
-        made = self._calls[here if here in self._calls else self._home].innermost(node._sequence_nr())
+        made = self._calls[here if here in self._calls else self._home].innermost(number_of(node))
         return self.root if made is None else made, "backward"
 
     def write(self, entry: Operation) -> None:
@@ -181,17 +178,6 @@ class ModuleTree:
         collective = Collective(kind, axis, ranks, nbytes, op, phase, record.fqn)
         record.entries[phase].append(collective)
         return collective
-
-
-def _in_callback() -> bool:
-    """Whether backward is still running although no node is: what was queued for its end, as `fully_shard` does."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        at = (frame.f_globals.get("__name__"), frame.f_code.co_name)
-        if at in (("torch.autograd.graph", "_engine_run_backward"), ("terrazzo.tensor.dtensor", "backward")):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def describe_argument(value: Any) -> str:

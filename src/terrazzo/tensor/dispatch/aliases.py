@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from terrazzo._torch.dispatching import schema_of
+
 Alias = Literal["new", "view", "same", "written"]
 
 _SAME = frozenset(
@@ -39,7 +41,7 @@ def alias_of(name: str, inplace: bool = False) -> Alias:
     if packet is None or not hasattr(packet, "overloads"):
         return "new"
     for overload in packet.overloads():
-        schema = getattr(packet, overload)._schema
+        schema = schema_of(getattr(packet, overload))
         if schema.returns and schema.arguments:
             info = schema.returns[0].alias_info
             if info is not None and not info.is_write:

@@ -12,30 +12,28 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.autograd import innermost_transform
+from terrazzo._torch.dispatching import is_composite, thread_state_before_dispatch, without_autocast
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES
 from terrazzo.tensor.dtensor import DTensor, links
 from terrazzo.tensor.ops.table import TABLE
-
-_DispatchKey = torch._C.DispatchKey
-_RestoreThreadState: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
-# Autocast has acted on the composite's own inputs already; the pieces must not be cast again.
-_AUTOCAST = torch._C.DispatchKeySet(_DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(_DispatchKey.AutocastCUDA)
 
 
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One aten operation on DTensors, called from C++."""
     name, _ = canonical_name(op)
     if (
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        is_composite(op)
         and (name not in TABLE or TABLE[name].how == "body")
         and op not in OVERRIDES
         and op is not torch.ops.aten.detach.default
     ):
         return op.decompose(*args, **kwargs)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
-    with _RestoreThreadState(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    # Autocast has acted on the composite's own inputs already; the pieces must not be cast again.
+    with thread_state_before_dispatch(), without_autocast():
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from terrazzo._torch.tensors import assert_async
 from terrazzo.comm.captured import capturing
 
 
@@ -21,7 +22,7 @@ def check_bounds(values: torch.Tensor, count: int, what: str) -> None:
         return  # a graph has no values to look at
     inside = ((values >= 0) & (values < count)).all()
     if values.device.type != "cpu":
-        torch._assert_async(inside, f"{what} out of bounds")
+        assert_async(inside, f"{what} out of bounds")
     elif not inside:
         wrong = values[(values < 0) | (values >= count)]
         raise IndexError(f"{what} {wrong.flatten()[0].item()} is out of bounds: there are {count}")

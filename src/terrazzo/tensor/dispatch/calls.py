@@ -10,8 +10,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
 from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.composites import run_composite
@@ -34,7 +33,7 @@ from terrazzo.tensor.ops.table import Operation, apply_rule, names_for, operatio
 Key = tuple[Any, ...] | None
 
 # Before PyTorch 2.13 a function's body cannot be run without its asking for overrides again.
-_skip_one_hop = getattr(torch._C, "_skip_one_hop_torch_function", None)
+_skip_one_hop = run_without_overrides_once
 
 
 def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from terrazzo._torch.dispatching import without_subclass_functions
 
 
 def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Let C++ take `func` apart."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         return func(*args, **kwargs)

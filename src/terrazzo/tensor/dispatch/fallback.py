@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import is_view
 from terrazzo.layout import Layout, Replicate, moved_bytes
 from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -118,7 +119,7 @@ class _Gathered:
                 return source  # the operation had nothing to do, and returns what it was given
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        if local._is_view():
+        if is_view(local):
             storage = _storage(local)
             if storage in self.copies:
                 mark_copied(result, self.name, args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload, overload_name
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import check_keeps_shape, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
@@ -70,9 +71,9 @@ def run_in_place(
 
 
 def _functional(call: Call) -> Any:
-    if isinstance(call.func, torch._ops.OpOverload):
+    if isinstance(call.func, OpOverload):
         packet = getattr(torch.ops.aten, call.name, None)
-        return None if packet is None else getattr(packet, call.func._overloadname, None)
+        return None if packet is None else getattr(packet, overload_name(call.func), None)
     for home in (torch.Tensor, torch, torch.nn.functional):
         functional = getattr(home, call.name, None)
         if functional is not None:

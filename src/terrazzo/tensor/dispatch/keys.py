@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+from terrazzo.comm.mesh import when_groups_end
+
 Route = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]], Any]
 """(function, args, args with locals, kwargs with locals, kwargs) -> result"""
 
 routes: dict[tuple[Any, ...], Route] = {}
 """Cached routes by key."""
+
+when_groups_end(routes.clear)  # keys hold layouts, and these hold meshes
 
 ROUTE_LIMIT = 16384
 """Cached routes at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""

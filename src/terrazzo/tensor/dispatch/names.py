@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
+from terrazzo._torch.dispatching import qualified_name
 
 _ALIASES = {
     "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__isub__": "sub_", "__mul__": "mul",
@@ -38,12 +38,9 @@ def canonical_name(func: Any) -> tuple[str, bool]:
     >>> canonical_name(torch.Tensor.add_), canonical_name(torch.ops.aten.add.Tensor), canonical_name(torch.multiply)
     (('add', True), ('add', False), ('mul', False))
     """
-    if isinstance(func, torch._ops.OpOverload):
-        namespace, name = func._schema.name.split("::")
-        if namespace not in ("aten", "prims"):
-            return f"{namespace}::{name}", False
-    elif isinstance(func, torch._ops.OpOverloadPacket):
-        namespace, name = func._qualified_op_name.split("::")
+    qualified = qualified_name(func)
+    if qualified:
+        namespace, name = qualified.split("::")
         if namespace not in ("aten", "prims"):
             return f"{namespace}::{name}", False
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.autograd import is_transformed
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
@@ -70,7 +71,7 @@ def first_layout(values: Sequence[Any]) -> Layout | None:
 
 
 def _refuse_transformed(name: str, where: str, value: torch.Tensor) -> None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if is_transformed(value):
         raise DTensorError(
             f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside of it; "
             "give the transformed function all DTensors as arguments that are transformed, or use torch.func.grad or "

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import make_wrapper as _make
+from terrazzo._torch.tensors import version_of
 from terrazzo.comm import observe
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
@@ -20,13 +22,12 @@ from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, 
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.spec import Joined, OneArgument, Spec
+from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
 from terrazzo.tensor.strides import check_no_overlap, is_thin
 
-_make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 _grad_enabled = torch.is_grad_enabled
 
@@ -34,7 +35,7 @@ _grad_enabled = torch.is_grad_enabled
 def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
     """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
     memo = source._memo
-    version = local._version
+    version = version_of(local)
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
         return memo[3]
     result = memo.varying(local, dims) if type(memo) is Gathered else cast_fresh(local, dims, mesh)
@@ -133,8 +134,6 @@ def first_run(
         result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
     check_shapes(name, result, outs)
     wrapped = wrap_outputs(result, outs)
-    if plan.joined is not None:
-        return wrapped, _joining(plan, plan.joined, ready)
     if plan.copies_view:
         mark_copied(wrapped, name, args, kwargs)
     elif spec.is_view and type(args[0]) is CopiedView:
@@ -146,6 +145,8 @@ def first_run(
             route = _single(plan, ready)
     else:
         route = _general(name, plan, ready)
+    if plan.joined is not None:
+        route = _joining(plan, plan.joined, ready, route)
     return wrapped, _view_route(plan, route, isinstance(wrapped, DTensor)) if spec.is_view else route
 
 
@@ -197,15 +198,16 @@ def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
     return run
 
 
-def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None) -> Route:
-    outs, joined_outs, local_function = plan.outs, plan.joined_outs, plan.local
+def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None, usual: Route) -> Route:
+    """Joins the terms, or does what is usual where the dtypes of the locals allow for terms."""
+    outs, join, half_only = plan.joined_outs, joined.run, joined.half_only
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        if half_only and ((not kw and loc[0].dtype not in HALF) or not joined.applies(loc, kw)):
+            return usual(func, args, loc, kw, kwargs)
         if ready is not None:
             ready(args, loc, kw, kwargs)
-        if joined.applies(loc, kw):
-            return wrap_outputs(joined.run(func, loc, kw), joined_outs)
-        return wrap_outputs(func(*loc, **kw) if local_function is None else local_function(func, loc, kw), outs)
+        return wrap_outputs(join(func, loc, kw), outs)
 
     return run
 

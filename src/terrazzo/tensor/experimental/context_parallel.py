@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import DTensorArgumentError, DTensorError, UnsupportedCallError
@@ -138,12 +139,12 @@ def _attention_over(axis: Axis) -> Iterator[None]:
     with _lock:
         _replaced += 1
         F.scaled_dot_product_attention = _attention
-    torch._C._stash_obj_in_tls(_THREAD_STATE, axis)
+    set_in_thread(_THREAD_STATE, axis)
     try:
         with _AttentionMode():
             yield
     finally:
-        torch._C._stash_obj_in_tls(_THREAD_STATE, outer)
+        set_in_thread(_THREAD_STATE, outer)
         with _lock:
             _replaced -= 1
             if _replaced == 0:
@@ -151,9 +152,7 @@ def _attention_over(axis: Axis) -> Iterator[None]:
 
 
 def _axis_of_thread() -> Axis | None:
-    if not torch._C._is_key_in_tls(_THREAD_STATE):
-        return None
-    axis: Axis | None = torch._C._get_obj_in_tls(_THREAD_STATE)
+    axis: Axis | None = get_in_thread(_THREAD_STATE)
     return axis
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from terrazzo._torch.dispatching import functional_collectives, tree_flatten, tree_unflatten
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import LocalMapError, PlacementMismatchError
@@ -228,7 +227,7 @@ class _Region:
             raise LocalMapError(
                 f"local_map: {name} returned a tensor of shape {tuple(value.shape)} where out_placements has None"
             )
-        if isinstance(value, AsyncCollectiveTensor):
+        if isinstance(value, functional_collectives().AsyncCollectiveTensor):
             value = value.wait()
         shape = self._shape(value, placements) if self.uneven else None
         return DTensor.from_local(value, self.mesh, placements, shape=shape)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
 from terrazzo.tensor.dispatch.keys import any_float, routes
@@ -64,7 +64,7 @@ def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
                 f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
                 + (f": choose an overload, {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
             )
-        if each._schema.is_mutable:
+        if writes_arguments(each):
             raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
     return ops
 

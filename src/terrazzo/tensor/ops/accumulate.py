@@ -76,7 +76,7 @@ def axis_of_terms(out: Layout) -> Axis:
 
 
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`x ** exponent` of values that are not negative, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
+    """`x ** exponent` of values from 0 on, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
     end = (x == 0) | (x == float("inf"))
     return torch.where(end, x.detach() ** exponent, torch.where(end, torch.ones_like(x), x) ** exponent)
 

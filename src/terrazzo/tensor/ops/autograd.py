@@ -7,7 +7,6 @@ and backward on DTensors, and is itself applied to the locals.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from terrazzo._torch.autograd import default_setup_context
+from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
+from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
@@ -151,7 +153,7 @@ def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return (
         isinstance(first, DTensor)
         and isinstance(second, DTensor)
-        and bool(torch._has_compatible_shallow_copy_type(first._local, second._local))
+        and bool(same_kind_of_storage(first._local, second._local))
     )
 
 
@@ -210,61 +212,65 @@ class _Context:
 
 _bridges: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 _bridges_lock = threading.Lock()
-_own_setup_context = torch.autograd.function._SingleLevelFunction.setup_context
 
 
 def _bridge_of(user: type) -> type:
+    """The class that is applied to locals in place of `user`; it does not refer to `user`, and is gone with it."""
     with _bridges_lock:
         found = _bridges.get(user)
         if found is None:
-            found = _bridges[user] = _make_bridge(user)
+            members = {"forward": staticmethod(_forward), "backward": staticmethod(_backward_of_user), _MARK: True}
+            found = _bridges[user] = type(user.__name__, (Function,), members)
+            _hook_with_dtensors(node_class_of(found))
     return found
 
 
-def _make_bridge(user: Any) -> type:
-    def forward(ctx: Any, report: list[Any], layouts: Any, *flat: Any) -> Any:
-        proxy = ctx.proxy = _Context(len(flat))
-        proxy.__dict__["_real"] = ctx
-        args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
-        ctx.tensor_layouts = [layout for x, layout in zip(flat, layouts, strict=True) if isinstance(x, torch.Tensor)]
-        if user.setup_context is not _own_setup_context:
-            result = user.forward(*args)
-            user.setup_context(proxy, tuple(args), result)
-        else:
-            result = user.forward(proxy, *args)
-        outs = tuple(_sums(o) for o in (result if isinstance(result, tuple) else (result,)))
-        ctx.layouts = layouts
-        ctx.out_layouts = [o._layout if isinstance(o, DTensor) else None for o in outs]
-        proxy.__dict__["_real"] = None
-        report.append((ctx.out_layouts, isinstance(result, tuple)))
-        return tuple(_local_of(o) for o in outs)
+_MARK = "_terrazzo_bridge"
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        given = [
-            gradient_of(g, layout) if g is not None and layout is not None else g
-            for g, layout in zip(grads, ctx.out_layouts, strict=True)
-        ]
-        ctx.proxy.__dict__["_real"] = ctx
-        try:
-            result = user.backward(ctx.proxy, *given)
-        finally:
-            ctx.proxy.__dict__["_real"] = None
-        result = result if isinstance(result, tuple) else (result,)
-        return (None, None, *(_input_grad(g, layout) for g, layout in zip(result, ctx.layouts, strict=False)))
 
-    def _input_grad(gradient: Any, layout: Any) -> Any:
-        if isinstance(gradient, DTensor):
-            if layout is None:
-                raise DTensorError(f"{user.__name__}.backward returned a DTensor for an input that is none")
-            return gradient_for(gradient, layout)
-        if isinstance(gradient, torch.Tensor) and layout is not None:
-            raise DTensorError(f"{user.__name__}.backward returned a plain tensor for a DTensor input")
-        return gradient
+def _forward(ctx: Any, user: Any, report: list[Any], layouts: Any, *flat: Any) -> Any:
+    ctx.user = user  # a node is all that a class made for one call may be left of
+    proxy = ctx.proxy = _Context(len(flat))
+    proxy.__dict__["_real"] = ctx
+    args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
+    ctx.tensor_layouts = [layout for x, layout in zip(flat, layouts, strict=True) if isinstance(x, torch.Tensor)]
+    if user.setup_context is not default_setup_context:
+        result = user.forward(*args)
+        user.setup_context(proxy, tuple(args), result)
+    else:
+        result = user.forward(proxy, *args)
+    outs = tuple(_sums(o) for o in (result if isinstance(result, tuple) else (result,)))
+    ctx.layouts = layouts
+    ctx.out_layouts = [o._layout if isinstance(o, DTensor) else None for o in outs]
+    proxy.__dict__["_real"] = None
+    report.append((ctx.out_layouts, isinstance(result, tuple)))
+    return tuple(_local_of(o) for o in outs)
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "_terrazzo_bridge": True}
-    bridge: Any = type(user.__name__, (Function,), members)
-    _hook_with_dtensors(bridge._backward_cls)
-    return bridge
+
+def _backward_of_user(ctx: Any, *grads: Any) -> Any:
+    user = ctx.user
+    given = [
+        gradient_of(g, layout) if g is not None and layout is not None else g
+        for g, layout in zip(grads, ctx.out_layouts, strict=True)
+    ]
+    ctx.proxy.__dict__["_real"] = ctx
+    try:
+        result = user.backward(ctx.proxy, *given)
+    finally:
+        ctx.proxy.__dict__["_real"] = None
+    result = result if isinstance(result, tuple) else (result,)
+    found = (_input_grad(user, g, layout) for g, layout in zip(result, ctx.layouts, strict=False))
+    return (None, None, None, *found)
+
+
+def _input_grad(user: type, gradient: Any, layout: Any) -> Any:
+    if isinstance(gradient, DTensor):
+        if layout is None:
+            raise DTensorError(f"{user.__name__}.backward returned a DTensor for an input that is none")
+        return gradient_for(gradient, layout)
+    if isinstance(gradient, torch.Tensor) and layout is not None:
+        raise DTensorError(f"{user.__name__}.backward returned a plain tensor for a DTensor input")
+    return gradient
 
 
 def _sums(value: Any) -> Any:
@@ -302,31 +308,14 @@ def _hook_with_dtensors(node: Any) -> None:
     node.register_hook, node.register_prehook = register_hook, register_prehook
 
 
-_original: Any = inspect.getattr_static(Function, "apply")  # a class method in Python or, since PyTorch 2.14, in C
-
-
-def _torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    return _original.__get__(None, cls)(*args, **kwargs)
-
-
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    for a in args:
-        if isinstance(a, DTensor):
-            break
-    else:
-        return _torch_apply(cls, *args, **kwargs)
-    # The saver of non-reentrant checkpointing only keeps its inputs; a bridge would keep copies of other tensors.
-    if kwargs or getattr(cls, "_terrazzo_bridge", False) or cls.__name__ == "_NoopSaveInputs":
-        return _torch_apply(cls, *args, **kwargs)
+def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`cls.apply` where DTensors are among the arguments."""
+    if kwargs or getattr(cls, _MARK, False) or only_saves(cls):  # a bridge would save copies of other tensors
+        return plain_apply(cls, *args, **kwargs)
     report: list[Any] = []
     args = tuple(_sums(a) for a in args)
     layouts = [a._layout if isinstance(a, DTensor) else None for a in args]
-    outs = _torch_apply(_bridge_of(cls), report, layouts, *[_local_of(a) for a in args])
+    outs = plain_apply(_bridge_of(cls), cls, report, layouts, *[_local_of(a) for a in args])
     out_layouts, is_tuple = report[0]
     wrapped = tuple(wrap(o, layout) if layout is not None else o for o, layout in zip(outs, out_layouts, strict=True))
     return wrapped if is_tuple else wrapped[0]
-
-
-def install_function_bridge() -> None:
-    """Let `torch.autograd.Function.apply` take DTensors; calls without any go straight on."""
-    Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]

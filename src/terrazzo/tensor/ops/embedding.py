@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -48,7 +49,7 @@ def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
 
 
 def _named(call: Call, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
-    if isinstance(call.func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) or call.func is torch.embedding:
+    if isinstance(call.func, OpOverload | OpOverloadPacket) or call.func is torch.embedding:
         names: tuple[str, ...] = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
         return {"counts_back": False} | dict(zip(names, args, strict=False)) | dict(kwargs)
     names = ("indices", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.layout import Layout, Partial, Replicate
@@ -59,6 +60,17 @@ def placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
         elif isinstance(other, DTensor) and not _is_scalar(other):
             return False
     return True
+
+
+def locals_to_step(params: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    """The lists of an optimizer's step, unwrapped once; None where they cannot be updated as they are.
+
+    A step with `foreach=True` is a dozen list operations, each of which would find out again that its tensors are
+    DTensors, placed alike. The functions that make such a step work element by element, tensor by tensor.
+    """
+    if CopiedView in map(type, params) or not placed_alike(params, others):
+        return None
+    return locals_of(params), [locals_of(value) for value in others]
 
 
 def _is_scalar(x: Any) -> bool:
@@ -143,7 +155,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
     results = [position(i) for i in range(count)]
     if inplace:
-        return None if isinstance(func, torch._ops.OpOverload) else args[0]
+        return None if isinstance(func, OpOverload) else args[0]
     return tuple(results) if isinstance(args[0], tuple) else results
 
 
@@ -227,7 +239,8 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         layout = scalars.get(mesh)
         if layout is None:
             layout = scalars[mesh] = Layout.of(mesh, (Replicate(),) * len(x._layout.mesh_shape), ())
-        wrapped.append(wrap(value.to((dtype or x._local.dtype).to_real()), layout))
+        wanted = dtype or x._local.dtype
+        wrapped.append(wrap(value if value.dtype is wanted else value.to(wanted.to_real()), layout))
     return tuple(wrapped)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, schema_of
 from terrazzo.tensor.dispatch.names import canonical_name
 
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
@@ -77,19 +78,19 @@ def signatures(func: Any) -> tuple[Signature, ...]:
     """
     if isinstance(func, types.FunctionType):
         return _of_python(func)
-    if isinstance(func, torch._ops.OpOverload):
-        return (_of_schema(func._schema, "self"),)
+    if isinstance(func, OpOverload):
+        return (_of_schema(schema_of(func), "self"),)
     packet: Any = func
-    if not isinstance(func, torch._ops.OpOverloadPacket):
+    if not isinstance(func, OpOverloadPacket):
         name, inplace = canonical_name(func)
         packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None) or getattr(
             torch.ops.aten, name + "_" * inplace, None
         )
     if packet is None or not hasattr(packet, "overloads"):
         return ()
-    own = "self" if isinstance(func, torch._ops.OpOverloadPacket) else "input"
+    own = "self" if isinstance(func, OpOverloadPacket) else "input"
     # `out=` is dealt with before (`dispatch.out`).
-    found = [_of_schema(getattr(packet, o)._schema, own) for o in packet.overloads() if not o.endswith("out")]
+    found = [_of_schema(schema_of(getattr(packet, o)), own) for o in packet.overloads() if not o.endswith("out")]
     return tuple(dict.fromkeys(found))
 
 

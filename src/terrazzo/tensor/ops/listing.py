@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from terrazzo._torch.dispatching import schema_of
 from terrazzo.tensor.dispatch.aliases import Alias, alias_of
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.ops.table import TABLE, How, Operation, operation
@@ -58,7 +59,7 @@ def _row(name: str) -> Row:
     if how == "replicate" and _is_python(name):
         how, otherwise = "body", None
     packet: Any = getattr(torch.ops.aten, name, None)
-    schema = [str(getattr(packet, o)._schema) for o in packet.overloads()] if hasattr(packet, "overloads") else []
+    schema = [str(schema_of(getattr(packet, o))) for o in packet.overloads()] if hasattr(packet, "overloads") else []
     return Row(
         name,
         how,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import ParallelPlanError, UnsupportedModuleError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.layout.placement import check_placement
@@ -60,7 +61,7 @@ def place_parameters(
     A parameter that is placed so already is kept. Buffers are replicated.
     """
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
+        for name, parameter in parameters_of(submodule).items():
             if parameter is not None:
                 whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
                 if whole is not parameter:

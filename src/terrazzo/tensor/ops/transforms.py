@@ -1,4 +1,4 @@
-"""`torch.func.grad` and `grad_and_value` over DTensors; `torch.func.jvp` is refused.
+"""`torch.func.grad` and `grad_and_value` over DTensors.
 
 functorch wraps each tensor in a plain one, under which a DTensor would be taken for a plain tensor by the DTensors next
 to it. Gradients need no such wrapping: the differentiated arguments are replaced by views of them, and autograd does
@@ -11,46 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from terrazzo._torch.dispatching import tree_flatten, tree_map, tree_unflatten
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.ops.autograd import forward_mode
 
 
-def install() -> None:
-    """Let PyTorch's transforms ask first whether they are given DTensors."""
-    eager_transforms.grad_and_value_impl = _grad_over_dtensors(eager_transforms.grad_and_value_impl)
-    eager_transforms._jvp_with_argnums = _refusing_dtensors(eager_transforms._jvp_with_argnums)
-
-
-def _grad_over_dtensors(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def grad_and_value_impl(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
-        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        if not _has_dtensors([args[i] for i in positions]):
-            return plain(func, argnums, has_aux, args, kwargs)
-        return _grad_and_value(func, positions, isinstance(argnums, int), has_aux, args, kwargs)
-
-    return grad_and_value_impl
-
-
-def _refusing_dtensors(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def jvp(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
-        if _has_dtensors((primals, tangents)):
-            forward_mode(func, (), {})
-        return plain(func, primals, tangents, *args, **kwargs)
-
-    return jvp
-
-
-def _has_dtensors(tree: Any) -> bool:
-    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree))
-
-
-def _grad_and_value(
-    func: Callable[..., Any], positions: tuple[int, ...], single: bool, has_aux: bool, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+def grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`torch.func.grad_and_value` where what is differentiated holds DTensors."""
+    single = isinstance(argnums, int)
+    positions: tuple[int, ...] = (argnums,) if single else tuple(argnums)
     outer_grad = torch.is_grad_enabled()
     with torch.enable_grad():
         arguments = list(args)

@@ -1,51 +1,34 @@
 """`torch.nn.utils.clip_grad_norm_` over DTensors: local norms of all gradients at once, one reduction a mesh.
 
 PyTorch's function takes a list, so no tensor subclass can see it as one operation; gradient by gradient it would cost a
-reduction each, and fail where parameters live on different meshes. Its inner function that computes the total norm is
-replaced by one that asks first whether there are DTensors.
+reduction each, and fail where parameters live on different meshes. `terrazzo._torch.clipping` has it ask here.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.accumulate import join_norms
 from terrazzo.tensor.ops.foreach import local_norms
+from terrazzo.tensor.running import running
 
 
-def install() -> None:
-    """Let PyTorch's clipping, and its public function for the norm alone, compute the norm of DTensors at once."""
-    clip_grad._get_total_norm = _over_dtensors(clip_grad._get_total_norm)
-    torch.nn.utils.get_total_norm = clip_grad._get_total_norm
-
-
-def _over_dtensors(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def get_total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> torch.Tensor:
-        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not any(type(t) is DTensor for t in found) or norm_type <= 0:
-            return plain(found, norm_type, error_if_nonfinite, foreach)
-        with torch.no_grad():
-            total = total_norm(found, float(norm_type))
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped; to "
-                "scale by it "
-                "anyway, set error_if_nonfinite=False"
-            )
-        return total
-
-    get_total_norm.__doc__ = plain.__doc__
-    return get_total_norm
+def clipping_norm(tensors: list[torch.Tensor], order: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """What PyTorch's clipping asks for, in place of its own loop over tensors."""
+    with running("clip_grad_norm"):
+        total = total_norm(tensors, order)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients is not finite, so it cannot be clipped; to scale by it "
+            "anyway, set error_if_nonfinite=False"
+        )
+    return total
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
@@ -56,7 +39,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     groups: dict[Any, list[torch.Tensor]] = {}
     first: Layout | None = None
     for t in tensors:
-        if type(t) is not DTensor:
+        if not isinstance(t, DTensor):
             groups.setdefault((None, ()), []).append(t)
             continue
         if t._layout.dual is not t._layout:
@@ -68,7 +51,9 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     device = first.mesh.device_type
     norms = []
     for (mesh, dims), members in groups.items():
-        parts = [norm.to(device) for norm in local_norms(members, order)]
+        parts = local_norms(members, order)
+        if any(part.device.type != device for part in parts):
+            parts = [part.to(device) for part in parts]
         norm = torch.linalg.vector_norm(torch.stack(parts), order)
         norms.append(join_norms(norm, order, axis_of(mesh, dims)) if dims else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)

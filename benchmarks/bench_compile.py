@@ -1,0 +1,97 @@
+"""`terrazzo.compile` against `torch.compile` of the same block without distribution: a training step, world 1.
+
+Both are compiled by Inductor, so what differs is what stands around the graphs: keys and wrappers here, guards there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo
+from benchmarks.cases import Budget, Implementations, Setting, case
+from terrazzo.tensor import Shard, distribute_tensor
+from terrazzo.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.width_of_head = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            part(y).view(y.shape[0], y.shape[1], -1, self.width_of_head).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(y.shape[0], y.shape[1], -1))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def _parallel(block: Block) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    columns = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return parallelize_module(
+        block,
+        mesh,
+        {
+            **{name: SequenceParallel() for name in ("norm1", "norm2")},
+            **dict.fromkeys(("q", "k", "v", "up"), columns),
+            **dict.fromkeys(("out", "down"), rows),
+        },
+    )
+
+
+def _step(forward: Callable[[Any], Any], block: nn.Module, x: Any) -> Callable[[], None]:
+    def step() -> None:
+        forward(x).square().mean().backward()
+        for parameter in block.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def _blocks(width: int, length: int) -> Implementations:
+    plain = Block(width, 4)
+    ours = _parallel(copy.deepcopy(plain))
+    x = torch.randn(2, length, width)
+    placed = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(1)])
+    torch._dynamo.reset()
+    return {
+        "plain": _step(plain, plain, x),
+        "torch": _step(torch.compile(copy.deepcopy(plain), fullgraph=True), plain, x),
+        "eager": _step(ours, ours, placed),
+        "terrazzo": _step(terrazzo.compile(ours, fullgraph=True), ours, placed),
+    }
+
+
+@case(budget=Budget("time", 1.05))
+def block(setting: Setting) -> Implementations:
+    """A tensor-parallel block with sequence parallelism."""
+    return _blocks(64, 32)
+
+
+@case(budget=Budget("time", 1.05))
+def wide_block(setting: Setting) -> Implementations:
+    """The same, where computing takes most of the time."""
+    return _blocks(256, 64)

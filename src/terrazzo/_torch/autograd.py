@@ -1,0 +1,82 @@
+"""Autograd: its engine, its nodes, forward mode and functorch's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from terrazzo._torch.declared import attribute, private
+
+current_node: Callable[[], Any] = private(
+    "torch._C._current_autograd_node", "policies, debug modes and observers tell backward from forward"
+)
+
+node_count: Callable[[], int] = private(
+    "torch._C._autograd._get_sequence_nr", "debug modes find the module that a backward node belongs to"
+)
+
+attribute("torch._C._FunctionBase._sequence_nr", "debug modes find the module that a backward node belongs to")
+
+
+def number_of(node: Any) -> int:
+    """The number that a node had when it was made."""
+    return node._sequence_nr()
+
+
+_graph_task: Callable[[], int] = private(
+    "torch._C._current_graph_task_id", "whether this thread is in a backward, its final callbacks included"
+)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward, be it a node or what was queued for its end."""
+    return _graph_task() != -1
+
+
+run_backward: Any = private(
+    "torch.autograd.Variable._execution_engine.run_backward", "backward of one DTensor, without torch's checks"
+)
+
+at_end_of_backward: Any = private(
+    "torch.autograd.Variable._execution_engine.queue_callback", "fully_shard reduces what is left when backward ends"
+)
+
+attribute("torch.autograd.forward_ad._current_level", "communication refuses forward-mode derivatives")
+
+
+def forward_mode_active() -> bool:
+    """Whether forward-mode derivatives are being computed."""
+    return forward_ad._current_level >= 0
+
+
+functorch_active: Callable[[], bool] = private(
+    "torch._C._are_functorch_transforms_active", "communication refuses torch.func's transforms"
+)
+
+innermost_transform: Callable[[], Any] = private(
+    "torch._C._functorch.peek_interpreter_stack", "operations inside torch.func's transforms keep the thread's state"
+)
+
+is_transformed: Callable[[Tensor], bool] = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "tensors of torch.func's transforms beside DTensors are refused"
+)
+
+default_setup_context: Any = private(
+    "torch.autograd.function._SingleLevelFunction.setup_context", "which autograd.Functions have one of their own"
+)
+
+attribute("torch.Tensor._backward_hooks", "hooks of sharded parameters run on their reduced gradients")
+attribute("torch.Tensor._post_accumulate_grad_hooks", "hooks of sharded parameters run after accumulation")
+
+
+def gradient_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]] | None:
+    """What `register_hook` has put on a leaf."""
+    return tensor._backward_hooks
+
+
+def accumulation_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
+    """What `register_post_accumulate_grad_hook` has put on a leaf."""
+    return tensor._post_accumulate_grad_hooks

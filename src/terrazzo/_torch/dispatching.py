@@ -1,0 +1,166 @@
+"""Operators, the dispatcher, its modes, and what is kept per thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from terrazzo._torch.declared import attribute, later, private
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    OpOverload = private("torch._ops.OpOverload", "operators are told from functions, and rules registered for them")
+    OpOverloadPacket = private("torch._ops.OpOverloadPacket", "operators are told from functions")
+    TorchDispatchMode = private(
+        "torch.utils._python_dispatch.TorchDispatchMode", "debug modes and register_sharding see operators"
+    )
+
+_SCHEMA = "an operator's name, and whether it writes its arguments"
+attribute("torch._ops.OpOverload._schema", _SCHEMA, there=lambda: hasattr(torch.ops.aten.add.Tensor, "_schema"))
+attribute(
+    "torch._ops.OpOverload._overloadname",
+    "the functional form of an in-place operator",
+    there=lambda: hasattr(torch.ops.aten.add.Tensor, "_overloadname"),
+)
+attribute(
+    "torch._ops.OpOverloadPacket._qualified_op_name",
+    "an operator's name",
+    there=lambda: hasattr(torch.ops.aten.add, "_qualified_op_name"),
+)
+
+
+def qualified_name(operator: Any) -> str:
+    """`namespace::name` of an overload or a packet; empty for anything else."""
+    if isinstance(operator, OpOverload):
+        name: str = operator._schema.name
+        return name
+    return getattr(operator, "_qualified_op_name", "")
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """The operator's arguments and results, with what they are aliases of."""
+    return operator._schema
+
+
+def writes_arguments(operator: OpOverload) -> bool:
+    """Whether the operator changes an argument in place."""
+    return operator._schema.is_mutable
+
+
+def overload_name(operator: OpOverload) -> str:
+    """Which of an operator's overloads this is."""
+    return operator._overloadname
+
+
+# ------------------------------------------------------------------ the way through C++
+
+without_subclass_functions: Any = private(
+    "torch._C.DisableTorchFunctionSubclass", "composites decompose in C++, and wrappers are asked for what they know"
+)
+
+run_without_overrides_once: Callable[..., Any] | None = private(
+    "torch._C._skip_one_hop_torch_function",
+    "the body of a function of torch's runs with DTensors, without its asking for overrides again",
+    since="2.13",
+    instead=None,
+    without="bodies are run as C++ composites are",
+)
+
+_has_kernel: Callable[[str, str], bool] = private(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", "composite operators are taken apart"
+)
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Whether the operator is made of others, whose derivatives are its own."""
+    return _has_kernel(operator.name(), "CompositeImplicitAutograd")
+
+
+thread_state_before_dispatch: Any = private(
+    "torch._C._RestorePythonTLSSnapshot", "operations on locals record the graph although C++ autograd was passed"
+)
+
+_Key: Any = private("torch._C.DispatchKey", "pieces of composites are not cast by autocast a second time")
+_KeySet: Any = private("torch._C.DispatchKeySet", "pieces of composites are not cast by autocast a second time")
+_without_keys: Any = private(
+    "torch._C._ExcludeDispatchKeyGuard", "pieces of composites are not cast by autocast a second time"
+)
+
+
+@functools.cache
+def _autocast() -> Any:
+    return _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
+
+
+def without_autocast() -> Any:
+    """A block in which operators are not cast."""
+    return _without_keys(_autocast())
+
+
+# ------------------------------------------------------------------ modes
+
+_mode_of: Callable[[Any], Any] = private("torch._C._get_dispatch_mode", "communication is captured by make_fx")
+_PROXY: Any = private("torch._C._TorchDispatchModeKey.PROXY", "communication is captured by make_fx")
+_FAKE: Any = private("torch._C._TorchDispatchModeKey.FAKE", "random draws are captured on autograd's threads")
+
+
+def being_traced() -> bool:
+    """Whether operations are being recorded as a graph."""
+    return _mode_of(_PROXY) is not None
+
+
+def under_fake_tensors() -> bool:
+    """Whether operations make tensors without values."""
+    return _mode_of(_FAKE) is not None
+
+
+real_values: Any = private(
+    "torch._subclasses.fake_tensor.unset_fake_temporarily", "ranks of a mesh stay numbers under FakeTensorMode"
+)
+
+has_inner_tensors: Callable[[Any], bool] = private(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "saving refuses tensors that are made of others"
+)
+
+# ------------------------------------------------------------------ per thread, handed on to autograd's threads
+
+_ACROSS = "policies and context_parallel hold in the backward threads of the thread that set them"
+_keep: Callable[[str, Any], None] = private("torch._C._stash_obj_in_tls", _ACROSS)
+_is_kept: Callable[[str], bool] = private("torch._C._is_key_in_tls", _ACROSS)
+_kept: Callable[[str], Any] = private("torch._C._get_obj_in_tls", _ACROSS)
+
+
+def set_in_thread(name: str, value: Any) -> None:
+    """Keep a value for this thread, and for the threads of the backward passes that it starts."""
+    _keep(name, value)
+
+
+def get_in_thread(name: str) -> Any:
+    """What was kept under `name`; None when there is nothing."""
+    return _kept(name) if _is_kept(name) else None
+
+
+# ------------------------------------------------------------------ trees of values
+
+tree_flatten: Any = private("torch.utils._pytree.tree_flatten", "torch's own trees: transforms, local_map, pipelines")
+tree_unflatten: Any = private("torch.utils._pytree.tree_unflatten", "torch's own trees: transforms, local_map")
+tree_leaves: Any = private("torch.utils._pytree.tree_leaves", "torch's own trees: transforms, pipelines")
+tree_map: Any = private("torch.utils._pytree.tree_map", "torch's own trees: transforms")
+
+# ------------------------------------------------------------------ collectives as operators
+
+functional_collectives: Callable[[], Any] = later(
+    "torch.distributed._functional_collectives", "communication is captured by make_fx; asynchronous tensors of torch's"
+)
+
+
+def collective_operators() -> Any:
+    """The operators that a captured graph communicates with."""
+    functional_collectives()  # gives them their shapes
+    return torch.ops._c10d_functional

@@ -1,0 +1,52 @@
+"""`torch.autograd.Function.apply`: C++ would run a user's Function over wrappers without a trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from terrazzo._torch.declared import attribute, like, private, replace
+
+_PATH = "torch.autograd.Function.apply"
+private(_PATH, "a user's autograd Function of DTensors runs on their locals", patched=True)
+
+# A class method written in Python or, since PyTorch 2.14, in C.
+_original: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+
+attribute(
+    "torch.autograd.Function._backward_cls",
+    "hooks on the node of such a Function see DTensors",
+    there=lambda: hasattr(torch.autograd.Function, "_backward_cls"),
+)
+
+
+def node_class_of(function: Any) -> Any:
+    """The class of the nodes that a Function puts into the graph."""
+    return function._backward_cls
+
+
+def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """What PyTorch does."""
+    return _original.__get__(None, cls)(*args, **kwargs)
+
+
+def only_saves(cls: Any) -> bool:
+    """Whether the Function is that of non-reentrant checkpointing, which keeps its inputs and nothing else."""
+    return cls.__name__ == "_NoopSaveInputs"
+
+
+def install(is_ours: type, run: Callable[..., Any]) -> None:
+    """Have `run(cls, *args, **kwargs)` called where a tensor of class `is_ours` is among the arguments."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for a in args:
+            if isinstance(a, is_ours):
+                return run(cls, *args, **kwargs)
+        return _original.__get__(None, cls)(*args, **kwargs)
+
+    plain = _original.__get__(None, torch.autograd.Function)
+    like(apply, plain)
+    replace(_PATH, classmethod(apply))

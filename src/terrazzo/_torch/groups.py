@@ -1,0 +1,190 @@
+"""Process groups and meshes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo._torch.declared import attribute, private, replace
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+    from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
+    from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+    from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+else:
+    _OPTIONS = "process groups are called directly, which a small collective's time needs"
+    AllreduceOptions = private("torch._C._distributed_c10d.AllreduceOptions", _OPTIONS)
+    AllToAllOptions = private("torch._C._distributed_c10d.AllToAllOptions", _OPTIONS)
+    BroadcastOptions = private("torch._C._distributed_c10d.BroadcastOptions", _OPTIONS)
+    ReduceScatterOptions = private("torch._C._distributed_c10d.ReduceScatterOptions", _OPTIONS)
+
+all_gather_flat: Any = private("torch.distributed.ProcessGroup._allgather_base", "all-gathers of every kind")
+reduce_scatter_flat: Any = private(
+    "torch.distributed.ProcessGroup._reduce_scatter_base", "reduce-scatters where the backend has one"
+)
+
+default_group: Callable[[], ProcessGroup] = private(
+    "torch.distributed.distributed_c10d._get_default_group", "axes, meshes and caches belong to a default group"
+)
+
+default_store: Callable[[], Store] = private(
+    "torch.distributed.distributed_c10d._get_default_store", "groups of an axis; ranks that differ are named"
+)
+
+group_called: Callable[[Any], ProcessGroup] = private(
+    "torch._C._distributed_c10d._resolve_process_group", "debug modes count collectives that name their group"
+)
+
+_new_group: Any = private(
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "axes of several mesh dims get a group that only their own ranks make",
+)
+
+attribute("torch.distributed.distributed_c10d._world.pg_map", "groups that were destroyed are told from living ones")
+attribute("torch.distributed.distributed_c10d._world.pg_group_ranks", "groups of an axis are known to torch as groups")
+attribute(
+    "torch.distributed.distributed_c10d._world.pg_backend_config", "a group of an axis has the default's backends"
+)
+
+attribute("torch.distributed.ProcessGroup._device_types", "which devices a group communicates for")
+attribute("torch.distributed.ProcessGroup._get_backend", "a group's time limit, and whether it serves an accelerator")
+attribute(
+    "torch._C._distributed_c10d.Backend.Options._timeout", "collectives and control messages keep a group's time limit"
+)
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """The devices whose tensors a group takes."""
+    return group._device_types
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """What communicates for a device in a group."""
+    return group._get_backend(device)
+
+
+def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
+    """How long collectives of a group wait; of none, torch's default."""
+    options = None if group is None else group._get_backend(device).options
+    limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
+    return limit
+
+
+def is_alive(group: ProcessGroup | None) -> bool:
+    """Whether torch knows the group: `destroy_process_group` takes it out."""
+    return group is not None and group in distributed_c10d._world.pg_map
+
+
+def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, description: str) -> ProcessGroup:
+    """A group of these ranks, in this order, which only they make; `name` must be new to the store."""
+    default, world = default_group(), distributed_c10d._world  # tests of torch put another world there
+    group, _ = _new_group(
+        len(ranks),
+        ranks.index(rank),
+        list(ranks),
+        world.pg_backend_config[default],
+        default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=description,
+    )
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+# ------------------------------------------------------------------ groups that are destroyed
+
+_ENDS = "caches of plans, axes and meshes are emptied when a process group is destroyed"
+_LATER = "they keep meshes whose groups are gone"
+
+
+def _replaced(path: str) -> Any:
+    return private(path, _ENDS, instead=None, without=_LATER, patched=True)
+
+
+_endings = {
+    path: _replaced(path)
+    for path in (
+        "torch.distributed.distributed_c10d._unregister_process_group",
+        "torch.distributed.distributed_c10d._unregister_all_process_groups",
+    )
+}
+
+
+def when_destroyed(run: Callable[[], None]) -> Callable[[], None]:
+    """Have `run` called whenever a process group has been destroyed; what is public stays as it is."""
+    for path, plain in _endings.items():
+        if plain is not None:
+            replace(path, _followed_by(plain, run))
+    return run
+
+
+def _followed_by(plain: Callable[..., Any], run: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def unregister(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            run()
+
+    return unregister
+
+
+# ------------------------------------------------------------------ meshes
+
+_meshes: Any = private("torch.distributed.device_mesh._mesh_resources", "the mesh of `with mesh:` is the default")
+
+attribute(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "fully_shard of a tensor-parallel model joins two dims"
+)
+attribute("torch.distributed.device_mesh.DeviceMesh._concatenate", "fully_shard joins dims that were made by splitting")
+attribute("torch.distributed.device_mesh.DeviceMesh._unflatten", "the engine splits a dim into replicas and shards")
+attribute(
+    "torch.distributed.device_mesh.DeviceMesh.__init__._init_backend",
+    "fully_shard's inner mesh needs no groups of all ranks",
+    there=lambda: "_init_backend" in inspect.signature(DeviceMesh.__init__).parameters,
+)
+attribute(
+    "torch.distributed.device_mesh.DeviceMesh.__init__._rank",
+    "files of DTensors are read without a process group",
+    there=lambda: "_rank" in inspect.signature(DeviceMesh.__init__).parameters,
+)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the enclosing `with mesh:`; a RuntimeError where there is none."""
+    mesh: DeviceMesh = _meshes.get_current_mesh()
+    return mesh
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the dims of several parts of one root."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def split(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh with one dim made into several; it stays part of its root."""
+    return mesh._unflatten(dim, sizes, names)
+
+
+def seen_from(rank: int | None, device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+    """A mesh of ranks that are not there, as `rank` sees it."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def without_groups(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """A mesh that makes no process groups."""
+    return DeviceMesh(device_type, ranks, _init_backend=False)

@@ -1,0 +1,53 @@
+"""Modules: what they register, without the copies and recursion of the public iterators."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo._torch.declared import attribute, private
+
+for _name, _why in {
+    "_parameters": "fully_shard and distribute_module exchange parameters, also tied ones and those without a value",
+    "_buffers": "buffers are moved and distributed in place",
+    "_modules": "the tree of modules is walked with its names, shared and empty children included",
+    "_non_persistent_buffers_set": "which buffers are part of a state dict",
+}.items():
+    attribute(f"torch.nn.Module.{_name}", _why, there=partial(hasattr, nn.Module(), _name))
+
+keys_found: Any = private(
+    "torch.nn.modules.module._IncompatibleKeys", "set_state_dict returns what Module.load_state_dict returns"
+)
+
+attribute("torch.nn.Module._apply", "sharded modules override it, to follow moves to another device or dtype")
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that the module itself registers; changes to the dict change the module."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers that the module itself registers; changes to the dict change the module."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that the module itself registers."""
+    return module._modules
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether a buffer of the module is part of its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+attribute("torch.optim.Adam._init_group", "optimizer states are made before the first step, to load into them")
+
+
+def state_maker_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The method with which PyTorch's own optimizers make missing state; None where there is no such thing."""
+    return getattr(optimizer, "_init_group", None)

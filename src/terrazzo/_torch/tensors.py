@@ -1,0 +1,55 @@
+"""Tensors: wrapper subclasses, versions, views, and the types that list operations take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from terrazzo._torch.declared import attribute, private
+
+make_wrapper: Any = private("torch.Tensor._make_wrapper_subclass", "every DTensor is made by it")
+
+set_wrapper_data: Callable[[Any, Any], None] = private(
+    "torch._C.TensorBase.data.__set__", "a DTensor takes over the shape and dtype of another (in-place, .data = ...)"
+)
+
+is_view: Callable[[torch.Tensor], bool] = private(
+    "torch.Tensor._is_view", "results of communication are no views; views among results of fallbacks are marked"
+)
+
+same_kind_of_storage: Callable[[torch.Tensor, torch.Tensor], bool] = private(
+    "torch._has_compatible_shallow_copy_type", "nn.Module.to asks whether a parameter's data can be exchanged"
+)
+
+assert_async: Any = private("torch._assert_async", "indices out of bounds are reported without waiting for a device")
+
+attribute("torch.Tensor._version", "whether a tensor was written since something was derived from it")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place."""
+    return tensor._version
+
+
+PARAMETER_MARK = "_is_param"
+"""An attribute of tensor subclasses: those that have it count as `nn.Parameter`."""
+
+
+def mark_as_parameter(tensor: Any) -> None:
+    """Have `isinstance(tensor, nn.Parameter)` be true for a tensor of a subclass."""
+    tensor._is_param = True
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _counts_as_parameter() -> bool:
+    probe = torch.empty(0).as_subclass(_Subclass)
+    mark_as_parameter(probe)
+    return isinstance(probe, torch.nn.Parameter)
+
+
+attribute("torch.nn.Parameter._is_param", "DTensors can be parameters", there=_counts_as_parameter)

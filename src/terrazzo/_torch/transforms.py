@@ -1,0 +1,36 @@
+"""`torch.func.grad` and its like, and `torch.func.jvp`: functorch wraps each tensor in a plain one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from terrazzo._torch.declared import like, private, replace
+from terrazzo._torch.dispatching import tree_leaves
+
+_GRAD = "torch._functorch.eager_transforms.grad_and_value_impl"
+_JVP = "torch._functorch.eager_transforms._jvp_with_argnums"
+_grad: Any = private(_GRAD, "torch.func.grad and grad_and_value work over DTensors", patched=True)
+_jvp: Any = private(_JVP, "torch.func.jvp over DTensors is refused, for it would be wrong", patched=True)
+
+
+def install(is_ours: type, grad_and_value: Callable[..., Any], refuse_jvp: Callable[[], Any]) -> None:
+    """Have `grad_and_value(func, argnums, has_aux, args, kwargs)` called where what is differentiated holds a tensor
+    of class `is_ours`, and `refuse_jvp()` where that is asked for."""
+
+    def there(tree: Any) -> bool:
+        return any(isinstance(leaf, is_ours) for leaf in tree_leaves(tree))
+
+    def grad_and_value_impl(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        positions = (argnums,) if isinstance(argnums, int) else argnums
+        if not there([args[i] for i in positions if -len(args) <= i < len(args)]):
+            return _grad(func, argnums, has_aux, args, kwargs)
+        return grad_and_value(func, argnums, has_aux, args, kwargs)
+
+    def _jvp_with_argnums(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
+        if there((primals, tangents)):
+            refuse_jvp()
+        return _jvp(func, primals, tangents, *args, **kwargs)
+
+    replace(_GRAD, like(grad_and_value_impl, _grad))
+    replace(_JVP, like(_jvp_with_argnums, _jvp))

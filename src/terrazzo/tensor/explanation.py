@@ -1,0 +1,206 @@
+"""Why an operation on DTensors moves what it moves: the candidates of each mesh dim, with their costs in bytes.
+
+The same functions decide here and when the operation runs (`dispatch.planner.choices`), so what is shown is what
+happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorError
+from terrazzo.layout import Placement
+from terrazzo.tensor.dispatch.candidates import Candidate
+from terrazzo.tensor.dispatch.costs import Cost
+from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
+from terrazzo.tensor.dispatch.empties import takes_empty_shards
+from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.planner import Choice, choices, make_plan
+from terrazzo.tensor.dispatch.routes import get_at
+from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.ops.forms import form_of
+from terrazzo.tensor.ops.table import apply_rule, operation
+
+_WITHOUT_PLAN = {
+    "rule": "its rule does not cover this call: what it is made of is planned apart, or its operands are gathered",
+    "decomposition": "it is computed from other operations, each of which is planned for itself",
+    "handler": "it is handled apart, without a plan",
+    "body": "its own body runs, and each operation in it is planned for itself",
+    "replicate": "its operands are gathered, and it runs on every rank",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One candidate: the operands' placements, the results', and what it costs one rank, in bytes.
+
+    `receives` brings the operands there. `reduces` is what an all-reduce of the terms that it leaves takes later;
+    `counted` says whether that counts: not where the operands lie on the loop that is reduced already, for there the
+    call stays. `leaves` is what a rank then holds of the results.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    receives: int
+    reduces: int
+    counted: bool
+    leaves: int
+    chosen: bool
+
+    @property
+    def cost(self) -> int:
+        """What candidates are compared by."""
+        return self.receives + self.reduces if self.counted else self.receives
+
+    def __str__(self) -> str:
+        return f"{_marks(self.operands)} -> {_marks(self.results)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DimChoice:
+    """What one mesh dim chose among its candidates, and why."""
+
+    mesh_dim: int
+    ranks: int
+    options: tuple[Option, ...]
+    reason: str
+
+    @property
+    def chosen(self) -> Option | None:
+        """The candidate that was chosen; None if there was none."""
+        return next((option for option in self.options if option.chosen), None)
+
+    def __str__(self) -> str:
+        rows = [["", "operands -> results", "receives", "reduces later", "leaves on a rank"]]
+        for o in self.options:
+            later = f"{o.reduces:,}" if o.counted or not o.reduces else f"({o.reduces:,})"
+            rows.append(["*" if o.chosen else "", str(o), f"{o.receives:,}", later, f"{o.leaves:,}"])
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [f"mesh dim {self.mesh_dim}, {self.ranks} ranks: {self.reason}"]
+        for row in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines.append("  " + "  ".join([row[0].ljust(1), row[1].ljust(widths[1]), *numbers]))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a call is planned: what each mesh dim chooses, in order. Print it.
+
+    `note` says what else happens to the call, or why it has no plan; then `choices` is empty.
+    """
+
+    operation: str
+    choices: tuple[DimChoice, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.operation}: {self.note}" if self.note else f"{self.operation}, in bytes"
+        return "\n".join([head, *map(str, self.choices)])
+
+
+def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What the planner would do with `func(*args, **kwargs)`, whose DTensors it neither moves nor changes.
+
+    Every rank gets the same answer. Sizes count in the element size of the operands' common dtype.
+
+    >>> import torch
+    >>> from terrazzo.tensor import Replicate, Shard, explain, init_device_mesh, ones
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> x = ones(8, 6, device_mesh=mesh, placements=[Shard(0)])
+    >>> w = ones(6, 4, device_mesh=mesh, placements=[Replicate()])
+    >>> print(explain(torch.mm, x, w))
+    mm, in bytes
+    mesh dim 0, 1 ranks: as few bytes as any other, and each rank computes least
+         operands -> results  receives  reduces later  leaves on a rank
+      *  S(0) R -> S(0)              0              0               128
+         R R -> R                    0              0               128
+    >>> explain(torch.mm, x, w).choices[0].chosen.results
+    (Shard(dim=0),)
+    """
+    call, spec, loc, kw = _described(func, args, kwargs)
+    if not call.operands:
+        raise DTensorError(f"explain: none of the arguments of {call.name} is a DTensor")
+    check_one_mesh(call)
+    if spec is None:
+        return Explanation(call.name, (), _WITHOUT_PLAN[operation(call.name, call.inplace).how])
+    layouts = [o.layout for o in call.operands]
+    fixed = layouts[0] if call.inplace else None
+    dtypes = [get_at(loc, kw, o.path).dtype for o in call.operands]
+    width = functools.reduce(torch.promote_types, dtypes).itemsize
+    ranks = layouts[0].mesh_shape
+    made = tuple(_dim_choice(choice, ranks[choice.mesh_dim], width) for choice in choices(spec, layouts, fixed))
+    return Explanation(call.name, made, _note(call, spec, func, loc, kw))
+
+
+def _described(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, Spec | None, list[Any], dict[str, Any]]:
+    """The call as its rule sees it, what the rule says, and the arguments with locals in place of DTensors."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    form = form_of(func, args, kwargs) if kwargs else None
+    if form is not None:
+        args, kwargs = form.apply(args, kwargs)
+    name, inplace = canonical_name(func)
+    call, loc, kw = describe(name, inplace, func, args, kwargs)
+    return call, apply_rule(call) if call.operands else None, loc, kw
+
+
+def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any]) -> str:
+    """What else happens to the call, or that the plan is not used."""
+    plan = make_plan(call, spec, call.operands[0].layout if call.inplace else None)
+    if plan is None:
+        return "no candidate leaves its target placed as it is: it is computed apart and copied there"
+    if call.operands[0].layout.coord is not None and not takes_empty_shards(spec, plan, func, loc, kw, call.inplace):
+        return "not run as below, for some rank would hold an empty shard, which the function does not take"
+    if plan.joined is not None and plan.joined.applies(loc, kw):
+        return "terms of this dtype are joined at once, in float32; in bytes"
+    return ""
+
+
+def _dim_choice(choice: Choice, ranks: int, width: int) -> DimChoice:
+    options = tuple(
+        Option(
+            candidate.ins,
+            candidate.outs,
+            round(cost.received * width),
+            round(cost.terms * width),
+            cost.counted,
+            round(cost.left * width),
+            candidate is choice.best,
+        )
+        for candidate, cost in choice.options
+    )
+    return DimChoice(choice.mesh_dim, ranks, options, _reason(choice, width))
+
+
+def _reason(choice: Choice, width: int) -> str:
+    best = next((option for option in choice.options if option[0] is choice.best), None)
+    if best is None:
+        return "there is no candidate"
+    others = [option for option in choice.options if option is not best]
+    if not others:
+        return "there is no other candidate"
+    return _against(best, min(others, key=lambda option: (option[1].total, option[1].left, option[0].rank)), width)
+
+
+def _against(best: tuple[Candidate, Cost], other: tuple[Candidate, Cost], width: int) -> str:
+    (candidate, cost), (runner_up, second) = best, other
+    if not cost.counted and cost.terms and candidate.factor is not None:
+        return "the operands lie on the loop that is reduced already, so the call stays there"
+    if cost.total < second.total:
+        return f"fewest bytes, {round(cost.total * width):,} against {round(second.total * width):,}"
+    if cost.left < second.left:
+        return "as few bytes as any other, and less is left on each rank"
+    if candidate.rank < runner_up.rank:
+        return "as few bytes as any other, and each rank computes least"
+    return "as few bytes as any other, and the first of these"
+
+
+def _marks(placements: tuple[Placement, ...]) -> str:
+    return " ".join(map(str, placements))

@@ -1,1 +1,0 @@
-"""What makes PyTorch's own Python (clipping, optimizers, transforms, compilation) take DTensors."""

@@ -1,0 +1,41 @@
+"""What is replaced in PyTorch so that its own Python takes DTensors; `terrazzo._torch` says what and why.
+
+Where `torch.compile` meets DTensors they stay eager, and what is plain around and inside them is compiled. Dynamo would
+trace the Python of the hot path, whose caches and layouts it cannot guard, so the ways into this package are marked.
+For a whole graph capture a function of local tensors (see `make_fx`): what it does with DTensors inside leaves
+operations and collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from terrazzo._torch import clipping, exporting, function_apply, masked, optimizers, transforms
+from terrazzo._torch.compiling import stay_eager
+from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.ops.autograd import apply_function, forward_mode
+from terrazzo.tensor.ops.clipping import clipping_norm
+from terrazzo.tensor.ops.foreach import locals_to_step
+from terrazzo.tensor.ops.transforms import grad_and_value
+from terrazzo.tensor.raw_access import refuse_export
+
+
+def install() -> None:
+    """Once, when the package is imported."""
+    clipping.install(DTensor, clipping_norm)
+    masked.install(DTensor, _full_mask)
+    optimizers.install(DTensor, locals_to_step)
+    function_apply.install(DTensor, apply_function)
+    transforms.install(DTensor, grad_and_value, lambda: forward_mode(None, (), {}))
+    exporting.install(DTensor, refuse_export)
+    for name in ("__torch_function__", "__torch_dispatch__", "to_local", "full_tensor", "redistribute", "backward"):
+        stay_eager(getattr(DTensor, name))
+    for function in (DTensor.from_local, distribute_tensor, distribute_module):
+        stay_eager(function)
+
+
+def _full_mask(input: Any) -> torch.Tensor:
+    return torch.ones_like(input, dtype=torch.bool)
