@@ -8,8 +8,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"torch\.int32\)|as_strided|is_contiguous", "views of another dtype and strides are those of each rank's part"),
     (r"dropout\(", "is no alias where it does nothing"),
     (r"copy=True", "is an alias"),
-    (r"\.(flatten|ravel|reshape|view)\(", "of a copied view: it does not know the strides on one device"),
-    (r"flatten\(|detach\(", "another object, or a copied view that is one no more"),
+    (r"(flatten|ravel)\(|torch\.detach\(", "another object, or a copied view that is one no more"),
     (r"_grad\(\): .*\b(squeeze|unsqueeze|t|transpose|swapaxes)_\(", "requires_grad is forgotten"),
     (r"detach_\(", "of what was transposed in place"),
 )
