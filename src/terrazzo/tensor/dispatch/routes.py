@@ -96,7 +96,8 @@ def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
     """`local` with its dims in memory as `before` has them: whether a view of a view copies depends on that."""
     if is_contiguous(before, shape):
         return local
-    order = sorted(range(len(shape)), key=lambda d: (-before.stride(d), d))
+    steps = before.stride()
+    order = sorted(range(len(shape)), key=lambda d: (-steps[d], d))
     back = sorted(range(len(shape)), key=order.__getitem__)
     return local.permute(order).contiguous().permute(back)
 
