@@ -30,6 +30,7 @@ from terrazzo.tensor import (
     randn,
     zeros,
 )
+from terrazzo.tensor.debug import CommDebugMode
 
 R, P = Replicate(), Partial()
 
@@ -378,6 +379,40 @@ def writes_through_copies() -> None:
         y[0] += w[7] ** 2
         (y * y).sum().backward()
     equal(grown.grad, weights.grad)
+
+
+def assignments() -> None:
+    """Values placed as their target are assigned where they are; others are brought there."""
+    torch.manual_seed(0)
+    whole, value = torch.randn(8, 4, 6), torch.randn(8, 6)
+    for mesh, placements in everywhere((8, 4, 6)):
+        if any(p.is_partial() for p in placements):
+            continue
+        for source in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()]):
+            cache, kept = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, placements).requires_grad_()
+            plain = value.clone().requires_grad_()
+            mine = distribute_tensor(value, mesh, (source * 2)[: mesh.ndim]).requires_grad_()
+            results = []
+            for x, v in ((cache, plain), (kept, mine)):
+                y = x * 2
+                y[:, 1] = v
+                y[2:6, 3, None] = v[1:5, None]
+                y[:, -2:, 0] = v[:, :2]
+                y[5] = v[3]
+                (y * y).sum().backward()
+                results.append((y, x.grad, v.grad))
+            for expected, got in zip(*results, strict=True):
+                equal(got.detach(), expected.detach())
+    line4 = line()
+    cache, value = (distribute_tensor(torch.zeros(s), line4, [Shard(0)]) for s in ((8, 4, 6), (8, 6)))
+    with CommDebugMode() as seen:
+        cache[:, 2] = value
+        cache[:, 1:3, :] = value[:, None, :]
+    assert seen.get_total_counts() == 0
+
+
+def test_assigned_values_stay_where_the_target_is() -> None:
+    run_ranks(4, assignments)
 
 
 def test_writes_through_copied_views_reach_the_tensor() -> None:

@@ -327,7 +327,7 @@ def in_place_route(plan: CallPlan) -> Route:
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
     layout = plan.operands[0].src
-    thin = is_thin(layout.local_shape, layout.shape)
+    thin = 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]

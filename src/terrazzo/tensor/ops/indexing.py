@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Box, Layout, Partial, Replicate
+from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.bounds import check_bounds
@@ -234,6 +234,7 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
     """Write what of the indexed region lies in this rank's box."""
     layout = target._layout
     box: Box = layout.box()
+    wanted_at = _value_layout(value._layout, items, layout) if isinstance(value, DTensor) else None
     local_index: list[Any] = []
     region: list[int] = []  # lengths of the region's dims, globally
     mine: list[slice] = []  # which of them are this rank's
@@ -262,30 +263,55 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
                 raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
             at = i % n - first
             if not 0 <= at < length:
-                _write_nothing(target, value)
+                _write_nothing(target, value, wanted_at)
                 return
             local_index.append(at)
         d += 1
     if layout.coord is None:
         return
-    target._local[tuple(local_index)] = _my_part(value, region, mine, layout)
+    target._local[tuple(local_index)] = _my_part(value, wanted_at, region, mine, layout)
 
 
-def _write_nothing(target: DTensor, value: Any) -> None:
+def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout:
+    """Where an assigned value is wanted: cut as the target is along the dims that the index takes whole, and on every
+    rank otherwise."""
+    if value.mesh is not target.mesh:
+        return _replicated(value)
+    taken: list[int | None] = []  # for each dim of the region, the target's dim if it is taken whole
+    d = 0
+    for i in expanded(items, target.ndim):
+        if i is None or isinstance(i, slice):
+            whole = i is not None and range(*i.indices(target.shape[d])) == range(target.shape[d])
+            taken.append(d if whole else None)
+        d += consumes(i)
+    shift = len(taken) - value.ndim
+    placements: list[Placement] = []
+    for p in target.placements:
+        at = taken.index(p.dim) - shift if isinstance(p, Shard) and p.dim in taken else -1
+        fits = isinstance(p, Shard) and 0 <= at < value.ndim and value.shape[at] == target.shape[p.dim]
+        placements.append(Shard(at) if fits else Replicate())
+    return Layout.of(value.mesh, placements, value.shape, target.order)
+
+
+def _write_nothing(target: DTensor, value: Any, wanted: Layout | None) -> None:
     """A rank outside the region still takes part in bringing the value to every rank, and in its backward.
 
     Its local tensor counts as written, as those of the others do.
     """
-    target._local[:0] = _my_part(value, [], [], target._layout).sum() * 0 if isinstance(value, DTensor) else 0
+    part = _my_part(value, wanted, [], [], target._layout)
+    target._local[:0] = part.sum() * 0 if isinstance(value, DTensor) else 0
 
 
-def _my_part(value: Any, region: Sequence[int], mine: Sequence[slice], layout: Layout) -> Any:
+def _my_part(value: Any, wanted: Layout | None, region: Sequence[int], mine: Sequence[slice], layout: Layout) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
+        assert wanted is not None
         varying = layout.varying
-        local = redistribute_local(value._local, value._layout, _replicated(value._layout), varying)
-        dims = tuple(m for m in varying if not value._layout.placements[m].is_shard())
+        local = redistribute_local(value._local, value._layout, wanted, varying)
+        dims = tuple(
+            m for m in varying if wanted.placements[m].is_replicate() and not value._layout.placements[m].is_shard()
+        )
         if dims and local.requires_grad and torch.is_grad_enabled():
             local = cast_fresh(local, dims, layout.mesh)
     else:
