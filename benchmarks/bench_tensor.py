@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cases import Budget, Implementations, Setting, case
+from benchmarks.tensor_scale import seconds_at_scale
 from terrazzo.tensor import Replicate, Shard, distribute_tensor
 
 NAMES = ("plain", "terrazzo", "torch")
@@ -130,3 +131,15 @@ def clip_grad_norm(setting: Setting) -> Implementations:
         return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9)
 
     return {name: clip(p) for name, p in zip(NAMES, _parameters(_mesh()), strict=True)}
+
+
+def _at_scale(work: str, ranks: int, limit: float) -> None:
+    @case(name=f"{work}_at_scale", unit="seconds", repetitions=1, budget=Budget("value", limit))
+    def run(setting: Setting) -> Implementations:
+        simulated = 64 if setting.quick else ranks
+        return {"terrazzo": lambda: seconds_at_scale(work, simulated)}
+
+
+_at_scale("missed_plan", 4096, 0.001)
+_at_scale("redistribution", 4096, 0.001)
+_at_scale("transfer_plan", 1024, 0.02)

@@ -121,7 +121,6 @@ INSIDE = "_torch"
 OTHERS_FORMATS = {
     "tensor/interop.py": "converts PyTorch's own DTensors, whose parts are private",
     "checkpoint/formats/dcp_metadata.py": "writes the classes that PyTorch's checkpoints name",
-    **{f"graphs/{name}.py": "not moved yet" for name in ("capture", "inductor", "joint", "program", "values")},
 }
 """Files that may use them too, with the reason. It may become shorter, not longer."""
 

@@ -1,6 +1,6 @@
 """Runs PyTorch's own tests of `torch.distributed.tensor` on terrazzo, and says which of those that pass on torch fail.
 
-    python tests/peer SOURCE [FILE ...] [--results build/peer] [--limit 900]
+    python tests/peer SOURCE [FILE ...] [--results build/peer] [--keep torch|all] [--limit 900]
 
 SOURCE is an unpacked source tree of PyTorch (2.6 is what `docs/compatibility.md` speaks of); of it `test/distributed`
 and `torch/testing/_internal` are needed. Each FILE, a path below `test/distributed`, runs once on the installed torch
@@ -41,10 +41,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
 
 
-def run_file(source: Path, file: str, peer: str, results: Path, limit: float) -> Outcomes:
+def run_file(source: Path, file: str, peer: str, results: Path, limit: float, keep: bool) -> Outcomes:
     """The outcomes of one file on one of the two libraries; they are kept in a file, too."""
     path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if keep and path.exists():
+        return dict(json.loads(path.read_text()))
     path.unlink(missing_ok=True)
     # Forked, because importing torch and terrazzo takes longer than most files.
     process = multiprocessing.get_context("fork").Process(target=on_peer.run, args=(source, file, peer, path))
@@ -68,14 +70,18 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--results", type=Path, default=Path("build/peer"))
+    parser.add_argument(
+        "--keep", choices=("torch", "all"), help="whose outcomes are taken from --results if they are there"
+    )
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a file may take")
     options = parser.parse_args()
     explained = set(re.findall(r"^\| `([\w./]+::[\w.]+)`", PAGE.read_text(), re.MULTILINE))
+    source, results = options.source.resolve(), options.results.resolve()
     worse, mended = [], []
     print("| file | torch: passed/failed/skipped | terrazzo | worse |\n|---|---|---|---|")
     for file in options.files:
         torchs, ours = (
-            run_file(options.source.resolve(), file, peer, options.results.resolve(), options.limit)
+            run_file(source, file, peer, results, options.limit, options.keep in (peer, "all"))
             for peer in ("torch", "terrazzo")
         )
         name = file.removesuffix(".py")

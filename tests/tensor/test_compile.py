@@ -455,8 +455,13 @@ def refusals() -> None:
     hidden = {"a": (torch.ones(4, 4),)}
     with pytest.raises(CaptureError, match="test_compile"):
         compiled(lambda y: y * hidden["a"][0])(torch.ones(4, 4))
+    # What is sharded inside would be gathered while it is captured.
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(inner[0], mesh=mesh)
+    with pytest.raises(CaptureError, match="contains a FSDPLinear"):
+        compiled(inner)(torch.ones(2, 4))
     # An error of the program is its own.
-    bad = compiled(lambda x: x @ x[:, :3], fullgraph=False)
+    bad = compiled(lambda x: x @ x[:3], fullgraph=False)
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as info:
         warnings.simplefilter("ignore")
         bad(x)

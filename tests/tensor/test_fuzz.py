@@ -10,7 +10,7 @@ import pytest
 from tests.tensor.fuzz.program import Program
 from tests.tensor.fuzz.run import Finding, make, run, shrink, verdict_of
 
-PROGRAMS = 200
+PROGRAMS = 150
 
 
 def test_programs_are_as_on_one_device():

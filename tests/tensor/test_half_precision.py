@@ -570,3 +570,26 @@ def under_autocast() -> None:
 
 def test_under_autocast():
     run_ranks(2, under_autocast)
+
+
+def layers_of_terms() -> None:
+    """Terms that are larger than their sum: no intermediate terms are rounded to the half type."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    functions: dict[str, Callable[[Any], Any]] = {
+        "layer norm": lambda x: F.layer_norm(x, (2,)),
+        "rms norm": lambda x: F.rms_norm(x, (2,)),
+        "log_softmax": lambda x: F.log_softmax(x, 1),
+        "softmax": lambda x: F.softmax(x, 1),
+    }
+    values = torch.tensor([[1.0, 1.25], [-300.0, 200.0], [0.5, 0.5]])
+    row, column = mesh.get_coordinate()
+    for dtype in HALF:
+        whole_value = values.to(dtype)
+        mine = whole_value[:, column : column + 1] * (4.0 if row == 0 else -3.0)  # exact, also in bfloat16
+        terms = DTensor.from_local(mine, mesh, [P, S1])
+        for name, function in functions.items():
+            as_accurate(function(terms), function(whole_value), function(whole_value.double()), name)
+
+
+def test_layers_of_terms():
+    run_ranks(4, layers_of_terms)

@@ -8,6 +8,7 @@ one `TorchMovedError` that names them all. `python -m terrazzo._torch` prints th
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
     groups, saving                  process groups and meshes; what torch.save writes
     compiling                       marks for Dynamo
+    graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     function_apply, transforms,
     optimizers, clipping, masked,
     exporting                       what is replaced: each asks first, cheaply, whether a tensor is one of ours

@@ -33,6 +33,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+attribute("torch.Tensor._base", "writes to views of leaves that require grad are refused")
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is of; a tensor that is no view itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 PARAMETER_MARK = "_is_param"
 """An attribute of tensor subclasses: those that have it count as `nn.Parameter`."""
 

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
@@ -50,7 +50,8 @@ class Comparison:
         made = _made.setdefault(distributed_c10d._get_default_group(), Counter())
         who = hashlib.blake2b(repr((name, tuple(ranks))).encode(), digest_size=12).hexdigest()
         made[who] += 1
-        store = distributed_c10d._get_default_store().clone()
+        default: Any = distributed_c10d._get_default_store()  # torch's stubs lack clone
+        store = default.clone()
         return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
 
     def start(self, value: int, new_round: bool = False) -> Future[Difference | None]:

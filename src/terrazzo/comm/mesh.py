@@ -69,7 +69,7 @@ def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _groups_of(mesh: DeviceMesh) -> _Groups:
     try:
         return [weakref.ref(group) for group in mesh.get_all_groups()]
-    except RuntimeError:  # it has none, as meshes that are made without
+    except (RuntimeError, IndexError):  # it has none: made without, or this rank is outside of it
         return []
 
 

@@ -118,7 +118,7 @@ def _face(cls: type, settings: Settings) -> Any:
     found = _classes.get(cls)
     if found is None:
         found = _classes[cls] = type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": __name__})
-    face = object.__new__(found)
+    face: Any = object.__new__(found)
     forward = functools.partial(cls.forward, face)  # type: ignore[attr-defined]  # it is a module class
     _programs[face] = Program(forward, face, cls.__name__, settings)
     return face

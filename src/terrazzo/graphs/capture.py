@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
+from terrazzo._torch.graphs import FakeTensorMode, memory_of, no_autocast, no_saved_tensor_hooks
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
+from terrazzo.graphs.draws import Draws
 from terrazzo.graphs.surroundings import Frozen, Surroundings
 from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
-from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dtensor import DTensor, wrap
 
@@ -33,7 +33,6 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
 """Given a module of local tensors and its inputs without data, returns what runs it."""
 
-_hooks: Any = torch._C._autograd
 _lock = threading.RLock()  # what is captured is swapped in where all threads see it
 
 
@@ -101,78 +100,6 @@ class Graph:
     written: tuple[int, ...]  # those of the inputs whose data change
 
 
-# ------------------------------------------------------------------ random numbers
-
-
-class Draws:
-    """The random numbers that a program draws, as inputs.
-
-    Numbers are told apart by the state of the generator before the draw: a part that is run again from a saved state
-    (activation checkpointing) draws the same number again. Each further run of the program begins in other states, so
-    that a state which the program sets itself does not look like one that it found.
-    """
-
-    def __init__(self) -> None:
-        self.sources: list[tuple[Any, torch.Generator | None]] = []
-        self._numbers: Sequence[torch.Tensor] | None = None  # None while it is not known how many are drawn
-        self._starts = {torch.default_generator: torch.default_generator.get_state()}
-        self._known: dict[Any, int] = {}
-        # By generator: its state after the last new draw.
-        self._next: dict[Any, bytes] = {torch.default_generator: _state(torch.default_generator)}
-
-    def draw(self, mesh: Any, generator: torch.Generator | None) -> torch.Tensor:
-        """The number that the program draws next."""
-        with _disable_current_modes():  # these are real numbers
-            index = self._index(mesh, generator)
-        return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
-
-    def _index(self, mesh: Any, generator: torch.Generator | None) -> int:
-        source = torch.default_generator if generator is None else generator
-        state = _state(source)
-        if source not in self._starts:
-            self._starts[source] = source.get_state()
-            self._next[source] = state
-        index = self._known.get((source, state))
-        if index is not None:
-            random.next_number(generator)
-            return index
-        if self._next[source] != state:
-            raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
-        index = self._known[source, state] = len(self._known)
-        if self._numbers is None:
-            self.sources.append((mesh, generator))
-        elif index >= len(self._numbers):
-            raise CaptureError("it draws random numbers in its backward", operation="a random operation")
-        random.next_number(generator)
-        self._next[source] = _state(source)
-        return index
-
-    def restart(self, numbers: Sequence[torch.Tensor]) -> None:
-        """Begin another run, in which these are drawn."""
-        self._numbers = numbers
-        self._known.clear()
-        with _disable_current_modes():
-            for source, state in self._starts.items():
-                source.set_state(state)
-                random.next_number(source)
-                self._next[source] = _state(source)
-
-    def end(self) -> None:
-        """Set the generators to where they were when the capture began."""
-        for source, state in self._starts.items():
-            source.set_state(state)
-
-    def check_end(self) -> None:
-        """Raise if the run left a generator elsewhere than its draws did."""
-        with _disable_current_modes():
-            if any(_state(source) != state for source, state in self._next.items()):
-                raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")
-
-
-def _state(source: Any) -> bytes:
-    return bytes(source.get_state().cpu().numpy())
-
-
 # ------------------------------------------------------------------ the program on stand-ins
 
 
@@ -181,7 +108,8 @@ class _LocalProgram(nn.Module):
 
     def __init__(self, subject: Subject, draws: Draws, inputs: int) -> None:
         super().__init__()
-        self._subject, self.draws, self._inputs = subject, draws, inputs
+        self.subject: Subject | None = subject
+        self.draws, self._inputs = draws, inputs
         self.outputs: Outputs | None = None
         self.writes: list[tuple[Any, Any, Outputs]] = []
 
@@ -191,11 +119,12 @@ class _LocalProgram(nn.Module):
 
     def run(self, stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the program with these in place of its local tensors; return the local tensors of its result."""
-        subject = self._subject
+        subject = self.subject
+        assert subject is not None
         frozen = subject.surroundings.freeze()
         swapped: list[tuple[DTensor, torch.Tensor, Any]] = []
         try:
-            used = [self._used(i, stand_ins, swapped) for i in range(len(subject.tensors))]
+            used = [_used(subject, i, stand_ins, swapped) for i in range(len(subject.tensors))]
             expected = {}
             for (holder, name), stand_in, tensor in zip(subject.slots, used, subject.tensors, strict=True):
                 if holder is not None and stand_in is not tensor and type(holder) is not tuple:
@@ -204,38 +133,32 @@ class _LocalProgram(nn.Module):
             given = iter(used[: subject.from_args])
             args, kwargs = _replaced(subject.args, given), _replaced(subject.kwargs, given)
             before = _shape_of((args, kwargs))
-            with _autocast(subject.conditions.autocast), _no_saved_tensor_hooks():
+            with _autocast(subject.conditions.autocast):
                 result = subject.function(*args, **kwargs)
             if _shape_of((args, kwargs)) != before:
                 raise CaptureError("it changes a list or dict among its arguments", operation="a write to an argument")
             _check_kept(used, stand_ins, subject.position)
-            return self._returned(result, used, stand_ins, frozen, expected)
+            return self._returned(subject, result, used, stand_ins, frozen, expected)
         finally:
             frozen.restore()
             for tensor, local, memo in swapped:
                 tensor._local, tensor._memo = local, memo
 
-    def _used(self, i: int, stand_ins: Sequence[torch.Tensor], swapped: list[Any]) -> Any:
-        tensor = self._subject.tensors[i]
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        stand_in = stand_ins[self._subject.position[i]]
-        if type(tensor) is DTensor:
-            if tensor._local is not stand_in:
-                swapped.append((tensor, tensor._local, tensor._memo))
-                tensor._local, tensor._memo = stand_in, None
-            return tensor
-        return wrap(stand_in, tensor._layout) if isinstance(tensor, DTensor) else stand_in
-
     def _returned(
-        self, result: Any, used: Sequence[Any], stand_ins: Sequence[torch.Tensor], frozen: Frozen, expected: Any
+        self,
+        subject: Subject,
+        result: Any,
+        used: Sequence[Any],
+        stand_ins: Sequence[torch.Tensor],
+        frozen: Frozen,
+        expected: Any,
     ) -> tuple[torch.Tensor, ...]:
         sources = {id(tensor): i for i, tensor in reversed(list(enumerate(used))) if isinstance(tensor, torch.Tensor)}
-        locals_ = {id(stand_in): self._subject.inputs[i] for i, stand_in in enumerate(stand_ins)}
-        locals_ = {key: i for key, i in locals_.items() if not isinstance(self._subject.tensors[i], DTensor)}
+        locals_ = {id(stand_in): subject.inputs[i] for i, stand_in in enumerate(stand_ins)}
+        locals_ = {key: i for key, i in locals_.items() if not isinstance(subject.tensors[i], DTensor)}
         self.outputs, returned = take_apart(result, sources, locals_)
         self.writes = []
-        places = {(id(holder), name) for holder, name in self._subject.slots if holder is not None}
+        places = {(id(holder), name) for holder, name in subject.slots if holder is not None}
         for label, holder, name, value in list(frozen.changes(expected)):
             if not isinstance(value, torch.Tensor) or (id(holder), name) not in places:
                 raise CaptureError(f"it changes {label}, which a graph would not", operation=f"a write to {label}")
@@ -243,6 +166,20 @@ class _LocalProgram(nn.Module):
             self.writes.append((holder, name, built.shifted(len(returned))))
             returned += more
         return tuple(returned)
+
+
+def _used(subject: Subject, i: int, stand_ins: Sequence[torch.Tensor], swapped: list[Any]) -> Any:
+    """What the program sees in place of one of its tensors."""
+    tensor = subject.tensors[i]
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    stand_in = stand_ins[subject.position[i]]
+    if type(tensor) is DTensor:
+        if tensor._local is not stand_in:
+            swapped.append((tensor, tensor._local, tensor._memo))
+            tensor._local, tensor._memo = stand_in, None
+        return tensor
+    return wrap(stand_in, tensor._layout) if isinstance(tensor, DTensor) else stand_in
 
 
 def _check_kept(used: Sequence[Any], stand_ins: Sequence[torch.Tensor], position: Sequence[int]) -> None:
@@ -272,8 +209,8 @@ def _replaced(value: Any, given: Iterator[Any]) -> Any:
     collect(value, key, tensors)
     if not tensors:
         return value
-    leaves, spec = torch.utils._pytree.tree_flatten(value)
-    return torch.utils._pytree.tree_unflatten([_replaced(leaf, given) for leaf in leaves], spec)
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([_replaced(leaf, given) for leaf in leaves], spec)
 
 
 def _shape_of(arguments: Any) -> tuple[list[Any], list[int]]:
@@ -291,20 +228,6 @@ def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_saved_tensor_hooks() -> Iterator[None]:
-    """Without the hooks of those around: what they would keep is not there when the graph runs."""
-    outer = []
-    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
-        outer.append(top)
-        _hooks._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(outer):
-            _hooks._push_saved_tensors_default_hooks(pack, unpack)
-
-
 # ------------------------------------------------------------------ capture
 
 
@@ -312,12 +235,17 @@ def capture(subject: Subject, backend: Backend) -> Graph:
     """Make the graph of one call."""
     draws = Draws()
     fake = FakeTensorMode()
-    with _lock, torch.inference_mode(False), torch.set_grad_enabled(subject.conditions.grad), _no_autocast():
+    with ExitStack() as stack:
+        stack.enter_context(_lock)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(subject.conditions.grad))
+        stack.enter_context(no_autocast())
+        stack.enter_context(no_saved_tensor_hooks())
         if captured.recording is not None:
             raise CaptureError("another program is being captured")
+        program = _LocalProgram(subject, draws, len(subject.inputs))
         captured.recording = draws
         try:
-            program = _LocalProgram(subject, draws, len(subject.inputs))
             real = subject.locals()
             detached, written = _rehearse(program, subject, real, fake)
             inputs = [_without_data(local, fake, not cut) for local, cut in zip(real, detached, strict=True)]
@@ -329,20 +257,9 @@ def capture(subject: Subject, backend: Backend) -> Graph:
         finally:
             captured.recording = None
             draws.end()
+            program.subject = None  # what runs the graph may keep the module, which is not to keep the call's tensors
     cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
     return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    if not torch._C._is_any_autocast_enabled():
-        yield
-        return
-    guard = torch._C._DisableAutocast()
-    try:
-        yield
-    finally:
-        del guard
 
 
 def _rehearse(
@@ -364,7 +281,7 @@ def _rehearse(
         if isinstance(subject.tensors[subject.inputs[i]], CopiedView):
             raise CaptureError("it writes to a view of which a redistribution made a copy", operation="a write")
     if written:
-        memory = [local.untyped_storage()._cdata for local in real]
+        memory = [memory_of(local) for local in real]
         if any(memory.count(memory[i]) > 1 for i in written):
             raise CaptureError("it writes to an input that shares memory with another", operation="a write")
     reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])

@@ -7,27 +7,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner, partition_fn
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.virtualized import V
 
+from terrazzo._torch.graphs import (
+    TracingContext,
+    fake_mode_of,
+    inductor_compile,
+    inductor_config,
+    inductor_decomposition,
+    inductor_virtualized,
+)
 from terrazzo.graphs.joint import compile_joint
+
+_compile = inductor_compile()
 
 
 def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """Compile `program`, with its backward."""
     # Random operations on plain tensors stay PyTorch's own, so that they draw what they draw in eager programs.
-    with config.patch(fallback_random=True), V.set_fake_mode(detect_fake_mode(inputs)):
+    with inductor_config().patch(fallback_random=True), inductor_virtualized().V.set_fake_mode(fake_mode_of(inputs)):
         return compile_joint(
             program,
             inputs,
             _forward,
             bw_compiler=_backward,
             inference_compiler=_inference,
-            partition_fn=partition_fn,
-            decompositions=select_decomp_table(),
+            partition_fn=_compile.partition_fn,
+            decompositions=inductor_decomposition().select_decomp_table(),
             keep_inference_input_mutations=True,
         )
 
@@ -38,17 +43,17 @@ def _forward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> A
     assert meta is not None
     first = meta.num_mutated_inp_runtime_indices
     _mark_visible(graph, range(first, first + meta.num_outputs))
-    return compile_fx_inner(graph, examples)
+    return _compile.compile_fx_inner(graph, examples)
 
 
 def _backward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     _mark_visible(graph, range(len(_outputs(graph))))
-    return compile_fx_inner(graph, examples, is_backward=True)
+    return _compile.compile_fx_inner(graph, examples, is_backward=True)
 
 
 def _inference(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     _mark_visible(graph, range(len(_outputs(graph))))
-    return compile_fx_inner(graph, examples, is_inference=True)
+    return _compile.compile_fx_inner(graph, examples, is_inference=True)
 
 
 def _outputs(graph: torch.fx.GraphModule) -> Sequence[Any]:

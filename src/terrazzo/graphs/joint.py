@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_module_simplified, default_partition, make_boxed_func
-from torch._guards import TracingContext, detect_fake_mode, tracing
+
+from terrazzo._torch.graphs import TracingContext, aot_module, default_partition, fake_mode_of, make_boxed, tracing
 
 GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
 
 
 def compile_joint(program: nn.Module, inputs: list[torch.Tensor], forward: GraphCompiler, **options: Any) -> Any:
     """Trace `program` on inputs without data, and compile its forward and backward."""
-    with tracing(TracingContext(detect_fake_mode(inputs))):
-        # The stub asks for a GraphModule; any module that returns a tuple will do.
-        return aot_module_simplified(program, inputs, forward, **options)  # type: ignore[arg-type]
+    with tracing(TracingContext(fake_mode_of(inputs))):
+        return aot_module(program, inputs, forward, **options)
 
 
 def given(compiler: GraphCompiler) -> Callable[[nn.Module, list[torch.Tensor]], Any]:
@@ -28,7 +27,7 @@ def given(compiler: GraphCompiler) -> Callable[[nn.Module, list[torch.Tensor]], 
 
     def compile_graph(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         run = compiler(graph, examples)
-        return run if getattr(run, "_boxed_call", False) else make_boxed_func(run)
+        return run if getattr(run, "_boxed_call", False) else make_boxed(run)
 
     def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
         return compile_joint(program, inputs, compile_graph, bw_compiler=compile_graph, partition_fn=default_partition)

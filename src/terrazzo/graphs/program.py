@@ -13,12 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+from torch import nn
 
+from terrazzo._torch.graphs import (
+    NEEDS_SHAPE,
+    NEEDS_VALUE,
+    NO_FAKE,
+    any_autocast,
+    autocasts,
+    dispatch_modes,
+    function_modes,
+    no_autocast,
+)
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
@@ -71,15 +77,12 @@ class Program:
         self._searches = 0
         self._known: dict[Any, Record] = {}
         self._lock = threading.RLock()
-        self._warned = False
+        self._beyond: Record | None = None  # for all calls beyond the limit
+        self._warned: set[str] = set()
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch._C._len_torch_dispatch_stack()
-            or captured.capturing()
-            or F.scaled_dot_product_attention is not _attention
-        ):
+        if dispatch_modes() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
             return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
         try:
             key, tensors = self._key(args, kwargs)
@@ -101,12 +104,9 @@ class Program:
         flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
             flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
-        if torch._C._is_any_autocast_enabled():
-            guard = torch._C._DisableAutocast()
-            try:
+        if any_autocast():
+            with no_autocast():
                 results = graph.run(*flat)
-            finally:
-                del guard
         else:
             results = graph.run(*flat)
         for holder, name, value in graph.writes:
@@ -149,11 +149,13 @@ class Program:
             found = self._known.get(key)
             if found is not None:
                 return found
+            if self._beyond is not None:
+                return self._beyond
             what = self._describe(args, kwargs, tensors)
             record = Record(what, _difference(what, [other.what for other in self.records]))
             if len(self.records) >= self.settings.limit:
                 record.error = self._too_many(record)
-                self._known[key] = record
+                self._beyond = record
                 self._warn(record.error)
                 return record
             try:
@@ -168,13 +170,25 @@ class Program:
 
     def _capture(self, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         assert self._surroundings is not None
-        conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts())
+        own = self._searched if isinstance(self._searched, nn.Module) else getattr(self._searched, "__self__", None)
+        for module in self._surroundings.modules:
+            if module is not own and hasattr(type(module), "unshard") and hasattr(type(module), "reshard"):
+                raise _located(
+                    CaptureError(
+                        f"it contains a {type(module).__name__}, whose parameters fully_shard gathers while it runs: "
+                        "compile the inner modules instead, and call fully_shard on these",
+                        operation="fully_shard",
+                    ),
+                    self.name,
+                    None,
+                )
+        conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts())
         subject = Subject(self._eager, args, kwargs, tensors, self._surroundings, conditions)
         try:
             return capture(subject, self._load_backend())
         except CaptureError as error:
             raise _located(error, self.name, error) from error.__cause__
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        except (NEEDS_VALUE, NEEDS_SHAPE, NO_FAKE) as error:
             raise _located(CaptureError(_why(error), operation=str(error.func)), self.name, error) from error
         except TerrazzoError:
             raise
@@ -197,8 +211,9 @@ class Program:
         self._warn(error)
 
     def _warn(self, error: CaptureError) -> None:
-        if not self._warned:
-            self._warned = True
+        kind = "limit" if error.operation == "recompile_limit" else "capture"
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(f"{error}. It runs eagerly", CompileWarning, stacklevel=5)
 
     def _too_many(self, record: Record) -> CaptureError:
@@ -212,7 +227,7 @@ class Program:
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, str]:
         assert self._surroundings is not None
-        what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(_autocasts() or None)}
+        what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(autocasts() or None)}
         what["inference mode"] = str(torch.is_inference_mode_enabled())
         what["modes"] = repr(_modes())
         for i, arg in enumerate(args):
@@ -233,20 +248,10 @@ def _modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         per_thread.implicit_replication,
         parallel_loss.depth > 0,
-        _autocasts() if torch._C._is_any_autocast_enabled() else (),
+        autocasts(),
     )
-    if torch._C._len_torch_function_stack():
-        modes += tuple(
-            (type(mode), getattr(mode, "device", None)) for mode in torch.overrides._get_current_function_mode_stack()
-        )
+    modes += tuple((type(mode), getattr(mode, "device", None)) for mode in function_modes())
     return modes
-
-
-def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    kinds = dict.fromkeys(["cpu", "cuda", torch._C._get_privateuse1_backend_name(), "xpu", "mps"])
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
@@ -263,17 +268,17 @@ def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[
 
 
 def _why(error: Any) -> str:
-    name = error.func._schema.name
+    name = error.func.name().partition(".")[0]
     if name in ("aten::_local_scalar_dense", "aten::item"):
         return "it needs a value of a tensor (.item(), float(), if or while on a tensor), which a graph does not have"
-    if isinstance(error, DynamicOutputShapeException):
+    if isinstance(error, NEEDS_SHAPE):
         return f"the shape of the result of {name} depends on values, which a graph does not have"
     return f"{name} cannot run on tensors without data"
 
 
-def _located(error: CaptureError, name: str, cause: BaseException) -> CaptureError:
+def _located(error: CaptureError, name: str, cause: BaseException | None) -> CaptureError:
     """The same error with the program's own line, the innermost that is not in a library's file."""
-    for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
+    for frame, line in reversed(list(traceback.walk_tb(None if cause is None else cause.__traceback__))):
         file = frame.f_code.co_filename
         if not file.startswith((*_PACKAGES, "<")):
             where = f"{file}:{line} ({frame.f_code.co_name})"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
 from terrazzo.errors import CaptureError
 from terrazzo.layout import Placement
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -59,7 +59,7 @@ def collect(value: Any, key: list[Any], tensors: list[Any]) -> None:
 
 
 def _collect_other(value: Any, key: list[Any], tensors: list[Any]) -> None:
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         raise Unkeyable(
             f"an argument of type {type(value).__name__}: arguments are tensors, numbers, strings, functions, and "
@@ -169,7 +169,7 @@ class Outputs:
         self.leaves = leaves
         self.spec = spec
         only = leaves[0] if len(leaves) == 1 else None
-        self._single = only if only is not None and spec == pytree.tree_flatten(0)[1] else None
+        self._single = only if only is not None and spec == tree_flatten(0)[1] else None
 
     def shifted(self, by: int) -> Outputs:
         """The same of results that lie `by` further on."""
@@ -180,7 +180,7 @@ class Outputs:
         """The program's result from the graph's."""
         if self._single is not None:
             return _leaf(self._single, results, inputs)
-        return pytree.tree_unflatten([_leaf(leaf, results, inputs) for leaf in self.leaves], self.spec)
+        return tree_unflatten([_leaf(leaf, results, inputs) for leaf in self.leaves], self.spec)
 
 
 def _leaf(leaf: Output, results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Any:
@@ -195,7 +195,7 @@ def take_apart(result: Any, sources: dict[int, int], locals_of_sources: dict[int
 
     `sources` and `locals_of_sources` say by id which tensors are inputs themselves.
     """
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = tree_flatten(result)
     outputs: list[Output] = []
     returned: list[Any] = []
     for leaf in leaves:

@@ -30,9 +30,12 @@ def cells_in(layout: Layout, box: Box) -> Iterator[tuple[int, Box]]:
         _parts_between(layout, d, start, start + length, strides)
         for d, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True))
     ]
-    for parts in product(*along):
-        first = sum([part[0] for part in parts])
-        yield first, Box(tuple([part[1] for part in parts]), tuple([part[2] for part in parts]))
+    if not along:
+        yield 0, box
+    else:
+        for parts in product(*along):
+            indices, offsets, lengths = zip(*parts, strict=True)
+            yield sum(indices), Box(offsets, lengths)
 
 
 def _parts_between(

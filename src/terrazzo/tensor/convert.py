@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.groups import current_mesh as enclosing_mesh
@@ -74,9 +75,9 @@ def from_local(
         )
     if run_check:
         _check_alike(local, layout)
-    if not local.requires_grad:
+    if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
-    elif local.is_leaf:
+    elif local.requires_grad and local.is_leaf:
         local = _OfLeaf.apply(local)
     else:
         local = local.view_as(local)
@@ -90,13 +91,23 @@ class _OfLeaf(torch.autograd.Function):
     leaf's influence on what is written, as for any other result, and it changes the leaf's values.
     """
 
+    generate_vmap_rule = True  # torch.func's transforms of a function that calls from_local meet it
+
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> Any:
+        return tangent.view_as(tangent)
 
 
 def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
@@ -172,7 +183,8 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
         if arrives is not layout.dual:
             if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
                 # Terms of the gradient of what was gathered are reduced and scattered.
-                return tensor._memo.varying(local, arrives.varying)
+                with asked_for():
+                    return tensor._memo.varying(local, arrives.varying)
             result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
             return result
     return local.view_as(local)
@@ -212,9 +224,18 @@ def _redistribute(
         return wrap(local.view_as(local) if local.requires_grad else local, dst)
     if async_op:
         return _redistribute_later(tensor, dst)
-    result = wrap(redistribute_local(tensor._local, src, dst), dst)
+    result = wrap(_own_memory(redistribute_local(tensor._local, src, dst), src, dst), dst)
     result._memo = gathered_from(tensor._local, src, dst, result._local)
     return result
+
+
+def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+    """What is only a part of what the rank had is copied: a write to it must not change the replica on one rank alone,
+    and a part must not keep the whole alive."""
+    steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
+    if any(isinstance(step, LOCAL_STEPS) for step in steps):
+        return local.clone(memory_format=torch.contiguous_format)
+    return local
 
 
 def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
@@ -240,7 +261,7 @@ def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.
     steps = plan_transition(src, dst)
     first = next((i for i, s in enumerate(steps) if _communicates(s, src)), None)
     if first is None:
-        return lambda: redistribute_local(local, src, dst)
+        return lambda: _own_memory(redistribute_local(local, src, dst), src, dst)
     for step in steps[:first]:
         local = run_step(local, step, src.mesh, ())
     started = start_step(local, steps[first], src.mesh)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from terrazzo._torch.tensors import version_of
+from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -81,7 +81,7 @@ class Origin:
 
         if with_grad:
             local = self._base._local
-            root = local if local._base is None else local._base
+            root = base_of(local)
             if local.requires_grad and root.is_leaf:
                 raise RuntimeError(
                     "a view of a leaf Variable that requires grad is being used in an in-place operation."
@@ -152,7 +152,10 @@ def _version_of(local: torch.Tensor) -> int:
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Make the results of the view function `name` copied views of its first argument."""
     base = args[0] if args else next(iter(kwargs.values()))
-    if name in _RESHAPES and isinstance(result, DTensor) and not has_view(base._local, base.shape, result.shape):
+    reads_shape = (
+        name in _RESHAPES and isinstance(result, DTensor) and not (len(args) > 1 and type(args[1]) is torch.dtype)
+    )
+    if reads_shape and not has_view(base._local, base.shape, result.shape):
         if name in _COPYING_RESHAPES:
             return  # on one device it would be no view either
         raise no_view(base.shape, result.shape)

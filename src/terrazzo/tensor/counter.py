@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ def _signed(value: int) -> int:
 
 _MULTIPLIERS = tuple(_signed(m) for m in (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x85EBCA6B))
 _FOLDS = (16, 15, 14, 15)
-_FOLD = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
+_FOLD: tuple[Any, ...] = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
 _INDEX_AGAIN = _signed(0x9E3779B1)
 
 

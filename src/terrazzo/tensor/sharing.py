@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -40,13 +41,13 @@ class _Distributed:
     path: str
     parameter: weakref.ref[nn.Parameter]
 
-    def find(self) -> nn.Parameter | None:
+    def find(self) -> Any:
         owner, parameter = self.owner(), self.parameter()
         return parameter if owner is not None and parameters_of(owner).get(self.name) is parameter else None
 
 
 # By the plain parameter, for as long as somebody has it.
-_distributed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_distributed: Any = WeakTensorKeyDictionary()
 
 
 class SharedParameters:
@@ -63,7 +64,9 @@ class SharedParameters:
     def share_again(self) -> None:
         """Give all places of a parameter the first DTensor that any of them has got; they must be placed alike."""
         for plain, places in self._places.values():
-            now = [(place.path, p) for place in places if isinstance(p := place.parameter, DTensor)]
+            now: list[tuple[str, Any]] = [
+                (place.path, p) for place in places if isinstance(p := place.parameter, DTensor)
+            ]
             if not now:
                 continue
             earlier = _distributed.get(plain)
@@ -81,7 +84,7 @@ class SharedParameters:
                     )
             for place in places:
                 if place.parameter is not shared:
-                    place.owner.register_parameter(place.name, shared)  # type: ignore[arg-type]  # it is a Parameter
+                    place.owner.register_parameter(place.name, shared)
             if found is None:
                 at = places[0]
                 _distributed[plain] = _Distributed(weakref.ref(at.owner), at.name, path, weakref.ref(shared))

@@ -36,17 +36,20 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
     (True, False)
     """
-    if not local.is_contiguous():
-        return False
-    if not is_thin(local.shape, shape):
+    if local.is_contiguous() and not is_thin(local.shape, shape):
         return True
-    expected = 1
-    for d in reversed(range(len(shape))):
-        if shape[d] != 1:
-            if local.stride(d) != expected:
-                return False
-            expected *= max(local.shape[d], 1)
-    return True
+    dims = [d for d, n in enumerate(shape) if n != 1]
+    if 0 in shape or not dims:
+        return True
+    pairs = zip(dims, dims[1:], strict=False)
+    return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
+
+
+def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
+    """Whether the rows of dim `inner` lie one behind the other along `d`: in a tensor of the rank's own, or in the
+    whole one of which the local tensor is a slice."""
+    step = local.stride(inner)
+    return local.stride(d) in (step * max(local.shape[inner], 1), step * shape[inner])
 
 
 def is_thin(local_shape: Sequence[int], shape: Sequence[int]) -> bool:
@@ -65,7 +68,7 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
     for old, _ in view_groups(shape, new_shape):
         joined = [d for d in old if shape[d] != 1]
         for d, inner in zip(joined, joined[1:], strict=False):
-            if local.stride(d) != local.stride(inner) * max(local.shape[inner], 1):
+            if not _follow(local, shape, d, inner):
                 return False
     return True
 

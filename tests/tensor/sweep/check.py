@@ -11,7 +11,7 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 from terrazzo.tensor.dispatch import fallback
+from tests.tensor.sweep.cases import Case, Cell, Report
 from tests.tensor.sweep.compare import (
     Mismatch,
     comparable,
@@ -35,62 +36,6 @@ from tests.tensor.sweep.samples import differentiable, entries, samples
 
 # Their values are whatever memory held: only shape, dtype and device are compared.
 UNDEFINED_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What identifies one run of one entry."""
-
-    size: str
-    sample: int
-    mesh: str
-    family: str
-    seed: int = 0
-    form: str = "plain"
-    dtype: str = "float32"
-
-    def __str__(self) -> str:
-        form = ("" if self.form == "plain" else f", {self.form}") + (
-            "" if self.dtype == "float32" else f", {self.dtype}"
-        )
-        return f"{self.size} sample {self.sample}, mesh {self.mesh}, {self.family} (seed {self.seed}){form}"
-
-
-@dataclass
-class Cell:
-    """What the cases of one entry of one dtype in one form came to, by number."""
-
-    right: int = 0
-    raises: int = 0
-    wrong: int = 0
-
-    @property
-    def verdict(self) -> str:
-        return "wrong" if self.wrong else "raises" if self.raises else "right"
-
-
-@dataclass
-class Report:
-    """What the cases of one entry came to."""
-
-    name: str
-    right: int = 0
-    without_operand: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    raises: list[tuple[str, str]] = field(default_factory=list)
-    wrong: list[tuple[str, str]] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
-    gathered: set[str] = field(default_factory=set)  # names of operations that had no rule
-    random: bool = False
-    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)  # by dtype and form
-
-    @property
-    def verdict(self) -> str:
-        if self.wrong:
-            return "wrong"
-        if self.raises:
-            return "raises"
-        return "right" if self.right or self.without_operand else "skipped"
 
 
 class _Skip(Exception):
@@ -112,6 +57,7 @@ def sweep_entry(name: str, cases: Sequence[Case]) -> Report:
     report = Report(name)
     made: dict[tuple[str, str], list[Any]] = {}
     references: dict[tuple[str, str, int, str], _Reference] = {}
+    seen: set[Case] = set()
     for case in cases:
         kind = (case.dtype, case.size)
         if kind not in made:
@@ -119,13 +65,14 @@ def sweep_entry(name: str, cases: Sequence[Case]) -> Report:
             made[kind] = samples(name, case.size, count, case.dtype)
         if not made[kind]:
             continue
-        sample = case.sample if case.form == "plain" and case.dtype == "float32" else case.sample % len(made[kind])
-        if sample >= len(made[kind]):
+        case = replace(case, sample=case.sample % len(made[kind]))
+        if case in seen:
             continue
-        at = (*kind, sample, case.form)
+        seen.add(case)
+        at = (*kind, case.sample, case.form)
         if at not in references:
             references[at] = _Reference(
-                name, made[kind][sample], case.form, case.dtype, zlib.crc32(f"{name} {at}".encode())
+                name, made[kind][case.sample], case.form, case.dtype, zlib.crc32(f"{name} {at}".encode())
             )
         outcome, message = _agreed(*_outcome(references[at], case, report))
         if outcome in ("right", "raises", "wrong"):

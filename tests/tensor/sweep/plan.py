@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from tests.tensor.sweep.check import Case
+from tests.tensor.sweep.cases import Case
 from tests.tensor.sweep.forms import FORMS, has_form
 from tests.tensor.sweep.placing import FAMILIES, MESHES
 from tests.tensor.sweep.samples import SIZES, dtypes_of, entries
@@ -43,12 +43,12 @@ def quick_plan(name: str, samples: int) -> list[Case]:
 
 
 def short_plan(name: str) -> list[Case]:
-    """A few for float32, and one of each of two other dtypes: ways, meshes, samples and forms rotate by name."""
+    """Some for float32, and one of each of two other dtypes: ways, meshes, samples and forms rotate by name."""
     turn = zlib.crc32(name.encode())
     forms, dtypes = forms_of(name), dtypes_of(entries()[name])
-    cases = [_case(name, i, "plain", "float32") for i in range(3)] if "float32" in dtypes else []
+    cases = [_case(name, i, "plain", "float32") for i in (0, 3)] if "float32" in dtypes else []
     if "inplace" in forms and "float32" in dtypes:
-        cases.append(_case(name, 3, "inplace", "float32"))
+        cases.append(_case(name, 1, "inplace", "float32"))
     others = [d for d in dtypes if d != "float32"]
     for i in range(min(2, len(others))):
         form = forms[(turn + i) % len(forms)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.tensor.sweep.check import Report
+from tests.tensor.sweep.cases import Report
 from tests.tensor.sweep.forms import FORMS
 from tests.tensor.sweep.samples import DTYPES
 

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ranks import RanksFailed, run_ranks
-from tests.tensor.sweep.check import Case, Report, sweep_entries
+from tests.tensor.sweep.cases import Case, Report
+from tests.tensor.sweep.check import sweep_entries
 
 Plan = Sequence[tuple[str, Sequence[Case]]]
 Tell = Callable[[Sequence[Report]], None]

@@ -131,7 +131,7 @@ class ByCollective(dict[Any, int]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]  # as every dict's
+    __hash__ = None  # as every dict's
 
     def __repr__(self) -> str:
         return repr(self.by_kind())

@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
 from terrazzo.tensor.dispatch.absent import run_absent
+from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.composites import run_composite
 from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
@@ -105,6 +106,8 @@ def _run_planned(
     call: Call, spec: Spec, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Mapping[str, Any], key: Key
 ) -> Any:
     """Run the call as planned, and keep the plan; NotImplemented if some rank could not run it."""
+    if alias_of(call.name) == "view":
+        spec.is_view = True  # as C++ says, also where the rule does not
     plan = make_plan(call, spec)
     if plan is None or not takes_empty_shards(spec, plan, call.func, loc, kw):
         return NotImplemented

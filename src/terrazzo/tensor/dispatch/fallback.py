@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.tensors import is_view
 from terrazzo.layout import Layout, Replicate, moved_bytes
 from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -119,13 +118,13 @@ class _Gathered:
                 return source  # the operation had nothing to do, and returns what it was given
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        if is_view(local):
-            storage = _storage(local)
-            if storage in self.copies:
-                mark_copied(result, self.name, args, kwargs)
-            for full, source in self.given:
-                if type(source) is CopiedView and source._layout.is_replicated and _storage(full) == storage:
-                    mark_alias(result, source)
+        # By memory: a view with another dtype is none to autograd.
+        storage = _storage(local)
+        if storage in self.copies:
+            mark_copied(result, self.name, args, kwargs)
+        for full, source in self.given:
+            if type(source) is CopiedView and source._layout.is_replicated and _storage(full) == storage:
+                mark_alias(result, source)
         return result
 
 

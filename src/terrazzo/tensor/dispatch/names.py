@@ -19,6 +19,7 @@ _ALIASES = {
     "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__and__": "bitwise_and",
     "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
     "__ixor__": "bitwise_xor_", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
+    "__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_",
     "__mod__": "remainder", "__imod__": "remainder_", "true_divide": "div", "divide": "div", "multiply": "mul",
     "subtract": "sub", "negative": "neg", "absolute": "abs", "true_divide_": "div_", "divide_": "div_",
     "multiply_": "mul_", "subtract_": "sub_", "negative_": "neg_", "absolute_": "abs_", "concat": "cat",

@@ -26,7 +26,7 @@ from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
-from terrazzo.tensor.strides import check_no_overlap, is_thin
+from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin
 
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 _grad_enabled = torch.is_grad_enabled
@@ -71,11 +71,14 @@ def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
     """A function that moves and casts the operands, in place in `loc` and `kw`."""
     moves = [o for o in plan.operands if o.src is not o.dst]
     casts = [o for o in plan.operands if o.src is o.dst and o.cast]
-    varying = plan.varying
+    varying, copies_view = plan.varying, plan.copies_view
 
     def run(args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: dict[str, Any]) -> None:
         for o in moves:
-            local = redistribute_local(get_at(loc, kw, o.path), o.src, o.dst, varying)
+            before = get_at(loc, kw, o.path)
+            local = redistribute_local(before, o.src, o.dst, varying)
+            if copies_view:
+                local = _in_order_of(before, local, o.src.shape)
             if o.cast and local.requires_grad and _grad_enabled():
                 local = cast_fresh(local, o.cast, mesh)
             put_at(loc, kw, o.path, local)
@@ -87,6 +90,21 @@ def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
                     put_at(loc, kw, o.path, cast_memoised(source, local, o.cast, mesh))
 
     return run
+
+
+def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`local` with its dims in memory as `before` has them: whether a view of a view copies depends on that."""
+    if is_contiguous(before, shape):
+        return local
+    steps = before.stride()
+    order = sorted(range(len(shape)), key=lambda d: (-steps[d], d))
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
+
+
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that owns the memory of `t`."""
+    return t if t._base is None else t._base
 
 
 def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
@@ -123,7 +141,7 @@ def first_run(
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
     if alias_of(name) == "same" and not spec.is_view and plan.operands[0].path == (0,):
-        route = _same_or_new(plan, ready)
+        route = _same_or_new(name, plan, ready)
         return route(func, args, loc, kw, kwargs), route
     if ready is not None:
         ready(args, loc, kw, kwargs)
@@ -227,9 +245,12 @@ def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Ro
     return run
 
 
-def _same_or_new(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
-    """For operations that return their argument where they have nothing to do: then it is the caller's own object."""
-    out, local_function = plan.outs[0], plan.local
+def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Route:
+    """For operations that return their argument where they have nothing to do: then it is the caller's own object.
+
+    Some of them give a view of it otherwise (`real`, `conj`).
+    """
+    out, local_function, moves = plan.outs[0], plan.local, plan.moves
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
         if ready is not None:
@@ -239,7 +260,13 @@ def _same_or_new(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
         if local is given:
             same: DTensor = args[0]
             return same
-        return wrap(local, out)
+        result = wrap(local, out)
+        if (moves or type(args[0]) is CopiedView) and local._is_view() and local._base is base_of(given):
+            if moves:
+                mark_copied(result, name, args, kwargs)
+            else:
+                mark_alias(result, args[0])
+        return result
 
     return run
 

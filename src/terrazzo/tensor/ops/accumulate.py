@@ -17,6 +17,7 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -26,8 +27,22 @@ def working_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_working_type(x: Any) -> Any:
-    """A tensor, distributed or plain, in the type to accumulate it in."""
-    return x.float() if x.dtype in HALF else x
+    """A tensor, distributed or plain, in the type to accumulate it in; terms of a half type are reduced before.
+
+    Terms may be much larger than their sum: what is computed of them could not be rounded to a half type at the end.
+    """
+    return _without_terms(x).float() if x.dtype in HALF else x
+
+
+def rounded(x: Any, dtype: torch.dtype) -> Any:
+    """A distributed tensor in `dtype`; terms are reduced before, where they are not of that type already."""
+    return x if x.dtype == dtype else _without_terms(x).to(dtype)
+
+
+def _without_terms(x: Any) -> Any:
+    if not isinstance(x, DTensor) or x._layout.dual is x._layout:
+        return x
+    return x.redistribute(placements=x._layout.dual.placements)
 
 
 def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype:

@@ -89,8 +89,9 @@ def signatures(func: Any) -> tuple[Signature, ...]:
     if packet is None or not hasattr(packet, "overloads"):
         return ()
     own = "self" if isinstance(func, OpOverloadPacket) else "input"
-    # `out=` is dealt with before (`dispatch.out`).
-    found = [_of_schema(schema_of(getattr(packet, o)), own) for o in packet.overloads() if not o.endswith("out")]
+    # `out=` is dealt with before (`dispatch.out`); TorchScript's own overloads are not for Python.
+    overloads = [o for o in packet.overloads() if o != "out" and not o.endswith("_out") and not o.startswith("prim_")]
+    found = [_of_schema(schema_of(getattr(packet, o)), own) for o in overloads]
     return tuple(dict.fromkeys(found))
 
 
@@ -121,6 +122,7 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
     True
     """
     best: tuple[tuple[int, int], Form] | None = None
+    places: dict[str, int] = {}
     for signature in signatures(func):
         form = _fit(signature, len(args), kwargs)
         if form is None:
@@ -128,6 +130,9 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
         unplaced = sum(own not in signature.named for _, own in form.keep)
         if not form.order and not unplaced and all(given == own for given, own in form.keep):
             return None
+        for at, (kind, given) in enumerate(form.order):
+            if kind == "given" and places.setdefault(given, at) != at:
+                return None  # overloads disagree, and which one is meant the types say: C++ knows
         # What can only be named is clearer than what an older overload took by position.
         rank = (unplaced, len(form.order))
         if best is None or rank < best[0]:

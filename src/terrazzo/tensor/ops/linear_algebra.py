@@ -26,14 +26,14 @@ _ONE_MATRIX = (
 
 @rule(*_ONE_MATRIX)
 def one_matrix(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if len(call.operands) != 1 or input.ndim < 3:
+    if len(call.operands) != 1 or input.ndim < 2:
         return None
     return _batched(call, tuple(range(input.ndim - 2)), [(*range(input.ndim - 2), None, None)])
 
 
 @rule("linalg_solve", "linalg_solve_triangular", "linalg_lstsq", "cholesky_solve", "triangular_solve")
 def two_matrices(call: Call, input: Operand, other: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if call.operands != [input, other] or min(input.ndim, other.ndim) < 3:
+    if call.operands != [input, other] or min(input.ndim, other.ndim) < 2:
         return None
     if call.name == "linalg_solve" and other.shape == input.shape[:-1]:
         return None  # a batch of vectors

@@ -14,7 +14,7 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.accumulate import sums_in_single, working_type
+from terrazzo.tensor.ops.accumulate import rounded, sums_in_single, working_type
 from terrazzo.tensor.ops.forms import place_of
 from terrazzo.tensor.ops.table import handler, rule
 
@@ -163,7 +163,7 @@ def cross_entropy(
             )
             total = (own * counts.flatten()).sum(dtype=work)
         spread = spread.sum(dtype=work) / total
-    return (loss * (1 - label_smoothing) + spread * (label_smoothing / classes)).to(logs.dtype)
+    return rounded(loss * (1 - label_smoothing) + spread * (label_smoothing / classes), logs.dtype)
 
 
 def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoothing: float) -> Any:
@@ -175,7 +175,7 @@ def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoot
     if reduction == "none":
         return losses
     total = losses.sum(dtype=working_type(losses.dtype))
-    return (total if reduction == "sum" else total / max(losses.numel(), 1)).to(losses.dtype)
+    return rounded(total if reduction == "sum" else total / max(losses.numel(), 1), losses.dtype)
 
 
 _ELEMENTWISE = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.accumulate import in_working_type
+from terrazzo.tensor.ops.accumulate import in_working_type, rounded
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
 
@@ -61,7 +61,7 @@ def layer_norm_of_shards(
     y = rest * (variance + eps).rsqrt()
     y = y if weight is None else y * in_working_type(weight)
     y = y if bias is None else y + in_working_type(bias)
-    return y.to(input.dtype)
+    return rounded(y, input.dtype)
 
 
 @decomposition("rms_norm")
@@ -72,7 +72,7 @@ def rms_norm_of_shards(input: Any, normalized_shape: Any, weight: Any = None, ep
     x = in_working_type(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     y = x * ((x * x).mean(inner, keepdim=True).redistribute() + eps).rsqrt()
-    return (y if weight is None else y * in_working_type(weight)).to(input.dtype)
+    return rounded(y if weight is None else y * in_working_type(weight), input.dtype)
 
 
 def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
@@ -181,7 +181,7 @@ def batch_norm(
     with torch.no_grad():
         _move(running_mean, mean.detach().reshape(-1), momentum)
         _move(running_var, variance.detach().reshape(-1) * (count / max(count - 1, 1)), momentum)
-    return _scaled(rest, variance, eps, weight, bias).to(input.dtype)
+    return rounded(_scaled(rest, variance, eps, weight, bias), input.dtype)
 
 
 @decomposition("instance_norm")
@@ -196,14 +196,14 @@ def instance_norm(
     if not use_input_stats:
         shape = (-1, *(1,) * (x.ndim - 2))
         y = _scaled(x - running_mean.reshape(shape), in_working_type(running_var).reshape(shape), eps, weight, bias)
-        return y.to(input.dtype)
+        return rounded(y, input.dtype)
     dims = tuple(range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
     count = math.prod(x.shape[d] for d in dims)
     with torch.no_grad():
         _move(running_mean, mean.detach().flatten(1).mean(0), momentum)
         _move(running_var, (variance.detach() * (count / max(count - 1, 1))).flatten(1).mean(0), momentum)
-    return _scaled(rest, variance, eps, weight, bias).to(input.dtype)
+    return rounded(_scaled(rest, variance, eps, weight, bias), input.dtype)
 
 
 def _move(running: Any, seen: Any, momentum: float) -> None:

@@ -77,7 +77,7 @@ def _unless_empty(chosen: Chosen) -> LocalFunction | None:
 @decomposition("aminmax")
 def aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
     dims = () if dim is None else dim
-    return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))  # type: ignore[attr-defined]  # not in the stubs
+    return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
 
 @decomposition("argmax")
@@ -113,7 +113,7 @@ def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
     if x._local.requires_grad and torch.is_grad_enabled():
         value = _Extreme.apply(x._local, value, place, d, x._layout.box().offsets[d])
     shape = layout.local_shape
-    found = wrap(value.reshape(shape), layout), wrap(place.reshape(shape), layout)
+    found: tuple[Any, Any] = wrap(value.reshape(shape), layout), wrap(place.reshape(shape), layout)
     if keepdim:
         found = found[0].unsqueeze(d), found[1].unsqueeze(d)
     kinds: Any = torch.return_types

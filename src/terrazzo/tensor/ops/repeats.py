@@ -61,7 +61,7 @@ def _rows(input: Any, repeats: Any, dim: int) -> Any:
     if not isinstance(repeats, DTensor) or repeats.ndim > 1:
         return NotImplemented
     length = input.shape[dim]
-    numbers = repeats.expand(length) if repeats.ndim == 0 or repeats.shape[0] == 1 else repeats
+    numbers: Any = repeats.expand(length) if repeats.ndim == 0 or repeats.shape[0] == 1 else repeats
     if numbers.shape[0] != length:
         return NotImplemented
     return input.index_select(dim, torch.repeat_interleave(numbers.redistribute()))

@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
-from terrazzo.tensor.ops.accumulate import in_working_type, working_type
+from terrazzo.tensor.ops.accumulate import in_working_type, rounded, working_type
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -32,6 +32,7 @@ def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
     if dtype is None:
         dtype = torch.float32 if to_float is True else x.dtype
     work = working_type(dtype)
+    x = in_working_type(x)
     return (x if x.dtype == work else x.to(work)), dtype
 
 
@@ -59,7 +60,7 @@ def softmax_of_shards(
         return NotImplemented
     x, result_type = _in_working_type(input, dtype, half_to_float)
     powers = _shifted(x, (d,))[0].exp()
-    return (powers / powers.sum(d, keepdim=True).redistribute()).to(result_type)
+    return rounded(powers / powers.sum(d, keepdim=True).redistribute(), result_type)
 
 
 @decomposition("log_softmax", "_log_softmax")
@@ -72,7 +73,7 @@ def log_softmax_of_shards(
         return NotImplemented
     x, result_type = _in_working_type(input, dtype, half_to_float)
     shifted = _shifted(x, (d,))[0]
-    return (shifted - shifted.exp().sum(d, keepdim=True).redistribute().log()).to(result_type)
+    return rounded(shifted - shifted.exp().sum(d, keepdim=True).redistribute().log(), result_type)
 
 
 DECOMPOSED = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
@@ -92,4 +93,4 @@ def logsumexp_of_shards(input: Any, dim: Any, keepdim: bool = False) -> Any:
         return NotImplemented
     shifted, top = _shifted(in_working_type(input), dims)
     total = shifted.exp().sum(dims, keepdim).redistribute().log()
-    return (total + (top if keepdim else top.reshape(total.shape))).to(input.dtype)
+    return rounded(total + (top if keepdim else top.reshape(total.shape)), input.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import is_view
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
@@ -460,8 +461,8 @@ def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
 def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
     """What the strides of memory mean is only known of a tensor that is all of its memory; that one is gathered."""
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
-    is_view = isinstance(input, CopiedView) or input._local._is_view()
-    if not input.is_contiguous() or (storage_offset and is_view) or (storage_offset or 0) + extent > input.numel():
+    of_a_view = isinstance(input, CopiedView) or is_view(input._local)
+    if not input.is_contiguous() or (storage_offset and of_a_view) or (storage_offset or 0) + extent > input.numel():
         raise DTensorError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) of a DTensor of shape {tuple(input.shape)}: "
             "the memory around a view, or behind strides that are not contiguous, is not in one place. Use indexing, "

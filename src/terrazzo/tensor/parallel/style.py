@@ -63,7 +63,9 @@ def place_parameters(
     for submodule in module.modules():
         for name, parameter in parameters_of(submodule).items():
             if parameter is not None:
-                whole = distribute_tensor(parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank)
+                whole: torch.Tensor = distribute_tensor(
+                    parameter, mesh, [placement_of(name)], src_data_rank=src_data_rank
+                )
                 if whole is not parameter:
                     submodule.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     replicate_rest(module, mesh)

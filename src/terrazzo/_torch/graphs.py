@@ -1,0 +1,105 @@
+"""What `terrazzo.compile` needs of torch: tracing without data, AOTAutograd, Inductor.
+
+Not imported with the package, for it takes long; what it declares is checked when it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from terrazzo._torch.declared import attribute, check, later, private
+
+_CAPTURE = "terrazzo.compile captures programs on tensors without data"
+
+FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", _CAPTURE)
+NEEDS_VALUE: Any = private("torch._subclasses.fake_tensor.DataDependentOutputException", "errors say what is missing")
+NEEDS_SHAPE: Any = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "errors say what is missing")
+NO_FAKE: Any = private("torch._subclasses.fake_tensor.UnsupportedOperatorException", "errors name the operation")
+without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", "random numbers are real ones")
+
+# ------------------------------------------------------------------ what is set around a call
+
+_AROUND = "a compiled program has one graph for each state of what is set around it"
+any_autocast: Callable[[], bool] = private("torch._C._is_any_autocast_enabled", _AROUND)
+_disable_autocast: Any = private("torch._C._DisableAutocast", "graphs hold their casts, and are not cast again")
+dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _AROUND)
+_function_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", _AROUND)
+_function_mode_stack: Any = private("torch.overrides._get_current_function_mode_stack", _AROUND)
+_backend_name: Callable[[], str] = private("torch._C._get_privateuse1_backend_name", _AROUND)
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The function modes in force: that of a default device, for instance."""
+    return tuple(_function_mode_stack()) if _function_modes() else ()
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices under autocast, and in which dtype."""
+    if not any_autocast():
+        return ()
+    kinds = dict.fromkeys(["cpu", "cuda", _backend_name(), "xpu", "mps"])
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """A block without autocast; it may be entered anew inside."""
+    if not any_autocast():
+        yield
+        return
+    guard = _disable_autocast()
+    try:
+        yield
+    finally:
+        del guard
+
+
+_HOOKS = "what is captured under checkpointing must not reach its hooks"
+_top_hooks: Any = private("torch._C._autograd._top_saved_tensors_default_hooks", _HOOKS)
+_pop_hooks: Any = private("torch._C._autograd._pop_saved_tensors_default_hooks", _HOOKS)
+_push_hooks: Any = private("torch._C._autograd._push_saved_tensors_default_hooks", _HOOKS)
+
+
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks of those around: what they would keep is not there when the graph runs."""
+    outer = []
+    while (top := _top_hooks(True)) is not None:
+        outer.append(top)
+        _pop_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            _push_hooks(pack, unpack)
+
+
+attribute("torch.UntypedStorage._cdata", "writes to memory that inputs share are refused")
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number for the memory of a tensor: equal for tensors that share it."""
+    return tensor.untyped_storage()._cdata
+
+
+# ------------------------------------------------------------------ compilers
+
+_AOT = "forward and backward of a captured program become graphs"
+aot_module: Any = private("torch._functorch.aot_autograd.aot_module_simplified", _AOT)
+default_partition: Any = private("torch._functorch.aot_autograd.default_partition", _AOT)
+make_boxed: Any = private("torch._functorch.aot_autograd.make_boxed_func", _AOT)
+TracingContext: Any = private("torch._guards.TracingContext", _AOT)
+tracing: Any = private("torch._guards.tracing", _AOT)
+fake_mode_of: Any = private("torch._guards.detect_fake_mode", _AOT)
+
+_INDUCTOR = "the default backend of terrazzo.compile"
+inductor_config: Callable[[], Any] = later("torch._inductor.config", _INDUCTOR)
+inductor_compile: Callable[[], Any] = later("torch._inductor.compile_fx", _INDUCTOR)
+inductor_decomposition: Callable[[], Any] = later("torch._inductor.decomposition", _INDUCTOR)
+inductor_virtualized: Callable[[], Any] = later("torch._inductor.virtualized", _INDUCTOR)
+
+check()
