@@ -20,7 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.distributed import ProcessGroup, Store
+
+from terrazzo._torch.groups import default_group, default_store
 
 _asking = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-comparison")
 
@@ -47,10 +49,10 @@ class Comparison:
     @classmethod
     def among(cls, ranks: Sequence[int], name: str) -> Comparison:
         """A series among global ranks of the default process group."""
-        made = _made.setdefault(distributed_c10d._get_default_group(), Counter())
+        made = _made.setdefault(default_group(), Counter())
         who = hashlib.blake2b(repr((name, tuple(ranks))).encode(), digest_size=12).hexdigest()
         made[who] += 1
-        default: Any = distributed_c10d._get_default_store()  # torch's stubs lack clone
+        default: Any = default_store()  # torch's stubs lack clone
         store = default.clone()
         return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
 

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm.captured import capturing
 from terrazzo.layout import Box
 
 PIECE = 1 << 16
 """Elements that are worked on at a time by each thread of a CPU; other devices take 64 times as many."""
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _GAMMA = 0x9E3779B97F4A7C15
 _WHOLE = (1 << 64) - 1
 
@@ -106,7 +106,7 @@ def run_of(box: Box, shape: Sequence[int]) -> Run:
 
 def is_one_piece(run: Run, device: torch.device | str) -> bool:
     """Whether a run is small enough to be worked on at once, or its values do not matter."""
-    if torch._C._get_dispatch_mode(_FAKE) is not None:
+    if under_fake_tensors():
         return True  # of fake tensors, which take no memory
     return prod(run.lengths) <= piece_limit(device) and run.first >> 32 == run.last >> 32
 

@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
+from terrazzo._torch.groups import default_group
 from terrazzo.comm.axis import axis_of, time_limit
 from terrazzo.comm.comparison import Comparison, Difference
 from terrazzo.comm.simulated import is_simulated, real_values
@@ -77,7 +78,7 @@ _by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch
 
 def check_in_step(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
     """Take note of a draw for a tensor of this shape, and raise if draws before it differed between ranks."""
-    group = distributed_c10d._get_default_group()
+    group = default_group()
     known = _by_mesh.get(mesh)
     if known is None or known[0]() is not group:
         known = _by_mesh[mesh] = weakref.ref(group), _watch(mesh, group)

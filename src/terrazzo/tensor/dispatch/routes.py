@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.tensors import base_of, is_view, version_of
 from terrazzo._torch.tensors import make_wrapper as _make
-from terrazzo._torch.tensors import version_of
 from terrazzo.comm import observe
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
@@ -100,11 +100,6 @@ def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
     order = sorted(range(len(shape)), key=lambda d: (-steps[d], d))
     back = sorted(range(len(shape)), key=order.__getitem__)
     return local.permute(order).contiguous().permute(back)
-
-
-def base_of(t: torch.Tensor) -> torch.Tensor:
-    """The tensor that owns the memory of `t`."""
-    return t if t._base is None else t._base
 
 
 def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
@@ -261,7 +256,7 @@ def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -
             same: DTensor = args[0]
             return same
         result = wrap(local, out)
-        if (moves or type(args[0]) is CopiedView) and local._is_view() and local._base is base_of(given):
+        if (moves or type(args[0]) is CopiedView) and is_view(local) and base_of(local) is base_of(given):
             if moves:
                 mark_copied(result, name, args, kwargs)
             else:
