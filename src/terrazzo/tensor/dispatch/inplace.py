@@ -47,7 +47,9 @@ def run_in_place(
     if call.name in _RESHAPING or call.name == "resize_as":
         check_keeps_shape(target)
     if call.name in _RESHAPING:
-        become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
+        # Autograd has to follow a new shape also without a graph: what it is of the old one is not a view made there.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or (target.requires_grad and not target.is_leaf)):
+            become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
         become(target, cast(DTensor, target.reshape(args[1].shape)))

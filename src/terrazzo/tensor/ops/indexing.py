@@ -211,6 +211,8 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     check_writable(target)
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     items = normal(index)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})

@@ -148,9 +148,10 @@ def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spe
     return None if inner is None else reshape_spec(call, input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
 
 
-@rule("ravel")
-def ravel(call: Call, input: Operand) -> Spec:
-    return reshape_spec(call, input, (input.numel,))
+@decomposition("ravel")
+def ravel(input: Any) -> Any:
+    """Of what is not contiguous always a copy, also where a view exists."""
+    return input.contiguous().view(-1)
 
 
 @rule("t", "numpy_T", "mT", "adjoint", "H", "mH")
@@ -208,12 +209,14 @@ def unsqueeze(call: Call, input: Operand, dim: int) -> Spec | None:
 
 
 @rule("squeeze")
-def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec:
+def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec | None:
     if dim is None:
         gone = [d for d, n in enumerate(input.shape) if n == 1]
     else:
-        named = [dim] if isinstance(dim, int) else list(dim)
-        gone = [d for d in (norm_dim(d, input.ndim) for d in named) if input.ndim and input.shape[d] == 1]
+        named = [norm_dim(d, input.ndim) for d in ([dim] if isinstance(dim, int) else dim)]
+        if len(set(named)) < len(named):
+            return None  # an error, which the function itself words
+        gone = [d for d in named if input.ndim and input.shape[d] == 1]
     kept = [d for d in range(input.ndim) if d not in gone]
 
     def localize(chosen: Chosen) -> LocalFunction:
