@@ -127,7 +127,7 @@ def test_ops() -> None:
     assert rows["mm"]["how"] == "rule" and rows["mm"]["alias"] == "new" and rows["mm"]["otherwise"] == "replicate"
     assert rows["contiguous"]["alias"] == "same" and rows["transpose"]["alias"] == "view"
     assert rows["uniform_"]["how"] == "handler" and rows["glu"]["how"] == "decomposition"
-    assert rows["tile"]["how"] == "body" and rows["linalg_svd"]["how"] == "replicate"
+    assert rows["tile"]["how"] == "body" and rows["histc"]["how"] == "replicate"
     for row in rows.values():
         if row["where"]:
             file, line = row["where"].split(":")

@@ -36,6 +36,7 @@ _ALIASES = {
 def canonical_name(func: Any) -> tuple[str, bool]:
     """The operation's name, and whether this function writes its first argument.
 
+    >>> import torch
     >>> canonical_name(torch.Tensor.add_), canonical_name(torch.ops.aten.add.Tensor), canonical_name(torch.multiply)
     (('add', True), ('add', False), ('mul', False))
     """

@@ -52,10 +52,18 @@ def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype
     device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
     if kw.get("dtype") is not None or not torch.is_autocast_enabled(device):
         return found
-    ones = [v.detach().new_ones((1,) * v.ndim) if isinstance(v, torch.Tensor) else v for v in loc]
-    named = {k: v.detach().new_ones((1,) * v.ndim) if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+    ones = [_one(v) for v in loc]
+    named = {k: _one(v) for k, v in kw.items()}
     dtype: torch.dtype = func(*ones, **named).dtype
     return dtype
+
+
+def _one(value: Any) -> Any:
+    """A tensor of the same type with one element, which as an index is in bounds."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    of_one = value.detach().new_ones if value.is_floating_point() else value.detach().new_zeros
+    return of_one((1,) * value.ndim)
 
 
 def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:

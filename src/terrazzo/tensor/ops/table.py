@@ -131,7 +131,7 @@ def elementwise(covers: Callable[[str], bool], rule: Callable[[Call], Spec | Non
 def operation(name: str, inplace: bool = False) -> Operation:
     """The entry for a canonical name, or what stands for it where there is none.
 
-    >>> operation("mm").how, operation("exp").how, operation("linalg_svd").how
+    >>> operation("mm").how, operation("exp").how, operation("histc").how
     ('rule', 'rule', 'replicate')
     """
     found = TABLE.get(name + "_") if inplace else None
