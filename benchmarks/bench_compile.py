@@ -73,13 +73,14 @@ def _step(forward: Callable[[Any], Any], block: nn.Module, x: Any) -> Callable[[
 
 def _blocks(width: int, length: int) -> Implementations:
     plain = Block(width, 4)
+    alone = copy.deepcopy(plain)
     ours = _parallel(copy.deepcopy(plain))
     x = torch.randn(2, length, width)
     placed = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(1)])
     torch._dynamo.reset()
     return {
         "plain": _step(plain, plain, x),
-        "torch": _step(torch.compile(copy.deepcopy(plain), fullgraph=True), plain, x),
+        "torch": _step(torch.compile(alone, fullgraph=True), alone, x),
         "eager": _step(ours, ours, placed),
         "terrazzo": _step(terrazzo.compile(ours, fullgraph=True), ours, placed),
     }

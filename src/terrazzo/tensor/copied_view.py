@@ -26,7 +26,7 @@ _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
 _PARTS = {"unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
 _COPYING_RESHAPES = frozenset(["reshape", "reshape_as", "flatten"])
-_RESHAPES = _COPYING_RESHAPES | {"view", "unflatten", "_unsafe_view"}
+_RESHAPES = _COPYING_RESHAPES | {"view", "unflatten"}
 
 
 # By local tensor: the copies of parts of it that are in use.

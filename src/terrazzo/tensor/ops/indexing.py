@@ -211,9 +211,10 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     check_writable(target)
-    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     items = normal(index)
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        _check_ints(items, target._layout)  # C++ takes the view first
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
         assert admitted is not None
@@ -226,6 +227,14 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     else:
         plain_index = tuple(_full(i, target._layout) for i in items)
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
+
+
+def _check_ints(items: Sequence[Any], layout: Layout) -> None:
+    d = 0
+    for i in expanded(items, layout.ndim):
+        if isinstance(i, int) and not isinstance(i, bool) and not -layout.shape[d] <= i < layout.shape[d]:
+            raise IndexError(f"index {i} is out of bounds for dimension {d} with size {layout.shape[d]}")
+        d += consumes(i)
 
 
 def _assign(target: torch.Tensor, index: Any, value: Any) -> None:

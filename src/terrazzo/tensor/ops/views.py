@@ -68,7 +68,7 @@ def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
     return tuple(result) if prod(result) == numel else None
 
 
-_VIEWS_ONLY = frozenset(["view", "_unsafe_view", "unflatten", "_reshape_alias"])
+_VIEWS_ONLY = frozenset(["view", "unflatten"])
 """What raises where `reshape` would copy."""
 
 
