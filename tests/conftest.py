@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
 
 import ranks
+
+# Time is never asserted: an example may take long on a busy machine.
+hypothesis.settings.register_profile("terrazzo", deadline=None)
+hypothesis.settings.load_profile("terrazzo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
