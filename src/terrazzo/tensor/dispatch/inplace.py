@@ -21,7 +21,7 @@ from terrazzo.tensor.dispatch.keys import remember
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
-from terrazzo.tensor.dtensor import DTensor, become, wrap
+from terrazzo.tensor.dtensor import DTensor, become
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -89,8 +89,3 @@ def write(target: DTensor, value: DTensor) -> None:
         raise DTensorError(f"the result has shape {tuple(value.shape)} and cannot be written to {tuple(target.shape)}")
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)
-
-
-def filled_like(target: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with `target`'s layout around a new local."""
-    return wrap(local, target._layout)

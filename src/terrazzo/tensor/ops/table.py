@@ -143,12 +143,6 @@ def operation(name: str, inplace: bool = False) -> Operation:
     return found
 
 
-def has_rule(name: str) -> bool:
-    """Whether the operation has a rule of its own."""
-    found = TABLE.get(name)
-    return found is not None and found.how == "rule"
-
-
 def apply_rule(call: Call) -> Spec | None:
     """The rule's answer; None when there is no rule, or when the call's arguments are not those that it covers."""
     found = operation(call.name)
@@ -193,8 +187,3 @@ def names_for(
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
-
-
-def entries() -> Mapping[str, Operation]:
-    """All entries by name."""
-    return TABLE
