@@ -138,8 +138,7 @@ def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | 
             local, parts = loc
             if not local.numel():
                 _check_bounds([slice(None) if i is None else i for i in parts], layout)
-            picked: torch.Tensor = index_by_integers(local, parts)
-            return picked
+            return _own_strides(index_by_integers(local, parts))
 
         return run
 
@@ -195,7 +194,7 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
         local = cast_fresh(local, dims, layout.mesh) if dims else local
     if not local.numel():
         _check_bounds(items, layout)
-    picked = local[tuple(items)]
+    picked = _own_strides(local[tuple(items)])
     # Where each kept dim went is read off a probe on the meta device: strides name the source dim.
     shape, out_dims = _probe(layout.shape, items)
     placed = [p if not p.is_shard() else _moved_shard(p, out_dims) for p in kept.placements]
@@ -210,6 +209,11 @@ def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
             n = layout.shape[d]
             check_bounds(torch.where(i < 0, i + n, i), n, "index")
         d += consumes(i)
+
+
+def _own_strides(picked: torch.Tensor) -> torch.Tensor:
+    """What was picked, in memory as a new tensor is: without elements C++ gives it strides of 0, as if it repeated."""
+    return picked if picked.numel() else picked.clone(memory_format=torch.contiguous_format)
 
 
 def layout_device(target: DTensor) -> torch.device:
@@ -269,6 +273,8 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
 @handler("__setitem__")
 def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
+    if index is False:
+        return  # which C++ does not even look at
     if not isinstance(target, DTensor):
         raise DTensorError(
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
