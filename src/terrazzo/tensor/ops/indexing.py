@@ -153,7 +153,8 @@ def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | 
 
 def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
     """The index as `index_by_integers` takes it; None if it holds anything else."""
-    mesh, indices = target._layout.mesh, []
+    mesh = target._layout.mesh
+    indices: list[Any] = []
     for i in expanded(tuple(items), target._layout.ndim):
         if isinstance(i, slice) and i == slice(None):
             indices.append(None)
