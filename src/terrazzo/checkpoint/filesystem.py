@@ -19,24 +19,23 @@ from torch.futures import Future
 from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from terrazzo.checkpoint.native.cleaning import read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
-from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.format import DATA, MANIFEST, is_file_of_save, lease_name
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
-    clean_before_save,
     commit,
     discard,
-    read_manifest,
     write_part,
 )
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.staging import BlockingAsyncStager
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import LocalStore, Store
+from terrazzo.checkpoint.stores import ABSENT, Absent, Lease, LocalStore, Store, Version
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedValueError
 
 
@@ -47,8 +46,14 @@ class NativeWriter(StorageWriter):
         self.store = store
         self.options = options or WriteOptions()
         self.overwrite = overwrite
+        self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
         self._manifest: Manifest | None = None
+        self._replacing: Absent | Version = ABSENT  # what was there when the save began
+        self._lease: Lease | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lease": None}  # a lease belongs to the process that took it
 
     @property
     def plans_alone(self) -> bool:
@@ -56,24 +61,41 @@ class NativeWriter(StorageWriter):
         return type(self).prepare_global_plan is NativeWriter.prepare_global_plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._release()
         self._files = None
         self._manifest = None
+        self._check_id(checkpoint_id)
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        _check_location(self, self.store, checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self.store.prepare()
+        self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
-            if not self.overwrite and MANIFEST in self.store.names():
+            # First of all, for whoever commits from now on is in this save's way.
+            try:
+                self._replacing = self.store.get(MANIFEST)[1]
+            except FileNotFoundError:
+                self._replacing = ABSENT
+            if not self.overwrite and not isinstance(self._replacing, Absent):
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
                 )
-            for name in clean_before_save(self.store):
+            for name in remove_leftovers(self.store):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
+            self._lease = self.store.lease(lease_name(self.save_id))
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save_id = uuid.uuid4().hex[:12]
+        save_id = self.save_id or uuid.uuid4().hex[:12]
         return [self.place(plan, save_id, rank) for rank, plan in enumerate(plans)]
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
@@ -96,8 +118,13 @@ class NativeWriter(StorageWriter):
                 raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
             parts.append(result.part)
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
-        self._manifest = commit(self.store, parts, save_id, metadata.planner_data, durable=self.options.durable)
+        self._manifest = commit(self.store, parts, save_id, metadata.planner_data, replacing=self._replacing)
         self._describe(metadata)
+        self._release()
+        try:
+            remove_leftovers(self.store)
+        except OSError as error:  # the checkpoint is valid; the next save removes what is left
+            LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""
@@ -123,7 +150,9 @@ class NativeWriter(StorageWriter):
         """The save has failed on some rank: remove what this rank has written."""
         if self._files is not None:
             save_id, rank = self._files.save_id, self._files.rank
-            discard(self.store, [name for name in self.store.names() if is_file_of_save(name, save_id, rank)])
+            names = [entry.key for entry in self.store.list(DATA)]
+            discard(self.store, [name for name in names if is_file_of_save(name, save_id, rank)])
+        self._release()
 
     def may_abandon(self) -> bool:
         """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
@@ -173,20 +202,20 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         if _extensions:
             raise UnsupportedValueError("the native format has no stream extensions")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
-        options = WriteOptions(single_file_per_rank, sync_files, max(thread_count, 1), per_thread_copy_ahead)
+        options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead)
+        self._durable = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
         self.path = Path(path)
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return LocalStore(path)
+        return LocalStore(path, durable=self._durable)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the next checkpoint goes."""
         return self.path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
             self.store = self._open_store(checkpoint_id)
@@ -217,6 +246,10 @@ class NativeReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._manifest = None
         self.bytes_read = 0
+        self._check_id(checkpoint_id)
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        _check_location(self, self.store, checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         try:
@@ -284,8 +317,7 @@ class FileSystemReader(NativeReader):
         """Where the checkpoint is read from."""
         return self.path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
             self.store = LocalStore(checkpoint_id)
@@ -293,6 +325,14 @@ class FileSystemReader(NativeReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return _is_local_path(checkpoint_id)
+
+
+def _check_location(user: object, store: Store, checkpoint_id: str | os.PathLike[str] | None) -> None:
+    if checkpoint_id is not None and os.fspath(checkpoint_id) != store.location:
+        raise CheckpointError(
+            f"this {type(user).__name__} was made for {store.location} and cannot go to "
+            f"{os.fspath(checkpoint_id)!r}; make one with the store of that place, and pass no checkpoint_id"
+        )
 
 
 def _is_local_path(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -136,7 +136,7 @@ class SaveSession:
                     negotiation = self.planner.negotiate(plan)
             cache = _cache_of(self.planner)
             hello = _Hello(
-                save_id=uuid.uuid4().hex[:12],
+                save_id=getattr(self._writer, "save_id", "") or uuid.uuid4().hex[:12],
                 alone=getattr(self.planner, "plans_alone", False) and getattr(self.writer, "plans_alone", False),
                 notes=negotiation.notes() if negotiation is not None else [],
                 cache_token="" if cache is None or not self.place.is_coordinator else cache.token,

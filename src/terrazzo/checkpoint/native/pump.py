@@ -16,7 +16,7 @@ from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError
 
 # One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
@@ -27,7 +27,7 @@ _MAX_BUFFERS: Final = 1000
 class Pump:
     """Writes chunks that follow one another in a file; one per thread."""
 
-    def __init__(self, file: WriteFile, start: int, buffer_bytes: int) -> None:
+    def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
         self._position = start
         self._waiting: list[memoryview] = []

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex, StoredChunk
+from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.files import DataFile
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import Manifest
-from terrazzo.checkpoint.native.writer import read_manifest
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 

@@ -18,13 +18,13 @@ from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out
-from terrazzo.checkpoint.native.format import INLINE_LIMIT, MANIFEST, checksum, data_name, is_own_file
+from terrazzo.checkpoint.native.format import DATA, INLINE_LIMIT, MANIFEST, checksum, data_name
 from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.stores.base import Store, read_all
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from terrazzo.checkpoint.stores.base import Absent, Store, Version
+from terrazzo.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,6 @@ class WriteOptions:
     """How to write: see `FileSystemWriter`."""
 
     single_file_per_rank: bool = True
-    durable: bool = True
     threads: int = 1
     buffer_bytes: int = 10_000_000
 
@@ -66,7 +65,7 @@ def discard(store: Store, names: Sequence[str]) -> None:
     """Remove files that are of no use; what cannot be removed now, the next save to this place will."""
     for name in names:
         try:
-            store.delete(name)
+            store.delete([name])
         except OSError as error:
             LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
 
@@ -126,7 +125,7 @@ def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
 
 
 def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions) -> list[int]:
-    file = store.create(name, layout.size)
+    file = store.upload(name, layout.size)
     try:
         file.write(0, [memoryview(layout.header)])
         segments = _segments(layout, options.threads)
@@ -141,10 +140,10 @@ def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanne
                 ]
             for future in work:
                 future.result()
-        if options.durable:
-            file.sync()
-    finally:
-        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    file.finish()
     return [value for pump in pumps for value in pump.sums]
 
 
@@ -178,19 +177,17 @@ def _part(names: list[str], layouts: list[FileLayout], sums: list[int], inline: 
     )
 
 
-def commit(store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, durable: bool) -> Manifest:
-    """Make the checkpoint that consists of these parts the valid one, then remove the one before."""
+def commit(
+    store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, replacing: Absent | Version
+) -> Manifest:
+    """Make the checkpoint that consists of these parts the valid one, if the one that is there is still the same."""
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
     about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra)
     data = merge(parts, about)
     manifest = Manifest(data, store.location)
     _check_files(store, manifest)
-    store.publish(MANIFEST, data, durable=durable)
-    try:
-        remove_leftovers(store, manifest)
-    except OSError as error:  # the checkpoint is valid; the next save removes what is left
-        LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", store.location, error)
+    store.put(MANIFEST, data, only_if=replacing)
     return manifest
 
 
@@ -205,39 +202,10 @@ def _are_paths(planner_data: Any) -> bool:
 def _check_files(store: Store, manifest: Manifest) -> None:
     """All data files must be where the manifest will say: another save to the same place may have removed them, or
     ranks may have written to folders that only look the same."""
-    present = set(store.names())
+    present = {entry.key for entry in store.list(DATA)}
     for entry in manifest.head.files:
         if entry.name not in present:
             raise CheckpointError(
                 f"{store.location}: the data file {entry.name} has been written but is not there; the folder must be "
                 f"the same for all ranks, and no other save may go to it at the same time"
             )
-
-
-def read_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
-    file = store.open(MANIFEST)
-    try:
-        return Manifest(read_all(file), store.location)
-    finally:
-        file.close()
-
-
-def remove_leftovers(store: Store, valid: Manifest | None) -> list[str]:
-    """Remove the files of saves that did not get to their end, and of checkpoints that have been replaced."""
-    keep = set() if valid is None else {entry.name for entry in valid.head.files}
-    stale = [name for name in store.names() if is_own_file(name) and name not in keep]
-    for name in stale:
-        store.delete(name)
-    return stale
-
-
-def clean_before_save(store: Store) -> list[str]:
-    """Free the space that dead saves took; nothing is touched if the present manifest cannot be read."""
-    try:
-        valid = read_manifest(store)
-    except FileNotFoundError:
-        valid = None
-    except (CheckpointCorruptError, CheckpointFormatError):
-        return []
-    return remove_leftovers(store, valid)
