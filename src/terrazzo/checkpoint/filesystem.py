@@ -242,9 +242,11 @@ class NativeReader(StorageReader):
         self.verify = verify
         self.bytes_read = 0
         self._manifest: Manifest | None = None
+        self._reading: Reading | None = None  # what it has learned of the files is kept from one read to the next
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._manifest = None
+        self._reading = None
         self.bytes_read = 0
         self._check_id(checkpoint_id)
 
@@ -275,15 +277,18 @@ class NativeReader(StorageReader):
         if self._manifest is None:
             self.read_metadata()
         assert self._manifest is not None
-        with Reading(self.store, self._manifest, verify=self.verify) as reading:
-            tensors = []
-            for item in plan.items:
-                if item.type is LoadItemType.BYTE_IO:
-                    self._load_object(reading, item, planner)
-                else:
-                    tensors.append(item)
-            reading.read_items(tensors, planner)
-            self.bytes_read += reading.bytes_read
+        reading = self._reading
+        if reading is None or reading.manifest is not self._manifest:
+            reading = self._reading = Reading(self.store, self._manifest, verify=self.verify)
+        before = reading.bytes_read
+        tensors = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._load_object(reading, item, planner)
+            else:
+                tensors.append(item)
+        reading.read_items(tensors, planner)
+        self.bytes_read += reading.bytes_read - before
         future: Future[None] = Future()
         future.set_result(None)
         return future

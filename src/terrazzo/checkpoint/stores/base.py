@@ -43,12 +43,14 @@ class Capabilities:
         in_place: uploads go to where they belong piece by piece.  If not, a file is sent when it is complete, and
             should not have more than `file_bytes`.
         file_bytes: about how large a data file should be at most; None: any size will do.
+        request_bytes: about how much one request should read.
         gap: so many bytes that nobody wants are read sooner than another request is made.
         depth: requests that are under way at once.
     """
 
     in_place: bool = True
     file_bytes: int | None = None
+    request_bytes: int = 1 << 20
     gap: int = 16 << 10
     depth: int = 1
 
