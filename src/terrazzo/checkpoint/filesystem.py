@@ -35,7 +35,7 @@ from terrazzo.checkpoint.native.writer import (
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.staging import BlockingAsyncStager
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Lease, LocalStore, Store, Version
+from terrazzo.checkpoint.stores import ABSENT, Absent, Lease, Store, Version, is_url, store_at
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedValueError
 
 
@@ -174,7 +174,8 @@ class NativeWriter(StorageWriter):
 class FileSystemWriter(BlockingAsyncStager, NativeWriter):
     """Writes checkpoints into folders, in the native format.
 
-    A folder holds one checkpoint.  Saving into one that holds a checkpoint replaces it, at the very end and at
+    A folder is one of a file system, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md).  It holds
+    one checkpoint.  Saving into one that holds a checkpoint replaces it, at the very end and at
     once: until then, and if the save fails or is killed at any point, the old one stays.  With
     `overwrite=False` it is an error.
 
@@ -205,10 +206,10 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead)
         self._durable = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
-        self.path = Path(path)
+        self.path = _path(path)
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return LocalStore(path, durable=self._durable)
+        return store_at(path, durable=self._durable)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -217,7 +218,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
 
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = _path(checkpoint_id)
             self.store = self._open_store(checkpoint_id)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -226,7 +227,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local_path(checkpoint_id)
+        return _is_place(checkpoint_id)
 
 
 class NativeReader(StorageReader):
@@ -311,11 +312,11 @@ class NativeReader(StorageReader):
 
 
 class FileSystemReader(NativeReader):
-    """Reads checkpoints of the native format from folders."""
+    """Reads checkpoints of the native format from folders, and from URLs."""
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
-        super().__init__(LocalStore(path), verify=verify)
-        self.path = Path(path)
+        super().__init__(store_at(path), verify=verify)
+        self.path = _path(path)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -324,12 +325,16 @@ class FileSystemReader(NativeReader):
 
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
-            self.store = LocalStore(checkpoint_id)
+            self.path = _path(checkpoint_id)
+            self.store = store_at(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local_path(checkpoint_id)
+        return _is_place(checkpoint_id)
+
+
+def _path(path: str | os.PathLike[str]) -> str | Path:
+    return os.fspath(path) if is_url(path) else Path(path)
 
 
 def _check_location(user: object, store: Store, checkpoint_id: str | os.PathLike[str] | None) -> None:
@@ -340,9 +345,9 @@ def _check_location(user: object, store: Store, checkpoint_id: str | os.PathLike
         )
 
 
-def _is_local_path(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names a folder, rather than something behind a URL, that is there or could be made."""
-    if "://" in os.fspath(checkpoint_id):
-        return False
+def _is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether this names a folder that is there or could be made, or something behind a URL."""
+    if is_url(checkpoint_id):
+        return True
     path = Path(checkpoint_id)
     return not path.exists() or path.is_dir()  # in this order: another rank may be making it

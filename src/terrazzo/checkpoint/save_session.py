@@ -33,6 +33,7 @@ from terrazzo.checkpoint.ownership import Negotiation, Note
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.stores import Store
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -52,6 +53,7 @@ class SaveSession:
     given_writer: StorageWriter | None
     place: Place
     checkpoint_id: Any
+    store: Store | None = None
     _writer: StorageWriter | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -124,7 +126,7 @@ class SaveSession:
         def prepare() -> bytes:
             nonlocal plan, negotiation
             values = state_dict()
-            self._writer = find_writer(self.given_writer, self.checkpoint_id)
+            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
             if isinstance(self.planner, DefaultSavePlanner):
                 self.planner.set_up_ranks(self.place.rank, self.place.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)

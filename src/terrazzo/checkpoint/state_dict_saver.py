@@ -23,6 +23,7 @@ from terrazzo.checkpoint.save_session import SaveSession
 from terrazzo.checkpoint.staging import AsyncStager
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
+from terrazzo.checkpoint.stores import Store
 
 
 class AsyncCheckpointerType(Enum):
@@ -41,6 +42,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     timeout: timedelta | None = None,
+    store: Store | None = None,
 ) -> Metadata:
     """Save a state dict as one checkpoint, from all ranks of a process group together.
 
@@ -53,11 +55,14 @@ def save(
 
     Args:
         state_dict:  What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
-            and plain values. checkpoint_id:  Where to: for the default storage, a folder. storage_writer:  How
-            to write, if not in terrazzo's own format into a folder. planner:  What to write, if not the state
-            dict as it is. process_group:  The ranks that save together; default: all. no_dist:  Save the state
-            of this process alone. timeout:  How long a rank waits for the slowest one at each step; default: 30
-            minutes.
+            and plain values.
+        checkpoint_id:  Where to: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
+        storage_writer:  How to write, if not in terrazzo's own format.
+        planner:  What to write, if not the state dict as it is.
+        process_group:  The ranks that save together; default: all.
+        no_dist:  Save the state of this process alone.
+        timeout:  How long a rank waits for the slowest one at each step; default: 30 minutes.
+        store:  Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
 
     Returns:
         The checkpoint's table of contents, on every rank.
@@ -69,7 +74,7 @@ def save(
     """
     place = find_place(process_group, no_dist=no_dist, timeout=timeout)
     background_of(process_group, no_dist).raise_earlier_error(place)
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
     return session.run(lambda: resolve_stateful(state_dict))
 
 
@@ -84,6 +89,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     timeout: timedelta | None = None,
+    store: Store | None = None,
 ) -> Future[Metadata]:
     """Like `save`, in the background: returns as soon as the state has been copied to host memory.
 
@@ -92,8 +98,8 @@ def async_save(
     next call.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout:  As for `save`.
-            async_checkpointer_type:  A thread is lighter; a process never competes with training for the
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store:  As for `save`.
+        async_checkpointer_type:  A thread is lighter; a process never competes with training for the
             interpreter.  For a
             process, planner and writer have to be picklable.
         async_stager:  How to copy the state; default: the writer, if it is an `AsyncStager` (a
@@ -114,7 +120,7 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     if place.plane is not None and not in_process:
         place = replace(place, plane=background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
     stager = async_stager or _stager_of(storage_writer, background, in_process)
     process = background.process(place, timeout) if in_process else None
     try:

@@ -43,6 +43,8 @@ class Pump:
                 self._add(memoryview(chunk.payload), chunk.payload)
                 continue
             tensor = planner.resolve_data(chunk.item)
+            if chunk.part is not None and isinstance(tensor, torch.Tensor):
+                tensor = tensor[chunk.part.slices()]
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
                 raise _broken_promise(chunk, tensor)
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():

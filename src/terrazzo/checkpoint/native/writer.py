@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.events import LOGGER
-from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out
+from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import DATA, INLINE_LIMIT, MANIFEST, checksum, data_name
 from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
@@ -25,6 +25,8 @@ from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.checkpoint.stores.base import Absent, Store, Version
 from terrazzo.errors import CheckpointError
+
+_FILES_AT_ONCE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,26 @@ def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesO
     """Write all that the plan says, durably; if that fails, leave nothing behind."""
     with paused_collector():
         chunks, inline = _chunks_of(plan, planner)
-        groups = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
-        layouts = [lay_out(group, files.save_id) for group in groups if group]
+        groups = _groups(chunks, options, store.caps.file_bytes)
+        layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     sums: list[int] = []
     try:
-        for name, layout in zip(names, layouts, strict=True):
-            sums += _write_file(store, name, layout, planner, options)
+        if store.caps.in_place or len(layouts) < 2:
+            for name, layout in zip(names, layouts, strict=True):
+                sums += _write_file(store, name, layout, planner, options)
+        else:  # files that are sent as a whole: several are under way
+            with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(layouts)), "terrazzo-write") as pool:
+                work = [
+                    pool.submit(_write_file, store, name, layout, planner, options)
+                    for name, layout in zip(names, layouts, strict=True)
+                ]
+                try:
+                    for future in work:
+                        sums += future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
     except BaseException:
         discard(store, names)
         raise
@@ -113,6 +128,40 @@ def _described(data: TensorWriteData, nbytes: int) -> _Described:
     return _Described(dtype, dtype_name(dtype), tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes), nbytes)
 
 
+def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) -> list[list[Chunk]]:
+    """The chunks of each data file; where files have to be small, chunks are cut so that they fit."""
+    if file_bytes is None:
+        whole = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
+        return [each for each in whole if each]
+    groups: list[list[Chunk]] = []
+    group: list[Chunk] = []
+    total = 0
+    for chunk in chunks:
+        for piece in _cut(chunk, file_bytes):
+            if group and (total + piece.nbytes > file_bytes or not options.single_file_per_rank):
+                groups.append(group)
+                group, total = [], 0
+            group.append(piece)
+            total += piece.nbytes
+    return [*groups, group] if group else groups
+
+
+def _cut(chunk: Chunk, limit: int) -> list[Chunk]:
+    if chunk.nbytes <= limit or chunk.payload is not None:
+        return [chunk]
+    itemsize = chunk.dtype.itemsize
+    return [
+        msgspec.structs.replace(
+            chunk,
+            offsets=tuple(a + b for a, b in zip(chunk.offsets, part.offsets, strict=True)),
+            lengths=part.lengths,
+            nbytes=part.numel * itemsize,
+            part=part,
+        )
+        for part in row_major_windows(chunk.lengths, max(limit // itemsize, 1))
+    ]
+
+
 def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
     data = planner.resolve_data(item)
     if isinstance(data, objects.ObjectBytes):
@@ -128,7 +177,7 @@ def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanne
     file = store.upload(name, layout.size)
     try:
         file.write(0, [memoryview(layout.header)])
-        segments = _segments(layout, options.threads)
+        segments = _segments(layout, options.threads if store.caps.in_place else 1)
         pumps = [Pump(file, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
         if len(pumps) == 1:
             pumps[0].write(layout.chunks, planner)

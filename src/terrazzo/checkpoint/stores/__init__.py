@@ -6,6 +6,7 @@ from terrazzo.checkpoint.stores.base import (
     Capabilities,
     Entry,
     Lease,
+    MemoryUpload,
     ReadFile,
     Request,
     Store,
@@ -14,6 +15,7 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.checkpoint.stores.memory import MemoryStore
+from terrazzo.checkpoint.stores.places import is_url, store_at
 
 __all__ = [
     "ABSENT",
@@ -23,9 +25,12 @@ __all__ = [
     "Lease",
     "LocalStore",
     "MemoryStore",
+    "MemoryUpload",
     "ReadFile",
     "Request",
     "Store",
     "Upload",
     "Version",
+    "is_url",
+    "store_at",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NewType
@@ -97,6 +97,29 @@ class Upload(abc.ABC):
     @abc.abstractmethod
     def abort(self) -> None:
         """Give up: as far as possible nothing of the file stays.  Does nothing after `finish`."""
+
+
+class MemoryUpload(Upload):
+    """A file that is put together in memory; `send` is given all of it when it is complete."""
+
+    def __init__(self, size: int, send: Callable[[memoryview], object]) -> None:
+        self._data = bytearray(size)
+        self._send = send
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        end = offset + sum(map(len, buffers))
+        if end > len(self._data):
+            self._data.extend(bytes(end - len(self._data)))
+        for buffer in buffers:
+            self._data[offset : offset + len(buffer)] = buffer
+            offset += len(buffer)
+
+    def finish(self) -> None:
+        data, self._data = self._data, bytearray()
+        self._send(memoryview(data))
+
+    def abort(self) -> None:
+        """Nothing is there before `finish`."""
 
 
 class Lease(abc.ABC):

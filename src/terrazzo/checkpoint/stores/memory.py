@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
     Absent,
     Capabilities,
     Entry,
+    MemoryUpload,
     Request,
     Store,
     Upload,
@@ -41,7 +42,7 @@ class MemoryStore(Store):
     def upload(self, key: str, size: int) -> Upload:
         if key in self._files:
             raise FileExistsError(f"{key} exists already in {self.location}")
-        return _MemoryUpload(self, key, size)
+        return MemoryUpload(size, lambda data: self.put(key, data))
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         for request in requests:
@@ -87,24 +88,3 @@ class MemoryStore(Store):
             return self._files[key][0]
         except KeyError:
             raise FileNotFoundError(f"there is no {key} in {self.location}") from None
-
-
-class _MemoryUpload(Upload):
-    def __init__(self, store: MemoryStore, key: str, size: int) -> None:
-        self._store = store
-        self._key = key
-        self._data = bytearray(size)
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        end = offset + sum(map(len, buffers))
-        if end > len(self._data):
-            self._data.extend(bytes(end - len(self._data)))
-        for buffer in buffers:
-            self._data[offset : offset + len(buffer)] = buffer
-            offset += len(buffer)
-
-    def finish(self) -> None:
-        self._store.put(self._key, bytes(self._data))
-
-    def abort(self) -> None:
-        """Nothing is there before `finish`."""
