@@ -213,6 +213,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
     """There is a checkpoint at the path already and overwriting it was forbidden."""
 
 
+class ConflictError(CheckpointError, FileExistsError):
+    """Somebody else has replaced a checkpoint since this save began: theirs stays, and nothing of it was touched."""
+
+
 class CheckpointCorruptError(CheckpointError):
     """Stored bytes are not the bytes that were written."""
 

@@ -5,29 +5,42 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
+from terrazzo.checkpoint.stores import Store, is_url
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError
 
 
-def find_writer(writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None) -> StorageWriter:
+def find_writer(
+    writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
+) -> StorageWriter:
     """The writer to use, told that a new checkpoint begins."""
+    if store is not None:
+        if writer is not None:
+            raise CheckpointError("pass store or storage_writer, not both")
+        writer = NativeWriter(store)
     if writer is None:
         if checkpoint_id is None:
             raise CheckpointError("nothing says where to save: pass checkpoint_id or storage_writer")
         if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
             raise CheckpointError(
                 f"{os.fspath(checkpoint_id)!r} is not a folder and cannot become one; for other places "
-                f"pass storage_writer"
+                f"pass a URL, store or storage_writer"
             )
         writer = FileSystemWriter(checkpoint_id)
     writer.reset(checkpoint_id)
     return writer
 
 
-def find_reader(reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
+def find_reader(
+    reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
+) -> StorageReader:
     """The reader to use, told that a checkpoint is about to be read; without one given, what lies there decides."""
+    if store is not None:
+        if reader is not None:
+            raise CheckpointError("pass store or storage_reader, not both")
+        reader = NativeReader(store)
     if reader is None:
         if checkpoint_id is None:
             raise CheckpointError("nothing says where to load from: pass checkpoint_id or storage_reader")
@@ -38,6 +51,14 @@ def find_reader(reader: StorageReader | None, checkpoint_id: str | os.PathLike[s
 
 def reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
     """A reader of the checkpoint that lies at a path, of whatever format."""
+    if is_url(checkpoint_id):
+        reader = FileSystemReader(checkpoint_id)
+        if not reader.store.exists(MANIFEST):
+            raise CheckpointNotFoundError(
+                f"there is no committed checkpoint at {checkpoint_id} (no {MANIFEST}); checkpoints of other formats "
+                f"are read from file systems"
+            )
+        return reader
     path = Path(checkpoint_id)
     if (path / MANIFEST).exists():
         return FileSystemReader(path)

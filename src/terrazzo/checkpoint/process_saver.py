@@ -24,6 +24,7 @@ from terrazzo.checkpoint.failures import Failure
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.save_session import SaveSession
 from terrazzo.checkpoint.staging import HostMemory, carve, layout_of, put_together, take_apart
+from terrazzo.checkpoint.stores import Store
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointError
@@ -49,8 +50,9 @@ class _Order:
     checkpoint_id: Any
     doing: str
     limit: timedelta | None
+    store: Store | None
     parcel: Parcel
-    buffer: torch.Tensor | None  # new shared memory; None: the same as last time
+    new_buffer: bool  # shared memory follows; if not, it is the same as last time
 
 
 class _Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -116,11 +118,17 @@ class ProcessSaver:
             session.checkpoint_id,
             session.place.doing,
             None if session.place.plane is None else session.place.plane.timeout,
+            session.store,
             parcel,
-            buffer if buffer is not self._sent else None,
+            buffer is not self._sent,
         )
+        # Not `send`: it would move tensors that planner, writer and values hold to shared memory, where the caller has
+        # them.  Only the buffer is meant to go there, and is there.
+        data = pickle.dumps(order)
         try:
-            self._connection.send(order)
+            self._connection.send_bytes(data)
+            if order.new_buffer:
+                self._connection.send(buffer)
             self._sent = buffer
             outcome = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
@@ -182,10 +190,10 @@ def _serve(
     buffer: torch.Tensor | None = None
     while True:
         try:
-            order: _Order = connection.recv()
+            order: _Order = pickle.loads(connection.recv_bytes())
+            buffer = connection.recv() if order.new_buffer else buffer
         except EOFError:
             break
-        buffer = buffer if order.buffer is None else order.buffer
         connection.send_bytes(_outcome(order, buffer, rank, ranks, failed))
         if failed is not None:
             break  # the next save begins with another process
@@ -207,7 +215,7 @@ def _outcome(
         place = Place(rank, ranks, None, order.doing)
         if len(ranks) > 1:
             place = with_plane(place, lambda: _plane_of(ranks, order.limit))
-        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id)
+        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store)
         return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
         error.__traceback__ = None

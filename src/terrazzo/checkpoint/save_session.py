@@ -33,6 +33,7 @@ from terrazzo.checkpoint.ownership import Negotiation, Note, answers, groups_uns
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import CheckpointError
 
 
@@ -61,6 +62,7 @@ class SaveSession:
     given_writer: StorageWriter | None
     place: Place
     checkpoint_id: Any
+    store: Store | None = None
     _writer: StorageWriter | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -140,7 +142,7 @@ class SaveSession:
         def prepare() -> bytes:
             nonlocal plan, negotiation
             values = state_dict()
-            self._writer = find_writer(self.given_writer, self.checkpoint_id)
+            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
             if isinstance(self.planner, DefaultSavePlanner):
                 self.planner.set_up_ranks(self.place.rank, self.place.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
@@ -166,7 +168,8 @@ class SaveSession:
             hellos = [msgspec.msgpack.decode(part, type=_Hello) for part in parts]
             alone = all(hello.alone for hello in hellos)
             unsure = groups_unsure([hello.notes for hello in hellos]) if alone else []
-            return msgspec.msgpack.encode(_Start(uuid.uuid4().hex[:12], alone, unsure, hellos[0].cache_token))
+            save_id = getattr(self._writer, "save_id", "") or uuid.uuid4().hex[:12]
+            return msgspec.msgpack.encode(_Start(save_id, alone, unsure, hellos[0].cache_token))
 
         start = msgspec.msgpack.decode(self.place.reduce(prepare, agree), type=_Start)
         return plan, negotiation, start

@@ -15,6 +15,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Store
 
 
 def load(
@@ -26,6 +27,7 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
     timeout: timedelta | None = None,
+    store: Store | None = None,
 ) -> None:
     """Load a checkpoint into a state dict, in place.
 
@@ -44,13 +46,14 @@ def load(
 
     Args:
         state_dict: What to load, nested dicts and lists allowed; its tensors must be allocated.
-        checkpoint_id: Where the checkpoint is.  A path may hold any format that terrazzo reads.
+        checkpoint_id: Where the checkpoint is.  A path may hold any format that terrazzo reads, a URL its own.
         storage_reader: How to read it, if the path does not tell.
         planner: What goes where, if not one to one; `DefaultLoadPlanner(allow_partial_load=True)` and the like.
         process_group: The ranks that load together, if planner or storage bring ranks together; default: all.
         no_dist: Load in this process alone.
         timeout: How long to wait for other ranks, where they are waited for; default: as long as the process group's
             own collectives do.
+        store: Where the checkpoint is, instead of `checkpoint_id`: a store with settings of its own.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
@@ -62,7 +65,7 @@ def load(
     {'w': tensor([0., 1., 2.]), 'step': 7}
     """
     planner = planner if planner is not None else DefaultLoadPlanner()
-    reader = find_reader(storage_reader, checkpoint_id)
+    reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
     place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
     session = LoadSession(planner, reader, place, place_id)

@@ -23,6 +23,7 @@ from terrazzo.checkpoint.save_session import SaveSession
 from terrazzo.checkpoint.staging import AsyncStager, Staging
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
+from terrazzo.checkpoint.stores import Store
 
 
 class AsyncCheckpointerType(Enum):
@@ -41,6 +42,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     timeout: timedelta | None = None,
+    store: Store | None = None,
 ) -> Metadata:
     """Save a state dict as one checkpoint, from all ranks of a process group together.
 
@@ -54,13 +56,14 @@ def save(
     Args:
         state_dict: What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
             and plain values.
-        checkpoint_id: Where to: for the default storage, a folder.
-        storage_writer: How to write, if not in terrazzo's own format into a folder.
+        checkpoint_id: Where to: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
+        storage_writer: How to write, if not in terrazzo's own format.
         planner: What to write, if not the state dict as it is.
         process_group: The ranks that save together; default: all.
         no_dist: Save the state of this process alone.
         timeout: How long a rank waits for the slowest one at each step; default: as long as the process group's own
             collectives do.
+        store: Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
 
     Returns:
         The checkpoint's table of contents, on every rank.
@@ -70,9 +73,11 @@ def save(
     >>> list(metadata.state_dict_metadata)
     ['model.w', 'step']
     """
-    place = find_place(process_group, doing=_doing(checkpoint_id, storage_writer), no_dist=no_dist, timeout=timeout)
+    place = find_place(
+        process_group, doing=_doing(checkpoint_id, storage_writer, store), no_dist=no_dist, timeout=timeout
+    )
     earlier = background_of(process_group, no_dist).earlier_error()
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
     return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
@@ -87,6 +92,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     timeout: timedelta | None = None,
+    store: Store | None = None,
 ) -> Future[Metadata]:
     """Like `save`, in the background: returns as soon as the state has been copied to host memory.
 
@@ -97,7 +103,7 @@ def async_save(
     What `save` refuses to store is refused here too, at once.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout: As for `save`.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store: As for `save`.
         async_checkpointer_type: A thread is lighter; a process never competes with training for the interpreter.  For
             a process, planner and writer have to be picklable.
         async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
@@ -111,7 +117,7 @@ def async_save(
     >>> list(future.result().state_dict_metadata)
     ['w']
     """
-    doing = _doing(checkpoint_id, storage_writer)
+    doing = _doing(checkpoint_id, storage_writer, store)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     # On a thread, the background has connections of its own; the process makes its own.
     place = find_place(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
@@ -120,7 +126,7 @@ def async_save(
     process = background.process(place, timeout) if in_process else None
     if process is None and len(place.ranks) > 1:
         place = with_plane(place, lambda: background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
     try:
         if earlier is not None:
             raise earlier
@@ -143,8 +149,9 @@ def async_save(
     return future
 
 
-def _doing(checkpoint_id: Any, writer: StorageWriter | None) -> str:
+def _doing(checkpoint_id: Any, writer: StorageWriter | None, store: Store | None) -> str:
     target = checkpoint_id if checkpoint_id is not None else getattr(writer, "checkpoint_id", None)
+    target = target if target is not None else getattr(store, "location", None)
     return "saving" if target is None else f"saving {target}"
 
 

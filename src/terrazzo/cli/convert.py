@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,9 @@ from terrazzo.cli.screen import OUT, CheckpointPath, errors, progress, tensor_by
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(help="Where the new checkpoint goes.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="Where the new one goes: a path, or (native) a URL.", show_default=False)
+    ],
     to: Annotated[Format, typer.Option("--to", "--format", help="The new checkpoint's format.")] = Format.NATIVE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     stage: Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +17,7 @@ from terrazzo.errors import TerrazzoError
 OUT = Console()
 ERR = Console(stderr=True)
 
-CheckpointPath = Annotated[Path, typer.Argument(help="The checkpoint: a folder or a file.", show_default=False)]
+CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint: a folder, a file or a URL.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -102,7 +102,7 @@ def save_engine(
 def _point(folder: Path, tag: str, save_latest: bool) -> None:
     """Have `latest` name a checkpoint that is committed."""
     if save_latest and dist.get_rank() == 0:
-        LocalStore(folder).publish(LATEST, tag.encode(), durable=True)
+        LocalStore(folder).put(LATEST, tag.encode())
 
 
 def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:

@@ -114,15 +114,16 @@ def _write_torch_save(source: Source, path: Path, *, overwrite: bool, progress: 
     store.prepare()
     temporary = f".{path.name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
-        file = store.create(temporary, 0)
+        file = store.upload(temporary, 0)
         try:
             write_archive(file, 0, value, path.stem or "archive")
-            file.sync()
-        finally:
-            file.close()
+        except BaseException:
+            file.abort()
+            raise
+        file.finish()
         os.replace(path.parent / temporary, path)
     except BaseException:
-        store.delete(temporary)
+        store.delete([temporary])
         raise
     store.sync_folder(path.parent)
 

@@ -55,7 +55,7 @@ class DCPReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         store = LocalStore(self.path)
-        present = set(store.names())
+        present = {entry.key for entry in store.list()}
         if METADATA in present:
             names = [METADATA]
         else:

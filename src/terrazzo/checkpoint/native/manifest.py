@@ -207,6 +207,11 @@ class Manifest:
         """The boxes of all chunks of tensors with so many dims: an array (chunks, 2, dims)."""
         return self._boxes[ndim]
 
+    @property
+    def box_tables(self) -> list[np.ndarray[Any, Any]]:
+        """`box_table` of each number of dims."""
+        return self._boxes
+
     @cached_property
     def first_sums(self) -> np.ndarray[Any, Any]:
         """For each chunk, where its checksums begin."""
