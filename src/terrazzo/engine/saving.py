@@ -22,6 +22,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, asyn
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.names import named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import LocalStore
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = "latest"
-_LATEST_UNIVERSAL: Final = "latest_universal"  # what DeepSpeed's ds_to_universal writes instead
 _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
@@ -129,10 +129,10 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
     folder = Path(load_dir)
     if tag is None:
-        named = [folder / name for name in (LATEST, _LATEST_UNIVERSAL) if (folder / name).is_file()]
+        named = named_by_latest(folder)
         if not named:
             return None
-        tag = named[0].read_text(encoding="utf-8").strip()
+        tag = named[0].name
     path = folder / str(tag)
     if not path.is_dir():
         here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))

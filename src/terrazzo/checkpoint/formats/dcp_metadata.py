@@ -147,7 +147,7 @@ def _listed(items: Any) -> Sequence[Any]:
     """Items that are in the pickle: a range could be of any length."""
     if type(items) not in (list, tuple):
         raise CheckpointCorruptError(f"a {type(items).__name__} where a list should be")
-    return items  # type: ignore[no-any-return]
+    return items
 
 
 def _entries(table: Any) -> dict[str, STORAGE_TYPES]:

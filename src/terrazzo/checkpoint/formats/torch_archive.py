@@ -29,7 +29,7 @@ _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
 _MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of the next, but for what tells its protocol
-_START: Final = 32
+START: Final = 32
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 _EXPANDED: Final = 64 << 20  # bytes by which a tensor in a value may be larger than what is stored of it
@@ -148,11 +148,11 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
 
 def is_archive(window: Window) -> bool:
     """Whether a window begins as what `torch.save` writes does."""
-    return is_start_of_archive(window.read(0, min(_START, window.length)))
+    return is_start_of_archive(window.read(0, min(START, window.length)))
 
 
 def is_start_of_archive(start: bytes) -> bool:
-    """Whether bytes are the beginning of what `torch.save` writes, given `_START` of them or all there are.
+    """Whether bytes are the beginning of what `torch.save` writes, given `START` of them or all there are.
 
     A pickle's first byte alone says nothing: it may be that of a length, with which safetensors begins.
     """
