@@ -15,7 +15,7 @@ from terrazzo.engine.config import Batch, EngineConfig, read_config
 from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.lr import SchedulerLike
-from terrazzo.engine.optim import OptimizerLike
+from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import Ranks
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
@@ -30,6 +30,7 @@ def initialize(
     lr_scheduler: SchedulerLike | None = None,
     training_data: Dataset[Any] | None = None,
     *,
+    parameters: Parameters | None = None,
     config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     data_dim: str = "dp",
@@ -60,6 +61,8 @@ def initialize(
         optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: see
             `config.optimizer`.
         lr_scheduler: Of that optimizer, or a function that makes one for an optimizer; None: see `config.scheduler`.
+        parameters: What `config.optimizer`, or a function, makes the optimizer of: parameters of the model, or param
+            groups; None: all that need gradients.
         training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
         config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
         mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
@@ -84,7 +87,7 @@ def initialize(
     else:
         ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization.stage)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
-    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks)
+    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters)
     curriculum = _curriculum(checked, difficulties)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)

@@ -234,7 +234,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
         given = msgspec.to_builtins(config)
         ignored: list[str] = []
     else:
-        mapping = _as_mapping(config)
+        mapping = as_mapping(config)
         if "curriculum_learning" in mapping:
             raise EngineConfigError(
                 "config: curriculum_learning at the top level is DeepSpeed's old form: describe it in "
@@ -250,7 +250,8 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     return checked, ignored
 
 
-def _as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """A config as it is written, from a mapping, JSON, or the path of a file with JSON."""
     if isinstance(config, Mapping):
         return dict(config)
     text = os.fspath(config)

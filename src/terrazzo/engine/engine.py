@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from terrazzo.comm import collectives
-from terrazzo.engine.config import EngineConfig
-from terrazzo.engine.content import module_state_dict
+from terrazzo.engine.config import Batch, EngineConfig
+from terrazzo.engine.content import buffer_names, module_state_dict
 from terrazzo.engine.gradients import prepare_gradients
 from terrazzo.engine.loss_scale import loss_scale_of
+from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
-from terrazzo.engine.optim import OptimizerLike, make_optimizer
+from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks, compute_dtype, shard_model
+from terrazzo.engine.placing import Ranks, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
@@ -51,6 +53,8 @@ class Engine:
         global_steps: optimizer steps, the skipped ones included.
         skipped_steps: those in which gradients overflowed, so that nothing was changed.
         global_samples: samples trained on, on all ranks.
+        step_applied: whether the last `step` changed the parameters.
+        watchers: called with the engine after each optimizer step, as monitors are.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Engine:
         lr_scheduler: SchedulerLike | None,
         config: EngineConfig,
         ranks: Ranks,
+        parameters: Parameters | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -74,7 +79,7 @@ class Engine:
         for part in model.parts if isinstance(model, Pipeline) else [whole]:
             shard_model(part, config, ranks, self.sparse.weights if self.sparse is not None else set())
         self.module: Any = whole
-        self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names)
+        self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
         self.training_dataloader: DataLoader[Any] | None = None
         self.data_sampler: ResumableSampler | None = None
@@ -88,48 +93,102 @@ class Engine:
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        self._norm: float | None = None
+        self.step_applied = False
+        self.watchers: list[Callable[[Engine], None]] = []
+        self.losses = Losses(self)
+        self._boundary: bool | None = None  # set by hand
+        self._syncing = True  # not inside `no_sync`
+        self._overflowed = False
+        self._norm: Tensor | None = None
+        if self.pipeline is None:
+            self.losses.watch(whole)
 
     # ------------------------------------------------------------------ a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._refuse_in_pipeline("forward")
-        if self.random_ltd is not None:
-            self.random_ltd.begin_forward(self.global_steps)
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
         return self(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of this micro-batch's mean loss, and add them to those of the micro-batches before.
 
-        Returns the loss as it enters the step, divided by the number of micro-batches.
+        `loss.backward()` does the same, except in float16, where the loss has to be scaled first: see `scale`.
+
+        Args:
+            loss: of this rank's micro-batch.
+            retain_graph: as `Tensor.backward` has it.
+            scale_wrt_gas: divide by the number of micro-batches; without it the loss is a share of the step's already.
+
+        Returns:
+            The loss as it enters the step.
         """
         self._refuse_in_pipeline("backward")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
-        self.module.set_is_last_backward(boundary or self.stage >= 2)
-        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
-        self.module.set_reshard_after_backward(boundary or self.stage == 3)
-        share = loss / self.batch.accumulation
-        # The scale may be beyond float16, in which the loss may be.
-        (share.float() * self.loss_scale.value).backward()
+        self._prepare_backward()
+        share = loss / self.batch.accumulation if scale_wrt_gas else loss
+        with self.losses.own_backward():
+            # The scale may be beyond float16, in which the loss may be.
+            (share.float() * self.loss_scale.value).backward(retain_graph=retain_graph)
         return share.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a `backward()` of one's own."""
+        self._refuse_in_pipeline("scale")
+        self.losses.scaled = True
+        return loss.float() * self.loss_scale.value
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last before the optimizer steps."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
-    def step(self) -> None:
-        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide by hand whether the next micro-batch is the last before the optimizer steps; None: by counting."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients add up on each rank, and are not reduced; not in stages 2 and 3, which keep only shards."""
+        if self.stage >= 2:
+            raise EngineError(f"no_sync() needs whole gradients on every rank, and ZeRO stage {self.stage} shards them")
+        if not self._syncing:
+            raise EngineError("no_sync() inside no_sync()")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed.
+
+        Args:
+            lr_kwargs: what the lr scheduler's `step` takes besides.
+        """
         self._refuse_in_pipeline("step")
+        if not self._syncing:
+            raise EngineError("step() inside no_sync(): gradients have not been reduced")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self.step_applied = False
         if boundary:
-            self._end_step()
+            self.losses.reduce_rest()
+            self._end_step(lr_kwargs or {})
+
+    def _prepare_backward(self) -> None:
+        """Say what is to become of this micro-batch's gradients, before its forward and again before its backward."""
+        boundary = self.is_gradient_accumulation_boundary()
+        sync = (boundary or self.stage >= 2) and self._syncing
+        self.losses.expect(sync)
+        self.module.set_requires_gradient_sync(sync)
+        self.module.set_is_last_backward(sync)
+        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
+        self.module.set_reshard_after_backward(boundary or self.stage == 3)
 
     def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """One step of a model that is cut into stages: forward, backward, and the optimizer's step.
@@ -145,7 +204,7 @@ class Engine:
         pipeline = self._needs_pipeline("train_batch")
         loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
-        self._end_step()
+        self._end_step({})
         return self._averaged(pipeline.total(loss))
 
     def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
@@ -157,7 +216,7 @@ class Engine:
         return collectives.all_reduce(loss, self.ranks.data, "avg")
 
     @torch.no_grad()
-    def _end_step(self) -> None:
+    def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.sparse is not None:
             self.sparse.reduce(self.ranks.data)
         copies: set[nn.Parameter] = set()
@@ -167,12 +226,14 @@ class Engine:
         prepared = prepare_gradients(
             self.optimizer,
             uncounted=copies,
-            scale=self.loss_scale.value,
+            scale=self.gradient_scale,
             limit=self.config.gradient_clipping,
             may_overflow=self.config.fp16.enabled,
             combine=None if self.pipeline is None else self.pipeline.total_norm,
         )
         self._norm = prepared.norm
+        self.losses.end_step()
+        self.step_applied, self._overflowed = not prepared.overflow, prepared.overflow
         if prepared.overflow:
             self.skipped_steps += 1
             LOGGER.warning(
@@ -181,7 +242,7 @@ class Engine:
         else:
             self.optimizer.step()
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad(set_to_none=True)
         if self.config.fp16.enabled:
             self.loss_scale.update(prepared.overflow)
@@ -194,6 +255,8 @@ class Engine:
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
+        for watcher in self.watchers:
+            watcher(self)
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -205,6 +268,10 @@ class Engine:
         return self.pipeline
 
     # ------------------------------------------------------------------ checkpoints
+
+    def buffer_names(self) -> list[str]:
+        """Of the buffers that are part of the model's state."""
+        return buffer_names(self.module)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's state by the names of the unwrapped model; parameters are distributed, and in float32."""
@@ -285,9 +352,28 @@ class Engine:
 
     # ------------------------------------------------------------------ asking
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped because its gradients overflowed."""
+        return self._overflowed
+
+    def reshard(self) -> None:
+        """Have every parameter registered as its shard."""
+        reshard(self.module)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradients wait for the optimizer."""
+        return not self.losses.pending
+
+    @property
+    def gradient_scale(self) -> float:
+        """By what the gradients that have added up so far are too large."""
+        return self.losses.gradient_scale(self.loss_scale.value, self.batch.accumulation)
+
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not needed."""
-        return self._norm
+        """The norm of the last step's gradients before clipping; None if it was not needed.  It is waited for here."""
+        return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
@@ -319,6 +405,21 @@ class Engine:
     def train_batch_size(self) -> int:
         """Samples of a step, on all ranks."""
         return self.batch.total
+
+    def set_train_batch_size(self, total: int, micro: int | None = None) -> None:
+        """Change the number of micro-batches of a step, or their size; between two steps."""
+        micro = self.batch.micro if micro is None else micro
+        accumulation, rest = divmod(total, micro * self.dp_world_size)
+        if rest or not accumulation:
+            raise EngineConfigError(
+                f"a batch of {total} is no number of micro-batches of {micro} on {self.dp_world_size} ranks"
+            )
+        if self.pipeline is not None or self.data_sampler is not None:
+            raise EngineError("the batch size is fixed: the pipeline's schedule, or the order of the data, rests on it")
+        if not self.between_steps:
+            raise EngineError("the batch size changes between steps: gradients have been added up already")
+        self.batch = Batch(total, micro, accumulation)
+        self.micro_steps = self.global_steps * accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one forward on one rank."""
