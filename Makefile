@@ -31,10 +31,11 @@ $(TRIED_DEEPSPEED): $(READY)
 test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
 
-# What takes too long for every change: random programs, and the whole of PyTorch's op database.
+# What takes too long for every change: random programs, the whole of PyTorch's op database, and scripts under DeepSpeed.
 proofs: $(READY)
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
+	$(BIN)/python tests/deepspeed/same.py
 
 demo: $(READY)
 	$(BIN)/python -m terrazzo.cli demo $(ARGS)

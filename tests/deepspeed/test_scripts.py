@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import terrazzo.deepspeed as deepspeed
+from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
 from ranks import run_ranks
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
@@ -191,6 +192,9 @@ def test_whole_parameters_gradients_and_states():
 
 
 def check_around() -> None:
+    with pytest.raises(AttributeError, match="write the layer in PyTorch"):
+        deepspeed.moe  # noqa: B018
+
     x, y = mine(*next(batches(1)))
     no_optimizer = {key: value for key, value in config(3).items() if key not in ("optimizer", "scheduler")}
     engine, optimizer, _, scheduler = deepspeed.initialize(model=make_model(), config=no_optimizer)
@@ -302,7 +306,10 @@ def test_pipelines(tmp_path):
 def test_layers_are_cut_as_deepspeed_cuts_them():
     from terrazzo.deepspeed.pipe.partition import balanced, uniform
 
-    theirs = pytest.importorskip("deepspeed.runtime.utils")
+    if not deepspeed_is_installed():
+        pytest.skip("DeepSpeed is not installed")
+    import deepspeed.runtime.utils as theirs
+
     generator = torch.Generator().manual_seed(0)
     for items in range(1, 9):
         for parts in range(1, 5):

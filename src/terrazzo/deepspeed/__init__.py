@@ -9,7 +9,9 @@
 Names, arguments and results are DeepSpeed's; what they do is the engine's.
 """
 
-from terrazzo.deepspeed import checkpointing, comm, ops, pipe, utils, zero
+from typing import Any
+
+from terrazzo.deepspeed import checkpointing, comm, ops, pipe, runtime, utils, zero
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
@@ -43,6 +45,25 @@ __all__ = [
     "logger",
     "ops",
     "pipe",
+    "runtime",
     "utils",
     "zero",
 ]
+
+ABSENT = {
+    "init_inference": "inference is not part of it: use the model itself",
+    "tp_model_init": "cut the model with terrazzo.tensor.parallel.parallelize_module",
+    "moe": "experts are not divided among ranks: write the layer in PyTorch, every rank has all experts",
+    "DeepSpeedHybridEngine": "there is no engine that generates",
+    "DeepSpeedTransformerLayer": "PyTorch's layers are used",
+    "linear": "use peft",
+    "sequence": "use terrazzo.tensor.experimental.context_parallel",
+    "inference": "inference is not part of it: use the model itself",
+    "compression": "DeepSpeed 0.19 has removed it",
+}
+"""What DeepSpeed has and this has not, and what there is instead."""
+
+
+def __getattr__(name: str) -> Any:
+    why = f": {ABSENT[name]}" if name in ABSENT else "; docs/deepspeed.md lists what there is"
+    raise AttributeError(f"terrazzo.deepspeed has no {name}{why}")

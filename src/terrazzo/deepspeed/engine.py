@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
 from terrazzo.deepspeed.live import forget, remember
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
@@ -245,6 +246,31 @@ class DeepSpeedEngine(nn.Module):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """In what the model computes, and in what gradients add up."""
         return self.core.dtype, torch.float32
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether each rank keeps its part of the gradients."""
+        return self.core.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether each rank keeps its part of the parameters."""
+        return self.core.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is on the CPU."""
+        return self.core.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether there is a curriculum."""
+        return self.core.config.data_efficiency.data_sampling.curriculum_learning.enabled
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers see random parts of the tokens."""
+        return self.core.random_ltd is not None
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+        """Load the model from a checkpoint's `module`, or from a state dict."""
+        state = checkpoint.get("module", checkpoint)
+        set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
 
     def loss_scale(self) -> float:
         """By what the loss is multiplied."""

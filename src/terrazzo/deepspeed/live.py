@@ -7,6 +7,7 @@ import weakref
 from torch import Tensor
 
 from terrazzo.engine import Engine
+from terrazzo.engine.reports import CommsReport
 from terrazzo.tensor import DTensor
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -28,6 +29,11 @@ def engine_of(parameter: Tensor) -> Engine | None:
         if any(parameter is p for group in engine.optimizer.param_groups for p in group["params"]):
             return engine
     return None
+
+
+def comms_reports() -> list[CommsReport | None]:
+    """What the engines have sent, of those that count it."""
+    return [engine.comms for engine in _engines]
 
 
 def as_sharded(parameter: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
         "optimizer": without_copies(get_optimizer_state_dict(engine.module, engine.optimizer), engine.shared_params),
         "param_shapes": param_shapes(engine),
         "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
-        "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.stage),
+        "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.ranks.mesh.ndim),
         "shared_params": dict(engine.shared_params),
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
@@ -157,18 +157,18 @@ def frozen_parameters(engine: Trained) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if not p.requires_grad and name not in engine.shared_params}
 
 
-def _fragments(frozen: Mapping[str, nn.Parameter], stage: int) -> list[list[Any]]:
+def _fragments(frozen: Mapping[str, nn.Parameter], dims: int) -> list[list[Any]]:
     on_cpu = sum(p.device.type == "cpu" for p in frozen.values())
     if frozen:
         LOGGER.info("frozen parameters: %d on the CPU, %d on accelerators", on_cpu, len(frozen) - on_cpu)
-    return list(_cuts(frozen, stage))
+    return list(_cuts(frozen, dims))
 
 
-def _cuts(frozen: Mapping[str, nn.Parameter], stage: int) -> Iterator[list[Any]]:
+def _cuts(frozen: Mapping[str, nn.Parameter], dims: int) -> Iterator[list[Any]]:
     """Along which dim each is cut, and the lengths of the parts; of one that is tensor-parallel, in all its parts."""
     for name, p in frozen.items():
         if isinstance(p, DTensor):
-            by_data = 0 if stage > 0 else 1  # of the mesh dims, that along which fully_shard cuts
+            by_data = dims - 1  # of the mesh dims, that along which fully_shard cuts: the last of its own
             cut = p.placements[by_data]
             dim = cut.dim if isinstance(cut, Shard) else 0
             lengths = [p.shape[dim] if p.ndim else 1]

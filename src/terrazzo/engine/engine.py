@@ -21,10 +21,12 @@ from terrazzo.engine.gradients import prepare_gradients
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
+from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import Ranks, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
+from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
 from terrazzo.engine.sparse import SparseEmbeddings
@@ -55,6 +57,7 @@ class Engine:
         global_samples: samples trained on, on all ranks.
         step_applied: whether the last `step` changed the parameters.
         watchers: called with the engine after each optimizer step, as monitors are.
+        flops, comms: reports that the config asks for, or None.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Engine:
         config: EngineConfig,
         ranks: Ranks,
         parameters: Parameters | None = None,
+        init_weights: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -77,7 +81,8 @@ class Engine:
         self.shared_params = _shared_names(whole) | (self.pipeline.tied.first if self.pipeline is not None else {})
         self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
         for part in model.parts if isinstance(model, Pipeline) else [whole]:
-            shard_model(part, config, ranks, self.sparse.weights if self.sparse is not None else set())
+            ignored = self.sparse.weights if self.sparse is not None else set()
+            shard_model(part, config, ranks, ignored, init_weights)
         self.module: Any = whole
         self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
@@ -96,6 +101,7 @@ class Engine:
         self.step_applied = False
         self.watchers: list[Callable[[Engine], None]] = []
         self.losses = Losses(self)
+        self.flops, self.comms = self._reports(whole)
         self._boundary: bool | None = None  # set by hand
         self._syncing = True  # not inside `no_sync`
         self._overflowed = False
@@ -103,11 +109,25 @@ class Engine:
         if self.pipeline is None:
             self.losses.watch(whole)
 
+    def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
+        """What the config asks to be told."""
+        first = dist.get_rank() == 0
+        if first and (found := monitors_of(self.config)):
+            self.watchers.append(watcher(found))
+        flops = None
+        if first and self.config.flops_profiler.enabled:
+            flops = FlopsReport(module, self.config.flops_profiler)
+            self.watchers.append(lambda engine: flops.end_step(engine.global_steps))
+        return flops, CommsReport(self.config.comms_logger) if self.config.comms_logger.enabled else None
+
     # ------------------------------------------------------------------ a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._refuse_in_pipeline("forward")
+        if self.config.torch_autocast.enabled:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +153,9 @@ class Engine:
         with self.losses.own_backward():
             # The scale may be beyond float16, in which the loss may be.
             (share.float() * self.loss_scale.value).backward(retain_graph=retain_graph)
-        return share.detach()
+        share = share.detach()
+        self.losses.add(share)
+        return share
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a `backward()` of one's own."""
@@ -142,9 +164,14 @@ class Engine:
         return loss.float() * self.loss_scale.value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last before the optimizer steps."""
+        """Whether the micro-batch at hand is the last before the optimizer steps.
+
+        Without `managed_gradient_accumulation` only `step` knows.
+        """
         if self._boundary is not None:
             return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return False
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -173,7 +200,7 @@ class Engine:
         self._refuse_in_pipeline("step")
         if not self._syncing:
             raise EngineError("step() inside no_sync(): gradients have not been reduced")
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += 1
         self.step_applied = False
         if boundary:
@@ -204,8 +231,10 @@ class Engine:
         pipeline = self._needs_pipeline("train_batch")
         loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
+        total = self._averaged(pipeline.total(loss))
+        self.losses.add(total)
         self._end_step({})
-        return self._averaged(pipeline.total(loss))
+        return total
 
     def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode, on every rank; takes what `train_batch` takes."""
@@ -228,10 +257,13 @@ class Engine:
             uncounted=copies,
             scale=self.gradient_scale,
             limit=self.config.gradient_clipping,
-            may_overflow=self.config.fp16.enabled,
+            may_overflow=self.config.fp16.enabled or self.config.bf16.check_grad_overflow,
             combine=None if self.pipeline is None else self.pipeline.total_norm,
         )
         self._norm = prepared.norm
+        samples = self.batch.total
+        if not self.config.managed_gradient_accumulation:
+            samples = self.losses.backwards * self.batch.micro * self.dp_world_size
         self.losses.end_step()
         self.step_applied, self._overflowed = not prepared.overflow, prepared.overflow
         if prepared.overflow:
@@ -247,7 +279,7 @@ class Engine:
         if self.config.fp16.enabled:
             self.loss_scale.update(prepared.overflow)
         self.global_steps += 1
-        self.global_samples += self.batch.total
+        self.global_samples += samples
         if self.data_sampler is not None:
             self.data_sampler.end_step()
         if self.random_ltd is not None:
@@ -255,8 +287,8 @@ class Engine:
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
-        for watcher in self.watchers:
-            watcher(self)
+        for told in list(self.watchers):
+            told(self)
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -351,6 +383,11 @@ class Engine:
         return str(path), client_state
 
     # ------------------------------------------------------------------ asking
+
+    @property
+    def step_loss(self) -> float | None:
+        """The mean loss of the last step, of this rank's samples; None if the engine did not see it."""
+        return None if self.losses.last is None else float(self.losses.last)
 
     @property
     def overflowed(self) -> bool:

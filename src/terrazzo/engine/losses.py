@@ -34,6 +34,8 @@ class Losses:
 
     Attributes:
         scaled: whether the next backward is that of a loss that `Engine.scale` returned.
+        backwards: how many there have been in this step.
+        last: the sum of the shares that `Engine.backward` returned in the last step, on the device; None if none.
     """
 
     def __init__(self, engine: _Trainer) -> None:
@@ -44,6 +46,9 @@ class Losses:
         self._sync = True  # whether the backward to come is reduced
         self._reduced = True  # whether the last one was
         self.scaled = False
+        self.backwards = 0  # the engine's own, of this step
+        self._total: Tensor | None = None
+        self.last: Tensor | None = None
 
     def watch(self, module: nn.Module) -> None:
         """See every forward of the module, and the backward that comes out of it."""
@@ -75,6 +80,7 @@ class Losses:
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._direct = True
+        self.backwards += 1
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
@@ -85,6 +91,11 @@ class Losses:
         finally:
             self._inside = False
         self._reduced = self._sync
+        self.backwards += 1
+
+    def add(self, share: Tensor) -> None:
+        """A share of the step's loss."""
+        self._total = share if self._total is None else self._total + share
 
     def expect(self, sync: bool) -> None:
         """The next backward is reduced, or its gradients only add up."""
@@ -115,3 +126,4 @@ class Losses:
     def end_step(self) -> None:
         """The optimizer has stepped, or skipped it."""
         self._own = self._direct = self.scaled = False
+        self.last, self._total, self.backwards = self._total, None, 0

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.deepspeed.accelerator import get_accelerator
+from terrazzo.deepspeed.live import comms_reports
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -108,3 +109,14 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
             "terrazzo.tensor.experimental.context_parallel"
         )
     return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print, or return, what engines with `comms_logger.enabled` have sent; called on every rank."""
+    reports = [report for report in comms_reports() if report is not None]
+    if return_dict:
+        return reports[-1].as_dict() if reports else {}
+    if dist.get_rank() == 0:
+        for report in reports:
+            print(report)
+    return None
