@@ -31,10 +31,13 @@ $(TRIED_DEEPSPEED): $(READY)
 test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
 
-# What takes too long for every change: random programs, the whole of PyTorch's op database, and scripts under DeepSpeed.
+# What takes too long for every change: random programs, the whole of PyTorch's op database, every way for a rank to
+# fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
 proofs: $(READY)
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
+	$(BIN)/python -m tests.checkpoint.failing_matrix
+	$(BIN)/python -m tests.checkpoint.fuzz --cases 20000
 	$(BIN)/python tests/deepspeed/same.py
 
 demo: $(READY)

@@ -13,6 +13,7 @@ from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.manifest import FileEntry, Manifest, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
+from terrazzo.checkpoint.ownership import groups_unsure
 from terrazzo.checkpoint.sharded import Holders
 
 ROWS, WIDTH = 4, 1024  # of each rank's shard
@@ -53,8 +54,8 @@ def plan_save(rank: int, ranks: int, state: dict[str, Shard]) -> SavePlan:
     planner.set_up_planner(dict(state), None, rank == 0)
     plan = planner.create_local_plan()
     negotiation = planner.negotiate(plan)
-    notes = [negotiation.notes()] * ranks
-    return planner.share_plan(plan, negotiation, notes, lambda data: [data] * ranks)
+    assert not groups_unsure([negotiation.notes()] * ranks)
+    return planner.share_plan(plan, negotiation, negotiation.settled())
 
 
 def parts_of(ranks: int, tensors: int) -> list[Part]:

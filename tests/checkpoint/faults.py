@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from terrazzo.checkpoint import FileSystemWriter
 from terrazzo.checkpoint.stores import LocalStore, Store
 
-OPERATIONS = ("mkdir", "listdir", "open", "pwritev", "preadv", "fsync", "replace", "unlink", "close", "fstat")
+OPERATIONS = ("mkdir", "listdir", "open", "pwritev", "preadv", "fsync", "replace", "unlink", "close", "fstat", "flock")
 
 
 class FaultySystem:
@@ -25,7 +26,7 @@ class FaultySystem:
         self.happened: str | None = None
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(os, name)
+        function = fcntl.flock if name == "flock" else getattr(os, name)
         if name not in OPERATIONS:
             return function
 

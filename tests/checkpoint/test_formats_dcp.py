@@ -135,7 +135,7 @@ def test_saving_again_replaces_the_checkpoint_at_the_end(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("terrazzo.checkpoint.stores.local.LocalStore.publish", fail)
+        patch.setattr("terrazzo.checkpoint.stores.local.LocalStore.put", fail)
         with pytest.raises(CheckpointError, match="No space left"):
             save(values(1), storage_writer=DCPWriter(tmp_path))
     state = blank(values())

@@ -21,7 +21,7 @@ from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archi
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
-from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
 
@@ -247,9 +247,9 @@ def test_every_flipped_bit_of_what_matters_is_noticed(tmp_path: Path) -> None:
 
 def written(path: Path, value: Any) -> None:
     path.unlink(missing_ok=True)
-    file = LocalStore(path.parent).create(path.name, 0)
+    file = LocalStore(path.parent).upload(path.name, 0)
     write_archive(file, 0, value)
-    file.close()
+    file.finish()
 
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_pending_tensors_are_asked_for_piece_by_piece(tmp_path: Path) -> None:
         written(tmp_path / "b.pt", PendingTensor(torch.int32, (1000,), lambda: [bytes_of(whole[:10])]))
 
 
-class Sparse(WriteFile):
+class Sparse(Upload):
     """A file on disk in which long runs of zeros are holes."""
 
     def __init__(self, path: Path) -> None:
@@ -298,11 +298,11 @@ class Sparse(WriteFile):
                 os.pwrite(self.fd, buffer, offset)
             offset += len(buffer)
 
-    def sync(self) -> None:
-        raise AssertionError
-
-    def close(self) -> None:
+    def finish(self) -> None:
         os.close(self.fd)
+
+    def abort(self) -> None:
+        raise AssertionError
 
 
 def test_more_than_four_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_more_than_four_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = Sparse(tmp_path / "a.pt")
     pending = PendingTensor(torch.uint8, (count,), lambda: [bytes_of(zeros)] * (count // len(zeros)))
     write_archive(file, 0, {"big": pending, "tail": PendingTensor(torch.float32, (1000,), lambda: [bytes_of(tail)])})
-    file.close()
+    file.finish()
     back = torch.load(tmp_path / "a.pt", mmap=True)
     assert back["big"].shape == (count,) and torch.equal(back["tail"], tail)
     archive = opened(tmp_path / "a.pt")

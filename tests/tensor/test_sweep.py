@@ -20,13 +20,7 @@ RAISES = {
     "resize_": "resize",  # has no meaning for a DTensor
 }
 # Known to be at fault: to become empty.
-OPEN = {
-    "sum_to_size": "terms that are bools give a bool, not an integer",
-    "__rmatmul__": "terms of half precision are rounded before they are joined",
-    "nn.functional.multi_head_attention_forward": "terms of half precision are rounded before they are joined",
-    "view_as_complex": "terms of half precision as complex ones, which torch cannot add on a CPU",
-    "svd_lowrank": "its gradient in complex64 differs in the fifth digit",
-}
+OPEN: dict[str, str] = {}
 NEEDS_A_GPU = "jiterator_"
 
 

@@ -19,24 +19,23 @@ from torch.futures import Future
 from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from terrazzo.checkpoint.native.cleaning import read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
-from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.format import DATA, MANIFEST, is_file_of_save, lease_name
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
-    clean_before_save,
     commit,
     discard,
-    read_manifest,
     write_part,
 )
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.staging import BlockingAsyncStager
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import LocalStore, Store
+from terrazzo.checkpoint.stores import ABSENT, Absent, Lease, Store, Version, is_url, store_at
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedValueError
 
 
@@ -47,8 +46,14 @@ class NativeWriter(StorageWriter):
         self.store = store
         self.options = options or WriteOptions()
         self.overwrite = overwrite
+        self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
         self._manifest: Manifest | None = None
+        self._replacing: Absent | Version = ABSENT  # what was there when the save began
+        self._lease: Lease | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lease": None}  # a lease belongs to the process that took it
 
     @property
     def plans_alone(self) -> bool:
@@ -56,24 +61,41 @@ class NativeWriter(StorageWriter):
         return type(self).prepare_global_plan is NativeWriter.prepare_global_plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._release()
         self._files = None
         self._manifest = None
+        self._check_id(checkpoint_id)
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        _check_location(self, self.store, checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self.store.prepare()
+        self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
-            if not self.overwrite and MANIFEST in self.store.names():
+            # First of all, for whoever commits from now on is in this save's way.
+            try:
+                self._replacing = self.store.get(MANIFEST)[1]
+            except FileNotFoundError:
+                self._replacing = ABSENT
+            if not self.overwrite and not isinstance(self._replacing, Absent):
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
                 )
-            for name in clean_before_save(self.store):
+            for name in remove_leftovers(self.store):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
+            self._lease = self.store.lease(lease_name(self.save_id))
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save_id = uuid.uuid4().hex[:12]
+        save_id = self.save_id or uuid.uuid4().hex[:12]
         return [self.place(plan, save_id, rank) for rank, plan in enumerate(plans)]
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
@@ -96,8 +118,13 @@ class NativeWriter(StorageWriter):
                 raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
             parts.append(result.part)
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
-        self._manifest = commit(self.store, parts, save_id, metadata.planner_data, durable=self.options.durable)
+        self._manifest = commit(self.store, parts, save_id, metadata.planner_data, replacing=self._replacing)
         self._describe(metadata)
+        self._release()
+        try:
+            remove_leftovers(self.store)
+        except OSError as error:  # the checkpoint is valid; the next save removes what is left
+            LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""
@@ -123,7 +150,9 @@ class NativeWriter(StorageWriter):
         """The save has failed on some rank: remove what this rank has written."""
         if self._files is not None:
             save_id, rank = self._files.save_id, self._files.rank
-            discard(self.store, [name for name in self.store.names() if is_file_of_save(name, save_id, rank)])
+            names = [entry.key for entry in self.store.list(DATA)]
+            discard(self.store, [name for name in names if is_file_of_save(name, save_id, rank)])
+        self._release()
 
     def may_abandon(self) -> bool:
         """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
@@ -145,7 +174,8 @@ class NativeWriter(StorageWriter):
 class FileSystemWriter(BlockingAsyncStager, NativeWriter):
     """Writes checkpoints into folders, in the native format.
 
-    A folder holds one checkpoint.  Saving into one that holds a checkpoint replaces it, at the very end and at
+    A folder is one of a file system, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md).  It holds
+    one checkpoint.  Saving into one that holds a checkpoint replaces it, at the very end and at
     once: until then, and if the save fails or is killed at any point, the old one stays.  With
     `overwrite=False` it is an error.
 
@@ -173,22 +203,22 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         if _extensions:
             raise UnsupportedValueError("the native format has no stream extensions")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
-        options = WriteOptions(single_file_per_rank, sync_files, max(thread_count, 1), per_thread_copy_ahead)
+        options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead)
+        self._durable = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
-        self.path = Path(path)
+        self.path = _path(path)
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return LocalStore(path)
+        return store_at(path, durable=self._durable)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the next checkpoint goes."""
         return self.path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = _path(checkpoint_id)
             self.store = self._open_store(checkpoint_id)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -197,7 +227,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local_path(checkpoint_id)
+        return _is_place(checkpoint_id)
 
 
 class NativeReader(StorageReader):
@@ -213,10 +243,16 @@ class NativeReader(StorageReader):
         self.verify = verify
         self.bytes_read = 0
         self._manifest: Manifest | None = None
+        self._reading: Reading | None = None  # what it has learned of the files is kept from one read to the next
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._manifest = None
+        self._reading = None
         self.bytes_read = 0
+        self._check_id(checkpoint_id)
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        _check_location(self, self.store, checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         try:
@@ -242,15 +278,18 @@ class NativeReader(StorageReader):
         if self._manifest is None:
             self.read_metadata()
         assert self._manifest is not None
-        with Reading(self.store, self._manifest, verify=self.verify) as reading:
-            tensors = []
-            for item in plan.items:
-                if item.type is LoadItemType.BYTE_IO:
-                    self._load_object(reading, item, planner)
-                else:
-                    tensors.append(item)
-            reading.read_items(tensors, planner)
-            self.bytes_read += reading.bytes_read
+        reading = self._reading
+        if reading is None or reading.manifest is not self._manifest:
+            reading = self._reading = Reading(self.store, self._manifest, verify=self.verify)
+        before = reading.bytes_read
+        tensors = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._load_object(reading, item, planner)
+            else:
+                tensors.append(item)
+        reading.read_items(tensors, planner)
+        self.bytes_read += reading.bytes_read - before
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -273,31 +312,42 @@ class NativeReader(StorageReader):
 
 
 class FileSystemReader(NativeReader):
-    """Reads checkpoints of the native format from folders."""
+    """Reads checkpoints of the native format from folders, and from URLs."""
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
-        super().__init__(LocalStore(path), verify=verify)
-        self.path = Path(path)
+        super().__init__(store_at(path), verify=verify)
+        self.path = _path(path)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the checkpoint is read from."""
         return self.path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
-            self.store = LocalStore(checkpoint_id)
+            self.path = _path(checkpoint_id)
+            self.store = store_at(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local_path(checkpoint_id)
+        return _is_place(checkpoint_id)
 
 
-def _is_local_path(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names a folder, rather than something behind a URL, that is there or could be made."""
-    if "://" in os.fspath(checkpoint_id):
-        return False
+def _path(path: str | os.PathLike[str]) -> str | Path:
+    return os.fspath(path) if is_url(path) else Path(path)
+
+
+def _check_location(user: object, store: Store, checkpoint_id: str | os.PathLike[str] | None) -> None:
+    if checkpoint_id is not None and os.fspath(checkpoint_id) != store.location:
+        raise CheckpointError(
+            f"this {type(user).__name__} was made for {store.location} and cannot go to "
+            f"{os.fspath(checkpoint_id)!r}; make one with the store of that place, and pass no checkpoint_id"
+        )
+
+
+def _is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether this names a folder that is there or could be made, or something behind a URL."""
+    if is_url(checkpoint_id):
+        return True
     path = Path(checkpoint_id)
     return not path.exists() or path.is_dir()  # in this order: another rank may be making it

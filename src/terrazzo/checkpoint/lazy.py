@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.chunks import Overlaps
+from terrazzo.checkpoint.filesystem import NativeReader
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.load_planner import read_items
 from terrazzo.checkpoint.locate import reader_for
@@ -23,12 +24,13 @@ from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageM
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The checkpoint at a path, of any format that terrazzo reads.
+    """The checkpoint at a path, a URL or in a store, of any format that terrazzo reads.
 
     Tensors come as `LazyTensor`s, other values as themselves.  `allow_pickle` unpickles values that were stored
     as pickles; only for checkpoints that you trust.
@@ -44,7 +46,9 @@ class Checkpoint(Mapping[str, Any]):
     tensor([3., 6.])
     """
 
-    def __init__(self, path: str | os.PathLike[str] | StorageReader, *, allow_pickle: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str] | StorageReader | Store, *, allow_pickle: bool = False) -> None:
+        if isinstance(path, Store):
+            path = NativeReader(path)
         self._reader = path if isinstance(path, StorageReader) else reader_for(path)
         self._allow_pickle = allow_pickle
         self.metadata: Metadata = self._reader.read_metadata()

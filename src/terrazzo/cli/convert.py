@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,12 +9,15 @@ import typer
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.formats.detect import Format
-from terrazzo.cli.screen import OUT, CheckpointPath, errors, progress, tensor_bytes
+from terrazzo.cli.screen import CheckpointPath, errors, progress, say, tensor_bytes
+from terrazzo.errors import CheckpointExistsError
 
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(help="Where the new checkpoint goes.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="Where the new one goes: a path, or (native) a URL.", show_default=False)
+    ],
     to: Annotated[Format, typer.Option("--to", "--format", help="The new checkpoint's format.")] = Format.NATIVE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     stage: Annotated[
@@ -27,13 +29,18 @@ def convert(
     with errors():
         total = tensor_bytes(Checkpoint(source))
         with progress("converting", total) as advance:
-            convert_checkpoint(
-                source,
-                target,
-                to,
-                overwrite=overwrite,
-                progress=lambda name, nbytes: advance(nbytes),
-                stage=stage,
-                ranks=ranks,
-            )
-        OUT.print(f"{source} -> {target} ({to.value})", markup=False, highlight=False)
+            try:
+                convert_checkpoint(
+                    source,
+                    target,
+                    to,
+                    overwrite=overwrite,
+                    progress=lambda name, nbytes: advance(nbytes),
+                    stage=stage,
+                    ranks=ranks,
+                )
+            except CheckpointExistsError as error:
+                if overwrite or to is Format.DEEPSPEED:  # which cannot be replaced
+                    raise
+                raise CheckpointExistsError(f"{target} exists; name another target, or pass --overwrite") from error
+        say(f"{source} -> {target} ({to.value})")

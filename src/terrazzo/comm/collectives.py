@@ -346,6 +346,8 @@ def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
 
 def _reduce(stack: Tensor, op: str) -> Tensor:
     """The reduction along dim 0, as torch does it: NaN stays, half precision accumulates in single."""
+    if stack.dtype == torch.complex32 and stack.is_cpu:  # which torch does not reduce there
+        return _reduce(stack.to(torch.complex64), op).to(torch.complex32)
     if op == "sum":
         return stack.sum(0, dtype=stack.dtype)
     if op == "avg":

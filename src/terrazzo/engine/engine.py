@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -319,6 +320,7 @@ class Engine:
         *,
         async_op: bool = False,
         layout: Literal["native", "deepspeed"] = "native",
+        timeout: timedelta | None = None,
     ) -> Future[None]:
         """Save the whole state of the run, from all ranks together, as `<save_dir>/<tag>`.
 
@@ -332,6 +334,7 @@ class Engine:
             exclude_frozen_parameters: leave out parameters that are not trained.
             layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage, 1, 2 or 3.
             async_op: return as soon as the state has been copied, and write in the background.
+            timeout: how long a rank waits for the slowest one; default: as long as the process group's collectives do.
 
         Returns:
             A future, done when the checkpoint is committed; with `async_op`, errors are raised by its `result()`.
@@ -345,6 +348,7 @@ class Engine:
             exclude_frozen=exclude_frozen_parameters,
             async_op=async_op,
             layout=layout,
+            timeout=timeout,
         )
 
     def load_checkpoint(

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, asyn
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.names import named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import LocalStore
@@ -36,7 +38,6 @@ from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, Di
 LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = "latest"
-_LATEST_UNIVERSAL: Final = "latest_universal"  # what DeepSpeed's ds_to_universal writes instead
 _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
@@ -53,6 +54,7 @@ def save_engine(
     exclude_frozen: bool,
     async_op: bool,
     layout: str,
+    timeout: timedelta | None = None,
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
     if not engine.between_steps:
@@ -60,14 +62,15 @@ def save_engine(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
             f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
         )
-    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+    plane = ControlPlane.for_group(timeout=timeout)
+    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag, plane)
     folder = Path(save_dir)
     finished: Future[None] = Future()
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' is not written in the background: leave out async_op")
         save_in_deepspeed_layout(engine, folder, tag, client_state, exclude_frozen=exclude_frozen)
-        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished.set_result(None)
         return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
@@ -75,11 +78,11 @@ def save_engine(
     buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
     planner = DefaultSavePlanner(lowest_rank_wins=buffers)
     if not async_op:
-        save(state, checkpoint_id=folder / tag, planner=planner)
-        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
+        plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished.set_result(None)
         return finished
-    saving = async_save(state, checkpoint_id=folder / tag, planner=planner)
+    saving = async_save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
 
     def committed(done: Future[Any]) -> None:
         try:
@@ -97,15 +100,15 @@ def save_engine(
 def _point(folder: Path, tag: str, save_latest: bool) -> None:
     """Have `latest` name a checkpoint that is committed."""
     if save_latest and dist.get_rank() == 0:
-        LocalStore(folder).publish(LATEST, tag.encode(), durable=True)
+        LocalStore(folder).put(LATEST, tag.encode())
 
 
-def checked_tag(tag: Any) -> str:
+def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
     """The tag as text, the same on every rank and fit to be the name of a folder."""
     text = str(tag)
     if not text or text in (".", "..", LATEST) or "/" in text or "\0" in text:
         raise EngineError(f"the tag {text!r} cannot be the name of a checkpoint's folder")
-    tags = [data.decode() for data in ControlPlane.for_group().all_gather(text.encode())]
+    tags = [data.decode() for data in (plane or ControlPlane.for_group()).all_gather(text.encode())]
     if len(set(tags)) > 1:
         said = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(tags))
         raise DivergentValueError(f"ranks name the checkpoint differently ({said}); pass the same tag everywhere")
@@ -124,10 +127,10 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
     folder = Path(load_dir)
     if tag is None:
-        named = [folder / name for name in (LATEST, _LATEST_UNIVERSAL) if (folder / name).is_file()]
+        named = named_by_latest(folder)
         if not named:
             return None
-        tag = named[0].read_text(encoding="utf-8").strip()
+        tag = named[0].name
     path = folder / str(tag)
     if not path.is_dir():
         here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))

@@ -40,6 +40,8 @@ def _signed(value: int) -> int:
 
 _MULTIPLIERS = tuple(_signed(m) for m in (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x85EBCA6B))
 _FOLDS = (16, 15, 14, 15)
+# A number becomes a tensor at each call, which takes longer than to shift a small piece. Graphs take the numbers.
+_FOLD_TENSORS = tuple(torch.tensor(bits, dtype=torch.int32) for bits in _FOLDS)
 _FOLD: tuple[Any, ...] = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
 _INDEX_AGAIN = _signed(0x9E3779B1)
 
@@ -150,7 +152,8 @@ class Words:
         """A random int32 for each element."""
         z, folded = self._word, self._folded
         previous = self._index
-        for key, multiplier, bits, fold in zip(self._key_words(number), _MULTIPLIERS, _FOLDS, _FOLD, strict=True):
+        folds: tuple[Any, ...] = _FOLDS if under_fake_tensors() else _FOLD_TENSORS
+        for key, multiplier, bits, fold in zip(self._key_words(number), _MULTIPLIERS, folds, _FOLD, strict=True):
             torch.add(key, previous, alpha=multiplier, out=z)
             fold(z, torch.bitwise_right_shift(z, bits, out=folded))
             previous = z

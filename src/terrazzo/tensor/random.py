@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
 from terrazzo.layout import Box, Layout, Replicate, Shard
@@ -50,10 +51,12 @@ def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
 
 def next_number(generator: torch.Generator | None = None) -> int:
     """The next number of a generator, whatever other ranks do."""
-    with real_values():
-        if generator is None or generator.device.type == "cpu":
-            return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
-        return _key_without_waiting(generator)
+    if under_fake_tensors():
+        with real_values():
+            return next_number(generator)
+    if generator is None or generator.device.type == "cpu":
+        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
+    return _key_without_waiting(generator)
 
 
 def _key_without_waiting(generator: torch.Generator) -> int:
@@ -79,6 +82,21 @@ def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
     return None if runs is None else runs[dtype.is_complex]
 
 
+# For layouts of few elements the lower bits of their indices, which nothing writes to.
+_indices: WeakKeyDictionary[Layout, torch.Tensor] = WeakKeyDictionary()
+_FEW = 4096
+
+
+def _index(layout: Layout, run: Run, device: torch.device | str) -> torch.Tensor:
+    """The lower 32 bits of the index of each element of a run of one piece."""
+    if layout.local_shape.numel() > _FEW or under_fake_tensors():
+        return lower_index(run, device)
+    index = _indices.get(layout)
+    if index is None:
+        index = _indices[layout] = lower_index(run, device)
+    return index
+
+
 def drawn(
     layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
@@ -86,9 +104,9 @@ def drawn(
     key, run = draw_key(layout, generator), _run(layout, dtype)
     device = layout.mesh.device_type
     if run is not None and not dtype.is_complex and is_one_piece(run, device):
-        words = Words(run, key, lower_index(run, device))
+        words = Words(run, key, _index(layout, run, device))
         local = make(words, *[tensor.reshape(run.lengths) for tensor in aligned])
-        return local.to(dtype).view(tuple(layout.local_shape))
+        return local.to(dtype).view(layout.local_shape)
     out = torch.empty(tuple(layout.local_shape), dtype=dtype, device=device)
     return out if run is None else _fill(out, run, key, make, aligned)
 

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import LocalStore, Store, WriteFile
+from terrazzo.checkpoint.stores import LocalStore, Store, Upload
 from terrazzo.errors import CheckpointError, CheckpointExistsError
 
 _SUFFIX: Final = ".distcp"
@@ -52,7 +52,7 @@ class DCPWriter(StorageWriter):
 
     @property
     def _store(self) -> Store:
-        return LocalStore(self.path)
+        return LocalStore(self.path, durable=self.sync_files)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -62,7 +62,7 @@ class DCPWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         store = self._store
         store.prepare()
-        if is_coordinator and not self.overwrite and METADATA in store.names():
+        if is_coordinator and not self.overwrite and store.exists(METADATA):
             raise CheckpointExistsError(f"{self.path} holds a checkpoint; save elsewhere, or with overwrite=True")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -85,7 +85,7 @@ class DCPWriter(StorageWriter):
         store = self._store
         results: list[WriteResult] = []
         try:
-            file = store.create(self._name, 0)
+            file = store.upload(self._name, 0)
             try:
                 position = 0
                 for item in items:
@@ -93,16 +93,16 @@ class DCPWriter(StorageWriter):
                     place = Location(self._name, position, end - position)
                     results.append(WriteResult(item.index, end - position, place))
                     position = end
-                if self.sync_files:
-                    file.sync()
-            finally:
-                file.close()
+            except BaseException:
+                file.abort()
+                raise
+            file.finish()
         except BaseException:
-            store.delete(self._name)
+            store.delete([self._name])
             raise
         return results
 
-    def _write_item(self, file: WriteFile, position: int, item: WriteItem, planner: SavePlanner) -> int:
+    def _write_item(self, file: Upload, position: int, item: WriteItem, planner: SavePlanner) -> int:
         data = planner.resolve_data(item)
         if item.tensor_data is None:
             if isinstance(data, torch.Tensor):
@@ -123,11 +123,10 @@ class DCPWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
         store = self._store
-        store.publish(METADATA, dcp_metadata.encode(metadata), durable=self.sync_files)
+        store.put(METADATA, dcp_metadata.encode(metadata))
         used = {location.file for location in metadata.storage_data.values()}
-        for name in store.names():
-            if name.startswith("__") and name.endswith(_SUFFIX) and name not in used:
-                store.delete(name)
+        old = [entry.key for entry in store.list("__") if entry.key.endswith(_SUFFIX) and entry.key not in used]
+        store.delete(old)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -20,7 +20,7 @@ from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_ty
 from terrazzo.checkpoint.formats.strided import Strided
 from terrazzo.checkpoint.formats.zip_writing import ZipWriter
 from terrazzo.checkpoint.memory import bytes_of
-from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.checkpoint.stores.base import Upload
 
 # dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
 _STORAGES: Final[dict[torch.dtype, Any]] = {
@@ -64,7 +64,7 @@ class Instance:
     attributes: Mapping[str, Any]
 
 
-def write_archive(file: WriteFile, start: int, value: Any, folder: str = "archive") -> int:
+def write_archive(file: Upload, start: int, value: Any, folder: str = "archive") -> int:
     """Write `value` as `torch.save` would, from `start` on; the position after it."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Final
 
-from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.checkpoint.stores.base import Upload
 
 ALIGNMENT: Final = 64  # of the contents, so that PyTorch can map a file into memory
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
@@ -25,7 +25,7 @@ _TOGETHER: Final = 1 << 20  # bytes gathered before they are written
 class ZipWriter:
     """One archive, begun at `start` of a file.  `finish` writes its directory and says where it ends."""
 
-    def __init__(self, file: WriteFile, start: int, folder: str = "archive") -> None:
+    def __init__(self, file: Upload, start: int, folder: str = "archive") -> None:
         self._file = file
         self._start = start
         self._position = start

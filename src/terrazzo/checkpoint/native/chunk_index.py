@@ -11,25 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
-import torch
 
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
+from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.errors import CheckpointError
-
-
-class StoredChunk(msgspec.Struct, frozen=True, eq=False):
-    """A chunk where it lies."""
-
-    name: str
-    file: int
-    start: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    first_sum: int
 
 
 class ChunkIndex:
@@ -58,6 +45,20 @@ class ChunkIndex:
             numbers = self._numbers(chosen, [indices[p].index for p in positions], wanted)
             found.update(zip(positions, self._chunks(chosen, numbers), strict=True))
         return [found[position] for position in range(len(indices))]
+
+    def everything(self) -> list[StoredChunk]:
+        """All chunks of all tensors."""
+        records = [self._record(entry.name) for entry in self._manifest.head.tensors]
+        by_ndim: dict[int, list[TensorRecord]] = defaultdict(list)
+        for record in records:
+            by_ndim[len(record.shape)].append(record)
+        found = []
+        for same in by_ndim.values():
+            counts = [record.count for record in same]
+            numbers = np.concatenate([np.arange(count) for count in counts])
+            each = [record for record, count in zip(same, counts, strict=True) for _ in range(count)]
+            found += self._chunks(each, numbers)
+        return found
 
     def all_of(self, name: str) -> list[StoredChunk]:
         """All chunks of a tensor."""
@@ -91,9 +92,10 @@ class ChunkIndex:
         rows = _column(record.first for record in records) + numbers
         boxes = _column(record.first_box for record in records) + numbers
         lengths = self._manifest.box_table(len(records[0].shape))[boxes, 1]
+        entries, block, sums = self._manifest.head.files, self._manifest.head.block, self._manifest.sums
         sizes = lengths.prod(axis=1, dtype=np.int64) * _column(record.dtype.itemsize for record in records)
         return [
-            StoredChunk(record.name, file, start, size, tuple(shape), record.dtype, first_sum)
+            StoredChunk(record.name, entries[file], start, size, tuple(shape), record.dtype, block, sums, first_sum)
             for record, file, start, size, shape, first_sum in zip(
                 records,
                 self._manifest.files[rows].tolist(),

@@ -30,6 +30,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     nbytes: int
     item: WriteItem
     payload: bytes | None = None
+    part: Box | None = None  # of what the item names, if the chunk is not all of it
 
 
 @dataclass(frozen=True, slots=True)

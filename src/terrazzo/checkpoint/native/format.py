@@ -11,6 +11,7 @@ MAGIC: Final = b"TERRAZZO"
 VERSION: Final = 1
 
 MANIFEST: Final = "manifest.terrazzo"
+DATA: Final = "data-"  # begins the names of data files
 # Data begins at a multiple of this in every data file, and so does every chunk whose size is a multiple of it, unless
 # a chunk that is none comes before.
 PAGE: Final = 4096
@@ -20,6 +21,8 @@ BLOCK: Final = 256 << 10
 INLINE_LIMIT: Final = 4096
 
 _DATA_NAME = re.compile(r"data-([0-9a-f]{12})-(\d{5,})(?:-\d+)?\.safetensors")
+_LEASE_NAME = re.compile(r"save-([0-9a-f]{12})\.lease")
+_TEMPORARY_NAME = re.compile(re.escape(MANIFEST) + r"(?:\.[0-9a-f]{12})?\.tmp")
 
 checksum = xxhash.xxh3_64_intdigest
 
@@ -34,9 +37,28 @@ def data_name(save_id: str, rank: int, index: int | None = None) -> str:
     return f"data-{save_id}-{rank:05d}{suffix}.safetensors"
 
 
-def is_own_file(name: str) -> bool:
-    """Whether a file belongs to a checkpoint of this format, so that cleaning up may remove it."""
-    return _DATA_NAME.fullmatch(name) is not None or name == MANIFEST + ".tmp"
+def lease_name(save_id: str) -> str:
+    """The name of the file that is there while a save is under way.
+
+    >>> lease_name("0123456789ab")
+    'save-0123456789ab.lease'
+    """
+    return f"save-{save_id}.lease"
+
+
+def save_of(name: str) -> str | None:
+    """The id of the save that a file belongs to; None if it is of another kind.
+
+    >>> save_of("data-0123456789ab-00003.safetensors"), save_of("notes.txt")
+    ('0123456789ab', None)
+    """
+    match = _DATA_NAME.fullmatch(name) or _LEASE_NAME.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def is_temporary(name: str) -> bool:
+    """Whether this is a manifest that has not got its name."""
+    return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 def is_file_of_save(name: str, save_id: str, rank: int) -> bool:

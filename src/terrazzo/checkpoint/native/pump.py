@@ -16,7 +16,7 @@ from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.stores.base import WriteFile
+from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError
 
 # One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
@@ -27,7 +27,7 @@ _MAX_BUFFERS: Final = 1000
 class Pump:
     """Writes chunks that follow one another in a file; one per thread."""
 
-    def __init__(self, file: WriteFile, start: int, buffer_bytes: int) -> None:
+    def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
         self._position = start
         self._waiting: list[memoryview] = []
@@ -43,6 +43,8 @@ class Pump:
                 self._add(memoryview(chunk.payload), chunk.payload)
                 continue
             tensor = planner.resolve_data(chunk.item)
+            if chunk.part is not None and isinstance(tensor, torch.Tensor):
+                tensor = tensor[chunk.part.slices()]
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
                 raise _broken_promise(chunk, tensor)
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():

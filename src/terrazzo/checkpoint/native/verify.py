@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
-from terrazzo.checkpoint.native.chunk_index import ChunkIndex, StoredChunk
-from terrazzo.checkpoint.native.files import DataFile
-from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.manifest import Manifest
-from terrazzo.checkpoint.native.writer import read_manifest
-from terrazzo.checkpoint.stores.base import Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+import numpy as np
 
-_AT_ONCE: Final = 16  # blocks
+from terrazzo.checkpoint.native.chunk_index import ChunkIndex
+from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.format import MANIFEST, checksum
+from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,56 +43,116 @@ def verify_store(store: Store, progress: Callable[[int], None] = lambda nbytes: 
     except CheckpointFormatError:
         raise
     except (CheckpointError, OSError) as error:
-        return [Damage("manifest.terrazzo", str(error))]
+        return [Damage(MANIFEST, str(error))]
+    by_file: dict[str, list[StoredChunk]] = defaultdict(list)
     try:
-        by_file = _chunks_by_file(manifest)
+        boxes = [table.astype(np.int64) for table in manifest.box_tables]
+        check_coverage(manifest.head.tensors, np.array(manifest.head.counts, dtype=np.int64), boxes)
+        for chunk in ChunkIndex(manifest).everything():
+            by_file[chunk.file.name].append(chunk)
     except CheckpointError as error:
-        return [Damage("manifest.terrazzo", str(error))]
+        return [Damage(MANIFEST, str(error))]
     damage: list[Damage] = []
-    for number, entry in enumerate(manifest.head.files):
-        try:
-            file = DataFile(store, entry, verify=True)
-        except (CheckpointError, OSError) as error:
-            damage.append(Damage(entry.name, str(error)))
-            damage += [_lost(entry.name, chunk) for chunk in by_file[number] if not isinstance(error, OSError)]
-            continue
-        try:
-            for chunk in by_file[number]:
-                damage += _damage_of(file, entry.name, chunk, manifest)
-                progress(chunk.nbytes)
-        finally:
-            file.close()
+    for entry in manifest.head.files:
+        chunks = sorted(by_file[entry.name], key=lambda chunk: chunk.start)
+        damage += _File(store, entry, progress).damage(chunks)
     return damage
 
 
-def _chunks_by_file(manifest: Manifest) -> dict[int, list[StoredChunk]]:
-    index = ChunkIndex(manifest)
-    by_file: dict[int, list[StoredChunk]] = defaultdict(list)
-    for entry in manifest.head.tensors:
-        for chunk in index.all_of(entry.name):
-            by_file[chunk.file].append(chunk)
-    for chunks in by_file.values():
-        chunks.sort(key=lambda chunk: chunk.start)
-    return by_file
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some blocks of a chunk, from `low` on, and the memory that they are read into."""
+
+    chunk: StoredChunk
+    low: int
+    memory: memoryview
 
 
-def _lost(file: str, chunk: StoredChunk) -> Damage:
-    return Damage(file, "not checked, for the file is damaged", chunk.name, chunk.start, chunk.start + chunk.nbytes)
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A data file that is being checked."""
 
+    store: Store
+    entry: FileEntry
+    progress: Callable[[int], None]
 
-def _damage_of(file: DataFile, name: str, chunk: StoredChunk, manifest: Manifest) -> Iterator[Damage]:
-    block = manifest.head.block
-    buffer = memoryview(bytearray(min(chunk.nbytes, _AT_ONCE * block)))
-    for start in range(0, chunk.nbytes, _AT_ONCE * block):
-        part = buffer[: min(len(buffer), chunk.nbytes - start)]
+    def damage(self, chunks: list[StoredChunk]) -> Iterator[Damage]:
+        """What of the file is not as it was; `chunks` are in the order of their places."""
+        name = self.entry.name
         try:
-            file.read_into(chunk.start + start, [part])
-        except (CheckpointCorruptError, OSError) as error:
-            yield Damage(name, str(error), chunk.name, chunk.start + start, chunk.start + chunk.nbytes)
+            fault = self._header_fault()
+        except OSError as error:
+            yield Damage(name, str(error))
             return
-        for offset in range(0, len(part), block):
-            piece = part[offset : offset + block]
-            position = start + offset
-            if checksum(piece) != manifest.sums.item(chunk.first_sum + position // block):
-                begin = chunk.start + position
-                yield Damage(name, "not the bytes that were saved", chunk.name, begin, begin + len(piece))
+        if fault is not None:
+            yield Damage(name, fault)
+            for chunk in chunks:
+                yield Damage(
+                    name, "not checked, for the file is damaged", chunk.name, chunk.start, chunk.start + chunk.nbytes
+                )
+            return
+        # One after the other, so that it is known which one failed; the next reads go on after it.
+        requests = iter(_requests(name, chunks, self.store.caps.request_bytes))
+        while True:
+            request: Request | None = None
+
+            def remembered() -> Iterator[Request]:
+                nonlocal request
+                for each in requests:
+                    request = each
+                    yield each
+
+            try:
+                for done in self.store.read(remembered(), in_flight_bytes=0):
+                    for piece in done.owner:
+                        yield from self._wrong_blocks(piece)
+                        self.progress(len(piece.memory))
+                return
+            except (OSError, EOFError) as error:
+                for piece in request.owner if request is not None else []:
+                    begin = piece.chunk.start + piece.low
+                    yield Damage(name, str(error), piece.chunk.name, begin, begin + len(piece.memory))
+
+    def _header_fault(self) -> str | None:
+        size = self.store.stat(self.entry.name).size
+        if size != self.entry.size:
+            return f"{self.store.location}/{self.entry.name} has {size} bytes, it was written with {self.entry.size}"
+        header = bytearray(self.entry.header_size)
+        for _ in self.store.read([Request(self.entry.name, 0, [memoryview(header)])]):
+            if checksum(header) != self.entry.header_sum:
+                return "the header is not what was saved; the file is damaged"
+        return None
+
+    def _wrong_blocks(self, piece: _Piece) -> Iterator[Damage]:
+        chunk = piece.chunk
+        number = chunk.first_sum + piece.low // chunk.block
+        for start in range(0, len(piece.memory), chunk.block):
+            block = piece.memory[start : start + chunk.block]
+            if checksum(block) != chunk.sums.item(number):
+                begin = chunk.start + piece.low + start
+                yield Damage(self.entry.name, "not the bytes that were saved", chunk.name, begin, begin + len(block))
+            number += 1
+
+
+def _requests(name: str, chunks: list[StoredChunk], limit: int) -> Iterator[Request]:
+    """All of the chunks, in requests of about `limit` bytes; memory is used again after each."""
+    memory = memoryview(bytearray(limit))
+    pieces: list[_Piece] = []
+    begin = used = 0
+
+    def request() -> Request:
+        return Request(name, begin, [piece.memory for piece in pieces], pieces)
+
+    for chunk in chunks:
+        step = max(limit // chunk.block, 1) * chunk.block
+        for low in range(0, chunk.nbytes, step):
+            nbytes = min(step, chunk.nbytes - low)
+            if pieces and (chunk.start + low != begin + used or used + nbytes > limit):
+                yield request()
+                pieces, used = [], 0
+            if not pieces:
+                begin = chunk.start + low
+            pieces.append(_Piece(chunk, low, memory[used : used + nbytes]))
+            used += nbytes
+    if pieces:
+        yield request()

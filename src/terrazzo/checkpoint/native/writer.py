@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,14 +17,16 @@ from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.events import LOGGER
-from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out
-from terrazzo.checkpoint.native.format import INLINE_LIMIT, MANIFEST, checksum, data_name, is_own_file
+from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out, row_major_windows
+from terrazzo.checkpoint.native.format import DATA, INLINE_LIMIT, MANIFEST, checksum, data_name
 from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.parts import About, Part, merge
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.stores.base import Store, read_all
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from terrazzo.checkpoint.stores.base import Absent, Store, Version
+from terrazzo.errors import CheckpointError
+
+_FILES_AT_ONCE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,6 @@ class WriteOptions:
     """How to write: see `FileSystemWriter`."""
 
     single_file_per_rank: bool = True
-    durable: bool = True
     threads: int = 1
     buffer_bytes: int = 10_000_000
 
@@ -49,13 +50,26 @@ def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesO
     """Write all that the plan says, durably; if that fails, leave nothing behind."""
     with paused_collector():
         chunks, inline = _chunks_of(plan, planner)
-        groups = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
-        layouts = [lay_out(group, files.save_id) for group in groups if group]
+        groups = _groups(chunks, options, store.caps.file_bytes)
+        layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     sums: list[int] = []
     try:
-        for name, layout in zip(names, layouts, strict=True):
-            sums += _write_file(store, name, layout, planner, options)
+        if store.caps.in_place or len(layouts) < 2:
+            for name, layout in zip(names, layouts, strict=True):
+                sums += _write_file(store, name, layout, planner, options)
+        else:  # files that are sent as a whole: several are under way
+            with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(layouts)), "terrazzo-write") as pool:
+                work = [
+                    pool.submit(_write_file, store, name, layout, planner, options)
+                    for name, layout in zip(names, layouts, strict=True)
+                ]
+                try:
+                    for future in work:
+                        sums += future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
     except BaseException:
         discard(store, names)
         raise
@@ -66,7 +80,7 @@ def discard(store: Store, names: Sequence[str]) -> None:
     """Remove files that are of no use; what cannot be removed now, the next save to this place will."""
     for name in names:
         try:
-            store.delete(name)
+            store.delete([name])
         except OSError as error:
             LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
 
@@ -114,6 +128,40 @@ def _described(data: TensorWriteData, nbytes: int) -> _Described:
     return _Described(dtype, dtype_name(dtype), tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes), nbytes)
 
 
+def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) -> list[list[Chunk]]:
+    """The chunks of each data file; where files have to be small, chunks are cut so that they fit."""
+    if file_bytes is None:
+        whole = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
+        return [each for each in whole if each]
+    groups: list[list[Chunk]] = []
+    group: list[Chunk] = []
+    total = 0
+    for chunk in chunks:
+        for piece in _cut(chunk, file_bytes):
+            if group and (total + piece.nbytes > file_bytes or not options.single_file_per_rank):
+                groups.append(group)
+                group, total = [], 0
+            group.append(piece)
+            total += piece.nbytes
+    return [*groups, group] if group else groups
+
+
+def _cut(chunk: Chunk, limit: int) -> list[Chunk]:
+    if chunk.nbytes <= limit or chunk.payload is not None:
+        return [chunk]
+    itemsize = chunk.dtype.itemsize
+    return [
+        msgspec.structs.replace(
+            chunk,
+            offsets=tuple(a + b for a, b in zip(chunk.offsets, part.offsets, strict=True)),
+            lengths=part.lengths,
+            nbytes=part.numel * itemsize,
+            part=part,
+        )
+        for part in row_major_windows(chunk.lengths, max(limit // itemsize, 1))
+    ]
+
+
 def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
     data = planner.resolve_data(item)
     if isinstance(data, objects.ObjectBytes):
@@ -126,10 +174,10 @@ def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
 
 
 def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions) -> list[int]:
-    file = store.create(name, layout.size)
+    file = store.upload(name, layout.size)
     try:
         file.write(0, [memoryview(layout.header)])
-        segments = _segments(layout, options.threads)
+        segments = _segments(layout, options.threads if store.caps.in_place else 1)
         pumps = [Pump(file, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
         if len(pumps) == 1:
             pumps[0].write(layout.chunks, planner)
@@ -141,10 +189,10 @@ def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanne
                 ]
             for future in work:
                 future.result()
-        if options.durable:
-            file.sync()
-    finally:
-        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    file.finish()
     return [value for pump in pumps for value in pump.sums]
 
 
@@ -178,19 +226,17 @@ def _part(names: list[str], layouts: list[FileLayout], sums: list[int], inline: 
     )
 
 
-def commit(store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, durable: bool) -> Manifest:
-    """Make the checkpoint that consists of these parts the valid one, then remove the one before."""
+def commit(
+    store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, replacing: Absent | Version
+) -> Manifest:
+    """Make the checkpoint that consists of these parts the valid one, if the one that is there is still the same."""
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
     about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra)
     data = merge(parts, about)
     manifest = Manifest(data, store.location)
     _check_files(store, manifest)
-    store.publish(MANIFEST, data, durable=durable)
-    try:
-        remove_leftovers(store, manifest)
-    except OSError as error:  # the checkpoint is valid; the next save removes what is left
-        LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", store.location, error)
+    store.put(MANIFEST, data, only_if=replacing)
     return manifest
 
 
@@ -205,39 +251,10 @@ def _are_paths(planner_data: Any) -> bool:
 def _check_files(store: Store, manifest: Manifest) -> None:
     """All data files must be where the manifest will say: another save to the same place may have removed them, or
     ranks may have written to folders that only look the same."""
-    present = set(store.names())
+    present = {entry.key for entry in store.list(DATA)}
     for entry in manifest.head.files:
         if entry.name not in present:
             raise CheckpointError(
                 f"{store.location}: the data file {entry.name} has been written but is not there; the folder must be "
                 f"the same for all ranks, and no other save may go to it at the same time"
             )
-
-
-def read_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
-    file = store.open(MANIFEST)
-    try:
-        return Manifest(read_all(file), store.location)
-    finally:
-        file.close()
-
-
-def remove_leftovers(store: Store, valid: Manifest | None) -> list[str]:
-    """Remove the files of saves that did not get to their end, and of checkpoints that have been replaced."""
-    keep = set() if valid is None else {entry.name for entry in valid.head.files}
-    stale = [name for name in store.names() if is_own_file(name) and name not in keep]
-    for name in stale:
-        store.delete(name)
-    return stale
-
-
-def clean_before_save(store: Store) -> list[str]:
-    """Free the space that dead saves took; nothing is touched if the present manifest cannot be read."""
-    try:
-        valid = read_manifest(store)
-    except FileNotFoundError:
-        valid = None
-    except (CheckpointCorruptError, CheckpointFormatError):
-        return []
-    return remove_leftovers(store, valid)

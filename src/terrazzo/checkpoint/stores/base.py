@@ -1,35 +1,137 @@
-"""What the native format asks of the place where its files live.
+"""What checkpoints ask of the place where their bytes live.
 
-A store holds the files of one checkpoint under flat names.  Data files are created, written once from front to
-back, and made durable.  `publish` is the one act that must be atomic: afterwards the name refers to all of the
-new bytes, durably; had it failed at any point, to all of the old ones.  On a file system that is a rename, on
-an object store a put.
+A store holds the files of one checkpoint under flat keys.  Data files are written once, under keys of their own save,
+and read in ranges.  Only `put` replaces anything, in one atomic act that can be made conditional: of two writers that
+began from the same version, one gets `ConflictError`, and nothing of what is there is lost.
+
+A new kind of place is one file with one subclass of `Store`: see docs/stores.md.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NewType
+
+import msgspec
+
+# What `get` found, or `put` made, under a key.  Equal exactly if nobody has replaced it in between.
+Version = NewType("Version", str)
 
 
-class WriteFile(abc.ABC):
+class Absent:
+    """`only_if=ABSENT`: only if there is nothing under the key."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = Absent()
+
+# A save that shows no sign of life for so long is dead, where its death cannot be seen otherwise.
+LEASE_SECONDS: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store is good at.
+
+    Attributes:
+        in_place: uploads go to where they belong piece by piece.  If not, a file is sent when it is complete, and
+            should not have more than `file_bytes`.
+        file_bytes: about how large a data file should be at most; None: any size will do.
+        request_bytes: about how much one request should read.
+        gap: so many bytes that nobody wants are read sooner than another request is made.
+        depth: requests that are under way at once.
+    """
+
+    in_place: bool = True
+    file_bytes: int | None = None
+    request_bytes: int = 1 << 20
+    gap: int = 16 << 10
+    depth: int = 1
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A file of a store: `modified` is in seconds since 1970, by the store's clock."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Request(msgspec.Struct, eq=False):
+    """Bytes to be read: those of `key` from `start` on, into the buffers one after the other.
+
+    `owner` is the asker's own.
+    """
+
+    key: str
+    start: int
+    buffers: Sequence[memoryview]
+    owner: Any = None
+
+    @property
+    def size(self) -> int:
+        """How many bytes it reads."""
+        return sum(map(len, self.buffers))
+
+
+class Upload(abc.ABC):
     """A data file being written.  Each method raises if it could not do all of its work."""
 
     @abc.abstractmethod
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other, the first at `offset`.  Threads may write at once."""
+        """Write the buffers one after the other, the first at `offset`.
+
+        Threads may write at once.  The buffers may be used for something else afterwards.
+        """
 
     @abc.abstractmethod
-    def sync(self) -> None:
-        """Make what has been written survive a loss of power."""
+    def finish(self) -> None:
+        """The file is complete: it exists from now on, and survives a loss of power if the store is durable."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Release the file."""
+    def abort(self) -> None:
+        """Give up: as far as possible nothing of the file stays.  Does nothing after `finish`."""
+
+
+class MemoryUpload(Upload):
+    """A file that is put together in memory; `send` is given all of it when it is complete."""
+
+    def __init__(self, size: int, send: Callable[[memoryview], object]) -> None:
+        self._data = bytearray(size)
+        self._send = send
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        end = offset + sum(map(len, buffers))
+        if end > len(self._data):
+            self._data.extend(bytes(end - len(self._data)))
+        for buffer in buffers:
+            self._data[offset : offset + len(buffer)] = buffer
+            offset += len(buffer)
+
+    def finish(self) -> None:
+        data, self._data = self._data, bytearray()
+        self._send(memoryview(data))
+
+    def abort(self) -> None:
+        """Nothing is there before `finish`."""
+
+
+class Lease(abc.ABC):
+    """A sign that a save is under way: nobody removes its files."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """The save has ended, one way or the other."""
 
 
 class ReadFile(abc.ABC):
-    """A file being read."""
+    """A file of a store, open for reading in any order."""
 
     @property
     @abc.abstractmethod
@@ -46,40 +148,114 @@ class ReadFile(abc.ABC):
 
 
 class Store(abc.ABC):
-    """The files of one checkpoint."""
+    """The files of one checkpoint.
+
+    Errors are `OSError`s: `FileNotFoundError` for a key that is not there, `EOFError` for bytes beyond a file's end,
+    `terrazzo.errors.ConflictError` from `put`.
+    """
+
+    caps: Capabilities = Capabilities()
 
     @property
     @abc.abstractmethod
     def location(self) -> str:
         """Where this is, for people."""
 
-    @abc.abstractmethod
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027  # most stores need nothing
         """Make the place exist, so that files can be created."""
 
     @abc.abstractmethod
-    def names(self) -> list[str]:
-        """The names of all files; none if the place does not exist."""
+    def upload(self, key: str, size: int) -> Upload:
+        """A new data file that will have about `size` bytes.  It is an error if there is one of this key."""
 
     @abc.abstractmethod
-    def create(self, name: str, size: int) -> WriteFile:
-        """A new data file that will have `size` bytes."""
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        """Carry out requests, several at once where that helps; each is yielded when its buffers are full.
 
-    @abc.abstractmethod
-    def open(self, name: str) -> ReadFile:
-        """A file for reading; raises `FileNotFoundError` if there is none."""
-
-    @abc.abstractmethod
-    def publish(self, name: str, data: bytes | memoryview, *, durable: bool) -> None:
-        """Make `name` refer to `data`, atomically, whether or not it existed.
-
-        If `durable`, then before that the existence of all files created so far survives a loss of power, and
-        afterwards this does too.
+        `in_flight_bytes` bounds the memory that requests need beside their own buffers.
         """
 
     @abc.abstractmethod
-    def delete(self, name: str) -> None:
-        """Remove a file; no error if there is none."""
+    def get(self, key: str) -> tuple[bytes | bytearray, Version]:
+        """All of a file, and its version."""
+
+    @abc.abstractmethod
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        """Make `key` refer to `data`, atomically: whatever happens, a reader sees all of the old or all of the new.
+
+        With `only_if`, only if the key has this version, or is `ABSENT`; else `ConflictError`.  In a durable store,
+        all files finished before survive a loss of power before this does, and afterwards this does too.
+        """
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> list[Entry]:
+        """The files whose keys begin so; none if the place does not exist."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove files; no error for those that are not there."""
+
+    def stat(self, key: str) -> Entry:
+        """One file, without its bytes."""
+        for entry in self.list(key):
+            if entry.key == key:
+                return entry
+        raise FileNotFoundError(f"there is no {key} in {self.location}")
+
+    def adopt(self, other: Store, key: str) -> bool:
+        """Have a file of another store, under the same key and without moving its bytes; False if that cannot be."""
+        return False
+
+    # ------------------------------------------------- what the rest is made of
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a file of this key."""
+        try:
+            self.stat(key)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def open(self, key: str) -> ReadFile:
+        """A file for reading in any order."""
+        return _StoreFile(self, key, self.stat(key).size)
+
+    def lease(self, key: str) -> Lease:
+        """Show that a save is under way, by a file of this key."""
+        self.put(key, b"")
+        return _LeaseFile(self, key)
+
+    def lease_ended(self, key: str, last_sign: float) -> bool:
+        """Whether whoever held a lease is gone; `last_sign` is when a file of that save was last modified."""
+        return time.time() - last_sign > LEASE_SECONDS
+
+
+class _StoreFile(ReadFile):
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        self._store = store
+        self._key = key
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for _ in self._store.read([Request(self._key, offset, buffers)]):
+            pass
+
+    def close(self) -> None:
+        """Nothing is held between reads."""
+
+
+class _LeaseFile(Lease):
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def release(self) -> None:
+        with suppress(OSError):  # what stays is removed by a later save
+            self._store.delete([self._key])
 
 
 def read_all(file: ReadFile) -> bytearray:

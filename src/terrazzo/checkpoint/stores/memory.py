@@ -2,76 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator
 
-from terrazzo.checkpoint.stores.base import ReadFile, Store, WriteFile
+from terrazzo.checkpoint.stores.base import (
+    ABSENT,
+    Absent,
+    Capabilities,
+    Entry,
+    MemoryUpload,
+    Request,
+    Store,
+    Upload,
+    Version,
+)
+from terrazzo.errors import ConflictError
 
 
 class MemoryStore(Store):
     """A dict of files.  All ranks that use one must be threads of one process, or there must be one rank.
 
     >>> store = MemoryStore()
-    >>> store.publish("greeting", b"hello", durable=True)
-    >>> store.names()
+    >>> version = store.put("greeting", b"hello")
+    >>> [entry.key for entry in store.list()]
     ['greeting']
     """
 
-    def __init__(self) -> None:
-        self.files: dict[str, bytearray] = {}
+    def __init__(self, caps: Capabilities | None = None) -> None:
+        self.caps = caps or Capabilities()
+        self._files: dict[str, tuple[bytearray, int, float]] = {}  # bytes, number of the version, time
+        self._writes = 0
+        self._lock = threading.Lock()
 
     @property
     def location(self) -> str:
         return f"memory:{id(self):x}"
 
-    def prepare(self) -> None:
-        """Nothing is needed."""
+    def upload(self, key: str, size: int) -> Upload:
+        if key in self._files:
+            raise FileExistsError(f"{key} exists already in {self.location}")
+        return MemoryUpload(size, lambda data: self.put(key, data))
 
-    def names(self) -> list[str]:
-        return list(self.files)
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        for request in requests:
+            data, position = self._file(request.key), request.start
+            for buffer in request.buffers:
+                piece = data[position : position + len(buffer)]
+                if len(piece) < len(buffer):
+                    raise EOFError(f"{request.key} ends at byte {len(data)}; more was expected")
+                buffer[:] = piece
+                position += len(buffer)
+            yield request
 
-    def create(self, name: str, size: int) -> WriteFile:
-        if name in self.files:
-            raise FileExistsError(f"{name} exists already in {self.location}")
-        self.files[name] = bytearray(size)
-        return _MemoryFile(self.files[name], name)
+    def get(self, key: str) -> tuple[bytes, Version]:
+        with self._lock:
+            self._file(key)
+            data, number, _ = self._files[key]
+            return bytes(data), Version(str(number))
 
-    def open(self, name: str) -> ReadFile:
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        with self._lock:
+            present = Version(str(self._files[key][1])) if key in self._files else ABSENT
+            if only_if is not None and present != only_if:
+                raise ConflictError(f"{self.location}: {key} has been replaced by somebody else")
+            self._writes += 1
+            self._files[key] = bytearray(data), self._writes, time.time()
+            return Version(str(self._writes))
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        with self._lock:
+            return [
+                Entry(key, len(data), modified)
+                for key, (data, _, modified) in self._files.items()
+                if key.startswith(prefix)
+            ]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._files.pop(key, None)
+
+    def _file(self, key: str) -> bytearray:
         try:
-            return _MemoryFile(self.files[name], name)
+            return self._files[key][0]
         except KeyError:
-            raise FileNotFoundError(f"there is no {name} in {self.location}") from None
-
-    def publish(self, name: str, data: bytes | memoryview, *, durable: bool) -> None:
-        self.files[name] = bytearray(data)
-
-    def delete(self, name: str) -> None:
-        self.files.pop(name, None)
-
-
-class _MemoryFile(WriteFile, ReadFile):
-    def __init__(self, data: bytearray, name: str) -> None:
-        self._data = data
-        self._name = name
-
-    @property
-    def size(self) -> int:
-        return len(self._data)
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            self._data[offset : offset + len(buffer)] = buffer
-            offset += len(buffer)
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            piece = self._data[offset : offset + len(buffer)]
-            if len(piece) < len(buffer):
-                raise EOFError(f"{self._name} ends at byte {len(self._data)}; more was expected")
-            buffer[:] = piece
-            offset += len(buffer)
-
-    def sync(self) -> None:
-        """Nothing survives this process."""
-
-    def close(self) -> None:
-        """Nothing to release."""
+            raise FileNotFoundError(f"there is no {key} in {self.location}") from None

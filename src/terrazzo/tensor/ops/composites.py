@@ -38,6 +38,8 @@ def trace(input: Any) -> Any:
 @decomposition("sum_to_size")
 def sum_to_size(input: Any, *size: Any) -> Any:
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    if not shape:
+        return input.sum()  # of bools and small integers an int64, also where there is one element
     lead = input.ndim - len(shape)
     if lead < 0:
         return NotImplemented

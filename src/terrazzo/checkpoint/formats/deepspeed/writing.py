@@ -133,12 +133,13 @@ class Tensors(Protocol):
 
 def write_file(folder: Path, name: str, value: Mapping[str, Any]) -> None:
     """Write a file as `torch.save` does, and make it durable."""
-    file = LocalStore(folder).create(name, 0)
+    file = LocalStore(folder).upload(name, 0)
     try:
         write_archive(file, 0, value)
-        file.sync()
-    finally:
-        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    file.finish()
 
 
 # ------------------------------------------------------------------ the optimizer

@@ -1,0 +1,53 @@
+"""Which files of a folder are of no use any more: those of dead saves and of checkpoints that have been replaced.
+
+Several jobs may save to one place, and one may have slept for a day.  So a file goes only if
+- no committed checkpoint names it, and
+- the save that it belongs to has ended: its lease is gone, or nobody holds it.
+
+The order of looking matters: first which files there are, then which leases are held, then what is committed.  A save
+that commits in between is either seen to be alive or seen to be committed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, lease_name, save_of
+from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.stores.base import Entry, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
+    data, _ = store.get(MANIFEST)
+    return Manifest(data, store.location)
+
+
+def remove_leftovers(store: Store) -> list[str]:
+    """Remove what is of no use; nothing is touched if the present manifest cannot be read.  Returns the names."""
+    by_save: dict[str, list[Entry]] = defaultdict(list)
+    stale = []
+    for entry in store.list():
+        save_id = save_of(entry.key)
+        if save_id is not None:
+            by_save[save_id].append(entry)
+        elif is_temporary(entry.key) and store.lease_ended(entry.key, entry.modified):
+            stale.append(entry.key)
+    ended = [save_id for save_id, entries in by_save.items() if _has_ended(store, save_id, entries)]
+    try:
+        used = {file.name for file in read_manifest(store).head.files}
+    except FileNotFoundError:
+        used = set()
+    except (CheckpointCorruptError, CheckpointFormatError):
+        return []
+    stale += [entry.key for save_id in ended for entry in by_save[save_id] if entry.key not in used]
+    store.delete(stale)
+    return stale
+
+
+def _has_ended(store: Store, save_id: str, entries: list[Entry]) -> bool:
+    lease = lease_name(save_id)
+    if all(entry.key != lease for entry in entries):
+        return True
+    return store.lease_ended(lease, max(entry.modified for entry in entries))

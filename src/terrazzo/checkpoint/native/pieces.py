@@ -1,0 +1,89 @@
+"""From a box of a stored chunk to the bytes to read: pure arithmetic.
+
+Every item asks for a box of a stored chunk.  Its bytes are cut into *runs*, each of which is read as a whole:
+
+    the box is one run of the chunk         it can be read straight into a destination of the same dtype
+    its rows lie close together             windows of it, gaps included, pass through a buffer
+    its rows lie far apart                  each row by itself, so that what lies between them is not read
+
+Checksums are per block, so a run begins and ends at blocks (or at its chunk's end).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
+from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.layout.box import Box
+
+
+class StoredChunk(msgspec.Struct, frozen=True, eq=False):
+    """A chunk where it lies: `nbytes` from `start` on in `file`, a checksum for each `block` bytes."""
+
+    name: str
+    file: FileEntry
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: int
+    sums: Any  # an array, in which those of this chunk begin at `first_sum`
+    first_sum: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Bytes `low` to `high` of a chunk, which have the elements of `box` at these places."""
+
+    box: Box
+    low: int
+    high: int
+    first: int  # byte of the box's first element, from `low` on
+    geometry: BoxInChunk
+    in_one_run: bool  # all bytes from `low` to `high` are the box's
+
+
+def spans(
+    box: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, *, block: int, gap: int, limit: int
+) -> list[Span]:
+    """A box of a chunk as what has to be read.
+
+    `block` is what is checked as a whole (1: nothing is checked), `gap` the bytes that are not worth skipping, `limit`
+    about the most that a span has, unless it is in one run.
+
+    >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=1, gap=0, limit=1000)]
+    [(0, 4), (400, 404)]
+    >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=8, gap=500, limit=1000)]
+    [(0, 408)]
+    """
+    whole = _span(box, shape, nbytes, itemsize, block)
+    if whole.in_one_run:
+        return [whole]
+    found = []
+    for part in _rows_apart(box, shape, itemsize, gap + 2 * (block - 1)):
+        for window in windows(part, shape, max(limit // itemsize, 1)):
+            found.append(_span(window, shape, nbytes, itemsize, block))
+    return found
+
+
+def _span(box: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> Span:
+    geometry = box_in_chunk(box, shape)
+    start, stop = geometry.start * itemsize, geometry.stop * itemsize
+    low, high = start - start % block, min(-(-stop // block) * block, nbytes)
+    return Span(box, low, high, start - low, geometry, geometry.one_run and (low, high) == (start, stop))
+
+
+def _rows_apart(box: Box, shape: tuple[int, ...], itemsize: int, gap: int) -> list[Box]:
+    """The box, or its rows along the first dims if more than `gap` bytes lie between them."""
+    dim = next((d for d, length in enumerate(box.lengths) if length > 1), None)
+    if dim is None:
+        return [box]
+    row = box.split(dim, [1, box.lengths[dim] - 1])[0]
+    place = box_in_chunk(row, shape)
+    between = (place.strides[dim] - (place.stop - place.start)) * itemsize
+    if between <= gap:
+        return [box]
+    return [part for each in box.split(dim, [1] * box.lengths[dim]) for part in _rows_apart(each, shape, itemsize, gap)]

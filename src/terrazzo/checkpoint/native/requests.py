@@ -1,0 +1,272 @@
+"""Reading chunks: which bytes to ask a store for, together; and what to do with them when they are there.
+
+All that reads data files goes this way.  Runs that are near one another in a file become one request; requests are
+made as the store can take them, so what is held at once is bounded; what has arrived is compared with its
+checksums while it is in the cache, and copied to where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
+from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+_MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
+_WINDOW: Final = 4 << 20  # bytes with gaps that pass through a buffer at once
+_ALIGNMENT: Final = 64
+
+
+class Filling(msgspec.Struct, eq=False):
+    """A destination that is being filled by `left` pieces."""
+
+    target: torch.Tensor
+    key: Any  # the asker's own
+    left: int = 1
+
+
+class Wanted(msgspec.Struct, eq=False):
+    """A box of a stored chunk, and what it fills."""
+
+    chunk: StoredChunk
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    filling: Filling
+    part: Box | None = None  # of the target, if the box is not all of it
+
+
+class _Run(msgspec.Struct, eq=False):
+    """Bytes of a file on their way into `memory`: those of a chunk from `low` on, or (without a chunk) the header."""
+
+    file: FileEntry
+    start: int  # in the file
+    nbytes: int
+    chunk: StoredChunk | None = None
+    low: int = 0
+    filling: Filling | None = None
+    memory: memoryview | None = None  # where the bytes belong, if they can be read there
+    span: Span | None = None  # what the elements are, if not
+    part: Box | None = None  # of the target, unless it is all of it
+    staged: torch.Tensor | None = None  # the elements, in a buffer
+
+
+class _Batch(msgspec.Struct, eq=False):
+    """What one request brings: its runs, and the buffer that some of them are read into."""
+
+    runs: list[_Run]
+    buffer: torch.Tensor | None
+
+
+class Requests:
+    """Reads chunks of one checkpoint.  Of each data file size and header are checked once, if `verify`."""
+
+    def __init__(self, store: Store, *, verify: bool) -> None:
+        self._store = store
+        self._verify = verify
+        self._limit = store.caps.request_bytes
+        self._gap = store.caps.gap
+        self._checked: set[str] = set()
+        self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
+        self._spare: list[torch.Tensor] = []  # buffers that nobody uses
+        self._skipped = memoryview(bytearray(self._gap))  # where bytes go that nobody wants
+        self.bytes_read = 0
+
+    @torch.no_grad()
+    def read(self, wanted: Iterable[Wanted]) -> Iterator[Filling]:
+        """Read what is wanted, which is in the order of files and of places in them; yields what is full."""
+        for request in self._carried_out(self._requests(self._runs(wanted))):
+            batch: _Batch = request.owner
+            for run in batch.runs:
+                if self._verify:
+                    self._check(run)
+                filling = run.filling
+                if filling is None:
+                    continue
+                if run.staged is not None:
+                    target = filling.target if run.part is None else filling.target[run.part.slices()]
+                    target.copy_(run.staged)
+                filling.left -= 1
+                if filling.left == 0:
+                    yield filling
+            if batch.buffer is not None:
+                self._spare.append(batch.buffer)
+
+    def read_bytes(self, chunk: StoredChunk) -> bytes:
+        """All bytes of a chunk of one dim."""
+        data = torch.empty(chunk.shape, dtype=chunk.dtype)
+        for _ in self.read([Wanted(chunk, (0,) * len(chunk.shape), chunk.shape, Filling(data, None))]):
+            pass
+        return bytes(bytes_of(data))
+
+    def release(self) -> None:
+        """Give back the memory that is kept between reads."""
+        self._spare = []
+
+    def _carried_out(self, requests: Iterator[Request]) -> Iterator[Request]:
+        done = self._store.read(requests)
+        while True:
+            try:
+                request = next(done, None)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"a data file of {self._store.location} is gone, though the checkpoint's manifest names it "
+                    f"({error}); was the checkpoint replaced or removed while it was read?"
+                ) from error
+            except EOFError as error:
+                raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
+            if request is None:
+                return
+            self.bytes_read += request.size
+            yield request
+
+    # ------------------------------------------------- from what is wanted to requests
+
+    def _runs(self, wanted: Iterable[Wanted]) -> Iterator[_Run]:
+        file = None
+        for want in wanted:
+            chunk, filling = want.chunk, want.filling
+            if chunk.file is not file:
+                file = chunk.file
+                if file.name not in self._checked:
+                    yield from self._file_checks(file)
+            places = self._spans_of(chunk, want.offsets, want.lengths)
+            filling.left += len(places) - 1
+            target = filling.target if want.part is None else filling.target[want.part.slices()]
+            first = places[0]
+            if (
+                len(places) == 1
+                and first.in_one_run
+                and target.dtype == chunk.dtype
+                and target.is_cpu
+                and target.is_contiguous()
+            ):
+                yield from self._in_place(chunk, first, bytes_of(target), filling)
+                continue
+            whole = len(places) == 1 and want.part is None
+            for span in places:
+                part = None
+                if not whole:
+                    part = span.box.relative_to(Box(want.offsets, want.lengths))
+                    part = part if want.part is None else part.shifted(want.part.offsets)
+                start, nbytes = chunk.start + span.low, span.high - span.low
+                yield _Run(file, start, nbytes, chunk, span.low, filling, None, span, part)
+
+    def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
+        """Runs that are read where they belong; a large one in steps, each checked while it is in the cache."""
+        step = max(self._limit // 2 // chunk.block, 1) * chunk.block if self._verify else self._limit
+        starts = range(0, max(len(memory), 1), step)
+        filling.left += len(starts) - 1
+        for start in starts:
+            low, piece = span.low + start, memory[start : start + step]
+            yield _Run(chunk.file, chunk.start + low, len(piece), chunk, low, filling, piece)
+
+    def _spans_of(self, chunk: StoredChunk, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> list[Span]:
+        key = (offsets, lengths, chunk.shape, chunk.dtype, chunk.block)
+        found = self._spans.get(key)
+        if found is None:
+            block = chunk.block if self._verify else 1
+            limit = max(self._limit, _WINDOW)
+            itemsize, box = chunk.dtype.itemsize, Box(tuple(offsets), tuple(lengths))
+            found = spans(box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit)
+            self._spans[key] = found
+        return found
+
+    def _file_checks(self, file: FileEntry) -> Iterator[_Run]:
+        if self._store.caps.in_place:  # asking for the size costs next to nothing
+            try:
+                size = self._store.stat(file.name).size
+            except FileNotFoundError:
+                size = file.size  # the request will say more
+            if size != file.size:
+                raise CheckpointCorruptError(
+                    f"{self._store.location}/{file.name} has {size} bytes, it was written with {file.size}"
+                )
+        if self._verify:
+            yield _Run(file, 0, file.header_size, memory=memoryview(bytearray(file.header_size)))
+        self._checked.add(file.name)
+
+    def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
+        """Runs that are near one another in a file, together."""
+        batch: list[_Run] = []
+        end = 0
+        for run in runs:
+            if batch:
+                between = run.start - end
+                together = run.start + run.nbytes - batch[0].start
+                if (
+                    run.file is not batch[0].file
+                    or not 0 <= between <= self._gap
+                    or together > self._limit
+                    or len(batch) == _MOST_RUNS
+                ):
+                    yield self._request(batch)
+                    batch = []
+            batch.append(run)
+            end = run.start + run.nbytes
+        if batch:
+            yield self._request(batch)
+
+    def _request(self, runs: list[_Run]) -> Request:
+        buffers = []
+        buffer, used = None, 0
+        room = sum(run.nbytes + _ALIGNMENT for run in runs if run.span is not None)
+        if room:
+            buffer = self._buffer(room)
+            memory = bytes_of(buffer)
+        end = runs[0].start
+        for run in runs:
+            if run.start > end:
+                buffers.append(self._skipped[: run.start - end])
+            end = run.start + run.nbytes
+            if run.span is not None and buffer is not None and run.chunk is not None:
+                run.memory = memory[used : used + run.nbytes]
+                run.staged = _elements(buffer, used, run.span, run.chunk.dtype)
+                used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
+            assert run.memory is not None
+            buffers.append(run.memory)
+        return Request(runs[0].file.name, runs[0].start, buffers, _Batch(runs, buffer))
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        while self._spare:
+            buffer = self._spare.pop()
+            if buffer.numel() >= nbytes:
+                return buffer
+        return torch.empty(max(nbytes, self._limit + 64 * _ALIGNMENT), dtype=torch.uint8)
+
+    # ------------------------------------------------- when they are there
+
+    def _check(self, run: _Run) -> None:
+        """Compare whole blocks with their checksums; a run begins at a block and ends at one or at its chunk's end."""
+        memory, chunk = run.memory, run.chunk
+        assert memory is not None
+        if chunk is None:
+            if checksum(memory) != run.file.header_sum:
+                raise CheckpointCorruptError(
+                    f"{self._store.location}/{run.file.name}: the header is not what was saved; the file is damaged"
+                )
+            return
+        block, number = chunk.block, chunk.first_sum + run.low // chunk.block
+        for start in range(0, run.nbytes, block):
+            if checksum(memory[start : start + block]) != chunk.sums.item(number):
+                begin = run.start + start
+                raise CheckpointCorruptError(
+                    f"{chunk.name!r}: bytes {begin} to {begin + min(block, run.nbytes - start)} of "
+                    f"{self._store.location}/{run.file.name} are not what was saved; the checkpoint is damaged "
+                    f"(terrazzo verify lists all damage)"
+                )
+            number += 1
+
+
+def _elements(buffer: torch.Tensor, start: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of a span whose bytes are in a buffer, from `start` on."""
+    whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype)
+    return whole.as_strided(span.geometry.lengths, span.geometry.strides, (start + span.first) // dtype.itemsize)

@@ -1,0 +1,138 @@
+"""Checkpoints wherever an `fsspec` file system reaches, if `fsspec` and the file system's own package are installed.
+
+An `fsspec` file system cannot compare and replace in one act.  So the root is looked at just before it is replaced, and
+read back afterwards: of two jobs that commit in the same moment both may find theirs replaced, but none is told that
+it saved if it did not.  For S3, Google and Azure there is `ObjectStore`, which has no such gap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import xxhash
+
+from terrazzo.checkpoint.stores.base import (
+    ABSENT,
+    LEASE_SECONDS,
+    Absent,
+    Capabilities,
+    Entry,
+    MemoryUpload,
+    Request,
+    Store,
+    Upload,
+    Version,
+)
+from terrazzo.errors import ConflictError
+
+_TIMES = ("mtime", "LastModified", "last_modified", "created")  # file systems agree on none
+
+
+class FsspecStore(Store):
+    """A folder of an `fsspec` file system, which the URL names or `fs` is.
+
+    `settings` are the file system's own (`fsspec.url_to_fs`).
+    """
+
+    caps = Capabilities(in_place=False, file_bytes=64 << 20, request_bytes=4 << 20, gap=256 << 10)
+
+    def __init__(self, url: str, fs: Any = None, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
+        self._url = url.rstrip("/")
+        self._lease_seconds = lease_seconds
+        if fs is None:
+            import fsspec  # type: ignore[import-untyped]  # it has no types
+
+            fs, folder = fsspec.url_to_fs(self._url, **settings)
+        else:
+            folder = fs._strip_protocol(self._url)
+        self._fs: Any = fs
+        self._folder: str = folder.rstrip("/")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecStore, (self._url, self._fs)
+
+    @property
+    def location(self) -> str:
+        return self._url
+
+    def _path(self, key: str) -> str:
+        return f"{self._folder}/{key}"
+
+    def prepare(self) -> None:
+        self._fs.makedirs(self._folder, exist_ok=True)
+
+    def upload(self, key: str, size: int) -> Upload:
+        if self.exists(key):
+            raise FileExistsError(f"{self._url}/{key} exists already")
+        return MemoryUpload(size, lambda data: self.put(key, data))
+
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        for request in requests:
+            size = request.size
+            if size:
+                data = memoryview(
+                    self._fs.cat_file(self._path(request.key), start=request.start, end=request.start + size)
+                )
+                if len(data) < size:
+                    raise EOFError(f"{self._url}/{request.key} ends early; {size - len(data)} more bytes were expected")
+                position = 0
+                for buffer in request.buffers:
+                    buffer[:] = data[position : position + len(buffer)]
+                    position += len(buffer)
+            yield request
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        data = bytes(self._fs.cat_file(self._path(key)))
+        return data, _version(data)
+
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        if only_if is not None and self._present(key) != only_if:
+            raise ConflictError(f"{self._url}/{key} has been replaced by somebody else since this save began")
+        self._fs.pipe_file(self._path(key), bytes(data))
+        if only_if is not None and self._present(key) != _version(data):
+            raise ConflictError(f"{self._url}/{key} was replaced by somebody else at the same moment")
+        return _version(data)
+
+    def _present(self, key: str) -> Absent | Version:
+        try:
+            return self.get(key)[1]
+        except FileNotFoundError:
+            return ABSENT
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        self._fs.invalidate_cache(self._folder)
+        try:
+            found = self._fs.ls(self._folder, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [(info["name"].rstrip("/").rsplit("/", 1)[-1], info) for info in found if info["type"] == "file"]
+        return [self._entry(name, info) for name, info in names if name.startswith(prefix)]
+
+    def stat(self, key: str) -> Entry:
+        self._fs.invalidate_cache(self._folder)
+        info = self._fs.info(self._path(key))
+        if info["type"] != "file":
+            raise FileNotFoundError(f"{self._url}/{key} is no file")
+        return self._entry(key, info)
+
+    def _entry(self, key: str, info: dict[str, Any]) -> Entry:
+        modified = next(
+            (info[name] for name in ("mtime", "LastModified", "last_modified", "created") if name in info), 0
+        )
+        return Entry(key, info["size"], modified if isinstance(modified, (int, float)) else modified.timestamp())
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            try:
+                self._fs.rm_file(self._path(key))
+            except FileNotFoundError:
+                pass
+
+    def lease_ended(self, key: str, last_sign: float) -> bool:
+        return time.time() - last_sign > self._lease_seconds
+
+
+def _version(data: bytes | memoryview) -> Version:
+    return Version(xxhash.xxh3_128_hexdigest(data))

@@ -1,0 +1,173 @@
+"""What every store promises, whatever is behind it."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from s3_server import BUCKET
+from terrazzo.checkpoint import load, save
+from terrazzo.checkpoint.stores import ABSENT, LocalStore, MemoryStore, Request, Store
+from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
+from terrazzo.checkpoint.stores.object_store import ObjectStore
+from terrazzo.errors import ConflictError
+
+
+@pytest.fixture(params=["local", "memory", "s3", "fsspec", "documented"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made: Store
+    if request.param == "local":
+        made = LocalStore(tmp_path / "made" / "here")
+    elif request.param == "memory":
+        made = MemoryStore()
+    elif request.param == "s3":
+        made = ObjectStore(f"s3://{BUCKET}/contract/{uuid.uuid4().hex}", **request.getfixturevalue("s3").settings())
+    elif request.param == "documented":
+        made = documented_store()(str(tmp_path / "checkpoint.db"))
+    else:
+        made = FsspecStore(f"memory://contract/{uuid.uuid4().hex}")
+    made.prepare()
+    yield made
+
+
+def documented_store() -> Callable[[str], Store]:
+    """The example of docs/stores.md."""
+    text = (Path(__file__).parents[3] / "docs" / "stores.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.partition("## A store of one's own")[2].partition("```python\n")[2].partition("```")[0], names)
+    return names["SQLiteStore"]
+
+
+def test_a_checkpoint_in_the_store_of_the_documentation(tmp_path: Path) -> None:
+    store = documented_store()(str(tmp_path / "checkpoint.db"))
+    for fill in (1.0, 2.0):
+        save({"w": torch.full((2000, 3000), fill), "step": fill}, store=store, no_dist=True)
+    state = {"w": torch.zeros(2000, 3000), "step": 0.0}
+    load(state, store=store, no_dist=True)
+    assert state["w"].eq(2).all() and state["step"] == 2.0
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return sorted(entry.key for entry in store.list(prefix))
+
+
+def view(data: bytes | bytearray) -> memoryview:
+    return memoryview(data)
+
+
+def test_what_is_uploaded_can_be_read_in_ranges(store: Store) -> None:
+    upload = store.upload("data-1", 10)
+    upload.write(4, [view(b"4567"), view(b"89")])
+    upload.write(0, [view(b"01"), view(b"23")])
+    upload.finish()
+    upload.abort()  # nothing, after finish
+    store.put("other", b"abcdef")
+    a, b, c = bytearray(3), bytearray(4), bytearray(2)
+    requests = [
+        Request("data-1", 2, [view(a), view(b)], "first"),
+        Request("other", 1, [view(c)], "second"),
+        Request("data-1", 10, [], "nothing"),
+    ]
+    done = list(store.read(requests))
+    assert sorted(request.owner for request in done) == ["first", "nothing", "second"]
+    assert (bytes(a), bytes(b), bytes(c)) == (b"234", b"5678", b"bc")
+    assert store.stat("data-1").size == 10
+    assert bytes(store.get("data-1")[0]) == b"0123456789"
+    file = store.open("data-1")
+    assert file.size == 10
+    file.read_into(7, [view(a)])
+    file.close()
+    assert bytes(a) == b"789"
+
+
+def test_many_requests_into_few_bytes_of_memory(store: Store) -> None:
+    data = bytes(range(256)) * 1024
+    store.put("big", data)
+    buffers = [bytearray(1000) for _ in range(200)]
+    requests = (Request("big", 1000 * number, [view(buffer)]) for number, buffer in enumerate(buffers))
+    assert len(list(store.read(requests, in_flight_bytes=1500))) == 200
+    assert b"".join(buffers) == data[:200_000]
+
+
+def test_an_aborted_upload_leaves_nothing(store: Store) -> None:
+    upload = store.upload("data-1", 4)
+    upload.write(0, [view(b"01")])
+    upload.abort()
+    assert keys(store) == []
+    upload = store.upload("data-1", 4)
+    upload.write(0, [view(b"0123")])
+    upload.finish()
+    with pytest.raises(FileExistsError):
+        store.upload("data-1", 4).finish()
+
+
+def test_what_is_not_there(store: Store) -> None:
+    store.put("short", b"abc")
+    for missing in (lambda: store.get("no"), lambda: store.stat("no"), lambda: store.open("no")):
+        with pytest.raises(FileNotFoundError):
+            missing()
+    with pytest.raises(FileNotFoundError):
+        list(store.read([Request("no", 0, [view(bytearray(1))])]))
+    for start in (1, 5):
+        with pytest.raises(EOFError):
+            list(store.read([Request("short", start, [view(bytearray(3))])]))
+    assert store.exists("short") and not store.exists("shor")
+    store.delete(["no", "short"])
+    assert keys(store) == []
+
+
+def test_conditional_puts(store: Store) -> None:
+    first = store.put("root", b"1", only_if=ABSENT)
+    assert store.get("root") == (b"1", first)
+    with pytest.raises(ConflictError):
+        store.put("root", b"x", only_if=ABSENT)
+    second = store.put("root", b"2", only_if=first)
+    assert second != first
+    with pytest.raises(ConflictError):
+        store.put("root", b"x", only_if=first)
+    assert store.get("root") == (b"2", second)
+    store.delete(["root"])
+    with pytest.raises(ConflictError):
+        store.put("root", b"x", only_if=second)
+    store.put("root", b"3")
+    assert keys(store) == ["root"]
+
+
+def test_of_many_writers_from_one_version_one_wins(store: Store) -> None:
+    if isinstance(store, FsspecStore):
+        pytest.skip("fsspec has no conditional writes")
+    before = store.put("root", b"old")
+    won, lost = [], []
+
+    def write(number: int) -> None:
+        try:
+            store.put("root", b"new %d" % number, only_if=before)
+            won.append(number)
+        except ConflictError:
+            lost.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and len(lost) == 11
+    assert bytes(store.get("root")[0]) == b"new %d" % won[0]
+    assert keys(store) == ["root"]
+
+
+def test_leases_and_lists(store: Store) -> None:
+    lease = store.lease("save-1.lease")
+    store.put("data-1", b"12")
+    store.put("data-2", b"")
+    assert keys(store, "data") == ["data-1", "data-2"]
+    entry = store.stat("save-1.lease")
+    assert not store.lease_ended("save-1.lease", entry.modified)
+    lease.release()
+    assert keys(store) == ["data-1", "data-2"]

@@ -1,0 +1,119 @@
+"""What is asked of a store when tensors are read: enough, checked, and little more."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrazzo.checkpoint import Checkpoint, FileSystemReader, FileSystemWriter, load, save
+from terrazzo.checkpoint.filesystem import NativeReader, NativeWriter
+from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request
+from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+CAPS = [
+    Capabilities(),
+    Capabilities(request_bytes=1, gap=0),
+    Capabilities(request_bytes=3000, gap=100),
+    Capabilities(request_bytes=1 << 20, gap=1 << 20),
+]
+
+
+class Recording(MemoryStore):
+    """Remembers what was asked of it."""
+
+    def __init__(self, caps: Capabilities | None = None) -> None:
+        super().__init__(caps)
+        self.requests: list[Request] = []
+
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        def remembered() -> Iterator[Request]:
+            for request in requests:
+                self.requests.append(request)
+                yield request
+
+        return super().read(remembered(), in_flight_bytes=in_flight_bytes)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    lengths = tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
+    return shape, Box(offsets, lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(boxes(), min_size=1, max_size=4), st.sampled_from(CAPS), st.booleans(), st.sampled_from(["f", "h"]))
+def test_any_boxes_are_read_as_they_are(cases: list, caps: Capabilities, verify: bool, kind: str) -> None:
+    dtype = {"f": torch.float32, "h": torch.bfloat16}[kind]
+    state = {str(n): torch.randn(shape).to(dtype) for n, (shape, _) in enumerate(cases)}
+    store = MemoryStore(caps)
+    save(state, storage_writer=NativeWriter(store), no_dist=True)
+    checkpoint = Checkpoint(NativeReader(store, verify=verify))
+    for number, (_, box) in enumerate(cases):
+        assert torch.equal(checkpoint[str(number)].read(box), state[str(number)][box.slices()])
+
+
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_a_column_slice_reads_little_more_than_it_wants(rows: int, tmp_path: Path) -> None:
+    """Rows of more than 64 KiB, of which an eighth is wanted."""
+    tensor = torch.randn(rows, (8 << 20) // 4 // rows + 20_000)
+    save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    wide = tensor.shape[1]
+    checkpoint = Checkpoint(FileSystemReader(tmp_path, verify=False))
+    part = checkpoint["w"][:, wide // 2 : wide // 2 + wide // 8]
+    assert torch.equal(part, tensor[:, wide // 2 : wide // 2 + wide // 8])
+    assert checkpoint.bytes_read <= 1.3 * part.nbytes
+
+
+def test_neighbours_are_read_together(tmp_path: Path) -> None:
+    state = {f"layers.{n}.weight": torch.randn(64, 64) for n in range(300)}
+    store = Recording()
+    save(state, storage_writer=NativeWriter(store), no_dist=True)
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    load(target, storage_reader=NativeReader(store), no_dist=True)
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+    total = sum(value.nbytes for value in state.values())
+    assert len(store.requests) <= total / (1 << 20) + 3
+    assert sum(request.size for request in store.requests) <= total + 200_000  # the header
+
+
+def test_a_header_is_read_once_however_often_one_reads(tmp_path: Path) -> None:
+    state = {f"a long name to make the header large {n}": torch.randn(16) for n in range(2000)}
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = Checkpoint(tmp_path)
+    for name in list(state)[:50]:
+        assert torch.equal(checkpoint[name][...], state[name])
+    header = 8 + int.from_bytes(next(tmp_path.glob("data-*")).read_bytes()[:8], "little")
+    assert checkpoint.bytes_read <= header + 50 * 64
+
+
+def test_files_are_closed_when_they_have_been_read(tmp_path: Path) -> None:
+    state = {str(n): torch.full((10,), float(n)) for n in range(200)}
+    save(state, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=False), no_dist=True)
+    assert len(list(tmp_path.glob("data-*"))) == 200
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
+    try:
+        target = {str(n): torch.zeros(10) for n in range(200)}
+        load(target, checkpoint_id=tmp_path, no_dist=True)
+        checkpoint = Checkpoint(tmp_path)
+        assert [checkpoint[str(n)][0].item() for n in range(200)] == list(map(float, range(200)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+
+
+def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path: Path) -> None:
+    save({"w": torch.ones(10)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = Checkpoint(tmp_path)
+    save({"w": torch.zeros(10)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointNotFoundError, match="was the checkpoint replaced"):
+        checkpoint["w"][...]
