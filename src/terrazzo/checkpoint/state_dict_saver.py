@@ -43,6 +43,7 @@ def save(
     no_dist: bool = False,
     timeout: timedelta | None = None,
     store: Store | None = None,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> Metadata:
     """Save a state dict as one checkpoint, from all ranks of a process group together.
 
@@ -63,6 +64,8 @@ def save(
         no_dist:  Save the state of this process alone.
         timeout:  How long a rank waits for the slowest one at each step; default: 30 minutes.
         store:  Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
+        base:  Another checkpoint, or the one that is there.  Tensors that have not changed since are not written again:
+            the new one shares their files.  The base may be removed afterwards.
 
     Returns:
         The checkpoint's table of contents, on every rank.
@@ -74,7 +77,7 @@ def save(
     """
     place = find_place(process_group, no_dist=no_dist, timeout=timeout)
     background_of(process_group, no_dist).raise_earlier_error(place)
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
     return session.run(lambda: resolve_stateful(state_dict))
 
 
@@ -90,6 +93,7 @@ def async_save(
     no_dist: bool = False,
     timeout: timedelta | None = None,
     store: Store | None = None,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> Future[Metadata]:
     """Like `save`, in the background: returns as soon as the state has been copied to host memory.
 
@@ -98,7 +102,8 @@ def async_save(
     next call.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store:  As for `save`.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base:
+            As for `save`.
         async_checkpointer_type:  A thread is lighter; a process never competes with training for the
             interpreter.  For a
             process, planner and writer have to be picklable.
@@ -120,7 +125,7 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     if place.plane is not None and not in_process:
         place = replace(place, plane=background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
     stager = async_stager or _stager_of(storage_writer, background, in_process)
     process = background.process(place, timeout) if in_process else None
     try:
