@@ -17,6 +17,7 @@ from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry, TensorEntry
 from terrazzo.checkpoint.native.merging import About, Part, make_part, merge, packed
 from terrazzo.checkpoint.native.root import PartEntry, Root, encode_root
+from terrazzo.checkpoint.ownership import groups_unsure
 from terrazzo.checkpoint.sharded import Holders
 from terrazzo.checkpoint.stores import MemoryStore, Request
 
@@ -59,8 +60,8 @@ def plan_save(rank: int, ranks: int, state: dict[str, Shard]) -> SavePlan:
     planner.set_up_planner(dict(state), None, rank == 0)
     plan = planner.create_local_plan()
     negotiation = planner.negotiate(plan)
-    notes = [negotiation.notes()] * ranks
-    return planner.share_plan(plan, negotiation, notes, lambda data: [data] * ranks)
+    assert not groups_unsure([negotiation.notes()] * ranks)
+    return planner.share_plan(plan, negotiation, negotiation.settled())
 
 
 def parts_of(ranks: int, tensors: int) -> list[Part]:

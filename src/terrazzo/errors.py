@@ -5,8 +5,13 @@ PyTorch would have caught, so that existing `except` clauses keep working.  A me
 which name, on which rank, and what to do.
 """
 
+from __future__ import annotations
+
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import StackSummary
+from types import MappingProxyType
 
 
 class TerrazzoError(Exception):
@@ -37,10 +42,12 @@ class PlacementsError(LayoutError, RuntimeError, AssertionError):
 class CommError(TerrazzoError, RuntimeError):
     """Communication between ranks failed.
 
-    `missing` holds the global ranks that nobody has heard of, as far as that is known.
+    `missing` holds the global ranks that nobody has heard of, as far as that is known, and `reports` says for each of
+    them and for each rank that gave up what is known of it.
     """
 
     missing: tuple[int, ...] = ()
+    reports: Mapping[int, str] = MappingProxyType({})
 
 
 class CommTimeout(CommError, TimeoutError):
@@ -69,7 +76,7 @@ class RankError(CommError):
         lines = [f"rank {failure.rank}: {failure.type}: {failure.message}" for failure in failures]
         super().__init__("\n  ".join([f"{what or 'work done together'} failed on {count}:", *lines]))
 
-    def __reduce__(self) -> tuple[type["RankError"], tuple[tuple[RankFailure, ...], str]]:
+    def __reduce__(self) -> tuple[type[RankError], tuple[tuple[RankFailure, ...], str]]:
         return type(self), (self.failures, self.what)
 
 
@@ -167,13 +174,35 @@ class PlacementMismatchError(DTensorArgumentError):
 
 
 class CheckpointError(TerrazzoError, RuntimeError):
-    """Saving, loading or inspecting a checkpoint failed.
+    """Saving, loading or inspecting a checkpoint failed."""
 
-    When ranks failed together, `failures` holds one (rank, type of the error, message) for each of them, the
-    same on every rank.
+
+class CheckpointException(CheckpointError):
+    """Ranks that save or load together failed; all of them raise it, with the same text.
+
+    Where every rank that failed did so with one of terrazzo's exceptions, this is an exception of that type too:
+    `except CheckpointCorruptError` and `except CommTimeout` see it.  It is also PyTorch's exception of this name, where
+    `torch.distributed.checkpoint.api` has been imported.
     """
 
-    failures: tuple[tuple[int, str, str], ...] = ()
+    def __init__(self, message: str, failures: dict[int, tuple[BaseException, StackSummary]]) -> None:
+        super().__init__(message)
+        self._failures = failures
+
+    @property
+    def failures(self) -> dict[int, tuple[BaseException, StackSummary]]:
+        """By global rank: the exception, and where on that rank it was raised."""
+        return self._failures
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """A file of a checkpoint could not be read; `__cause__` is what the system said."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -215,6 +244,10 @@ class DivergentValueError(CheckpointError, ValueError):
     """Ranks hold different values under one name that is meant to be the same everywhere."""
 
 
+class DivergentValueWarning(UserWarning):
+    """Ranks hold different values under one name, of a kind of which the lowest rank's is kept."""
+
+
 class UnsupportedValueError(CheckpointError, TypeError):
     """A value that cannot be stored as typed data, or was stored as code and may not be run."""
 
@@ -232,6 +265,10 @@ class EngineError(TerrazzoError, RuntimeError):
 
 class EngineConfigError(EngineError, ValueError):
     """A config with an option that is unknown, of the wrong type, or in contradiction to another one."""
+
+
+class EngineValueError(EngineError, ValueError):
+    """A value that does not fit what the engine trains."""
 
 
 class LossScaleError(EngineError, FloatingPointError):

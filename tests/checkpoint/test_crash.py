@@ -22,7 +22,7 @@ import terrazzo
 from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import FileSystemReader, async_save, load, save
 from terrazzo.checkpoint.stores import LocalStore
-from terrazzo.errors import CheckpointError, CheckpointNotFoundError, CommError, TerrazzoError
+from terrazzo.errors import CheckpointError, CheckpointException, CheckpointNotFoundError, CommError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import FaultySystem, FaultyWriter
@@ -113,13 +113,13 @@ def fail_everywhere(old: str, folder: str, rank: int, fault: str) -> list[str]:
             shutil.copytree(old, path)
         dist.barrier()
         system = FaultySystem(at if dist.get_rank() == rank else MANY, fault)
-        error: TerrazzoError | None = None
+        error: CheckpointException | None = None
         try:
             save(state(2), storage_writer=FaultyWriter(path, system), timeout=LIMIT)
-        except CheckpointError as caught:
+        except CheckpointException as caught:
             error = caught
         errors: list = [None] * 2
-        dist.all_gather_object(errors, None if error is None else (str(error), error.failures, type(error).__name__))
+        dist.all_gather_object(errors, None if error is None else told(error))
         happened: list = [None] * 2
         dist.all_gather_object(happened, system.happened)
         if happened[rank] is None:
@@ -138,6 +138,12 @@ def fail_everywhere(old: str, folder: str, rank: int, fault: str) -> list[str]:
                 problems.append(f"{at} {happened[rank]}: left {leftovers} files behind")
         dist.barrier()
         at += 1
+
+
+def told(error: CheckpointException) -> tuple:
+    """What ranks have to agree on."""
+    failures = {rank: (repr(wrapped), [f.lineno for f in stack]) for rank, (wrapped, stack) in error.failures.items()}
+    return str(error), failures, type(error).__name__
 
 
 def _names(text: str) -> set[str]:

@@ -93,6 +93,13 @@ def test_torch_and_numpy_values() -> None:
         assert loaded.dtype == dtype and torch.equal(loaded.float(), tensor.float())
     parameter = decode(encode(torch.nn.Parameter(torch.ones(2))))
     assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+    for dtype in (torch.float32, torch.complex64, torch.int64):
+        for frozen in (torch.nn.Parameter(torch.ones(2, dtype=dtype), False), torch.ones(2, dtype=dtype)):
+            back = decode(encode(frozen))
+            assert type(back) is type(frozen) and not back.requires_grad
+    wanting = decode(encode(torch.ones(2, requires_grad=True)))
+    assert type(wanting) is torch.Tensor and wanting.requires_grad
+    assert decode(encode(torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)))).requires_grad
     array = np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2]
     assert np.array_equal(decode(encode(array)), array) and decode(encode(array)).dtype == array.dtype
     assert math.isnan(decode(encode(float("nan"))))

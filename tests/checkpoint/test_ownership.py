@@ -17,32 +17,20 @@ from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.native.merging import About, make_part, merge
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.ownership import Claim, Negotiation, assign
-from terrazzo.errors import CheckpointError, DivergentValueError
+from terrazzo.checkpoint.ownership import Claim, Negotiation, answers, assign, groups_unsure
+from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box
 
 
 def settle(all_claims: list[list[Claim]]) -> tuple[list[list[tuple[int, ...]]], int]:
-    """The holders that each rank finds, and how many messages it took; ranks run in turn, on recorded messages."""
+    """The holders that each rank finds, and how many messages it took."""
     world = len(all_claims)
     sides = [Negotiation(claims, rank, world) for rank, claims in enumerate(all_claims)]
-    notes = [side.notes() for side in sides]
-    messages: list[bytes] = []
-
-    class Sent(Exception):
-        pass
-
-    def record(data: bytes) -> list[bytes]:
-        messages.append(data)
-        raise Sent
-
-    for side in sides:
-        try:
-            side.settle(notes, record)
-        except Sent:
-            pass
-    assert len(messages) in (0, world)
-    return [side.settle(notes, lambda data: messages) for side in sides], 1 + bool(messages)
+    unsure = groups_unsure([side.notes() for side in sides])
+    if not unsure:
+        return [side.settled() for side in sides], 1
+    replies = answers([side.numbers(unsure) for side in sides])
+    return [side.settled(unsure, reply) for side, reply in zip(sides, replies, strict=True)], 2
 
 
 def claim(name: str, nbytes: int = 10, holders: tuple[int, ...] | None = None, content: int | None = 0) -> Claim:
@@ -77,6 +65,23 @@ def test_a_layout_that_a_rank_does_not_share_is_not_believed() -> None:
 def test_values_that_differ_are_named() -> None:
     with pytest.raises(DivergentValueError, match="'b'"):
         settle([[claim("a", content=1), claim("b", content=1)], [claim("a", content=1), claim("b", content=2)]])
+
+
+def test_a_group_that_agrees_is_not_asked_again() -> None:
+    claims = [[claim("all"), claim("pair", holders=(0, 1))], [claim("pair", holders=(0, 1))]]
+    sides = [Negotiation(of_rank, rank, 2) for rank, of_rank in enumerate(claims)]
+    unsure = groups_unsure([side.notes() for side in sides])
+    assert [len(side.numbers(unsure)) // 16 for side in sides] == [1, 0]
+
+
+def test_of_lenient_values_that_differ_the_lowest_ranks_is_kept_and_said_once() -> None:
+    def of_rank(rank: int) -> list[Claim]:
+        same = claim("all", content=5)
+        return [same, Claim("stat", 77, 10, None, content=0 if rank == 0 else rank // 3, lenient=True)]
+
+    with pytest.warns(DivergentValueWarning, match="'stat': the lowest rank's is saved") as told:
+        holders, _ = settle([of_rank(rank) for rank in range(4)])
+    assert holders == [[(0, 1, 2, 3), (0,)]] * 4 and len(told) == 1
 
 
 @pytest.mark.parametrize("lowest", [False, True])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from terrazzo.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DivergentValueError,
+    DivergentValueWarning,
     UnsupportedValueError,
 )
 
@@ -351,7 +353,7 @@ def save_large_replicated(path: str) -> None:
 
 def save_differing(path: str, kind: str) -> str:
     rank = dist.get_rank()
-    state = {"same": filled(3), "rng": torch.tensor([rank]), "position": {"sample": rank}}
+    state = {"same": filled(3), "rng": torch.tensor([rank]), "position": {"sample": [rank]}}
     planner = None
     if kind == "declared":
         state |= {"rng": PerRank(state["rng"]), "position": PerRank(state["position"])}
@@ -368,7 +370,36 @@ def save_differing(path: str, kind: str) -> str:
         target |= {"rng": PerRank(target["rng"]), "position": PerRank()}
     load(target, checkpoint_id=path)
     values = [v.value if isinstance(v, PerRank) else v for v in (target["rng"], target["position"])]
-    return f"{values[0].item()} {values[1]['sample']}"
+    return f"{values[0].item()} {values[1]['sample'][0]}"
+
+
+def save_what_commonly_differs(path: str) -> tuple[list[str], dict]:
+    rank = dist.get_rank()
+    norm = torch.nn.BatchNorm1d(3)
+    norm(torch.randn(5 + rank, 3) + rank)
+    state = {"model": norm, "loss": 0.5 + rank, "step": 7, "note": None if rank else "first", "kept": PerRank(rank)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            save(state, checkpoint_id=path)
+    target = {"model": torch.nn.BatchNorm1d(3), "loss": None, "step": None, "note": None, "kept": PerRank()}
+    load(target, checkpoint_id=path)
+    same = torch.equal(target["model"].running_var, norm.running_var)
+    return [str(w.message) for w in told if w.category is DivergentValueWarning], {
+        "loss": target["loss"],
+        "step": target["step"],
+        "note": target["note"],
+        "kept": target["kept"].value,
+        "same": same,
+    }
+
+
+def test_of_what_commonly_differs_the_lowest_ranks_is_saved_and_said_once(tmp_path: Path) -> None:
+    for rank, (told, found) in enumerate(run_ranks(2, save_what_commonly_differs, str(tmp_path))):
+        assert found == {"loss": 0.5, "step": 7, "note": "first", "kept": rank, "same": rank == 0}
+        (text,) = told
+        assert all(name in text for name in ("'loss'", "'note'", "'model.running_mean'", "PerRank")), text
+        assert "'step'" not in text and "num_batches" not in text
 
 
 def test_values_that_differ_between_ranks(tmp_path: Path) -> None:

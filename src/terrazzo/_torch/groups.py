@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
     from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
     from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+    from torch._C._distributed_c10d import GatherOptions as GatherOptions
     from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+    from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
 else:
     _OPTIONS = "process groups are called directly, which a small collective's time needs"
     AllreduceOptions = private("torch._C._distributed_c10d.AllreduceOptions", _OPTIONS)
     AllToAllOptions = private("torch._C._distributed_c10d.AllToAllOptions", _OPTIONS)
     BroadcastOptions = private("torch._C._distributed_c10d.BroadcastOptions", _OPTIONS)
+    GatherOptions = private("torch._C._distributed_c10d.GatherOptions", _OPTIONS)
     ReduceScatterOptions = private("torch._C._distributed_c10d.ReduceScatterOptions", _OPTIONS)
+    ScatterOptions = private("torch._C._distributed_c10d.ScatterOptions", _OPTIONS)
 
 all_gather_flat: Any = private("torch.distributed.ProcessGroup._allgather_base", "all-gathers of every kind")
 reduce_scatter_flat: Any = private(

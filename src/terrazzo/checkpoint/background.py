@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from terrazzo.checkpoint.coordination import Place
+from terrazzo.checkpoint.coordination import Place, StepFailed
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.process_saver import ProcessSaver
 from terrazzo.checkpoint.staging import BlockingAsyncStager
-from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError
 
 
@@ -69,36 +69,45 @@ class Background:
             self._thread.join()
             self._thread = None
 
-    def raise_earlier_error(self, place: Place) -> None:
-        """Raise the error of the last save if, on some rank, nobody has seen it.  All ranks come here together.
+    def earlier_error(self) -> CheckpointError | None:
+        """The error of the last save, if nobody on this rank has seen it: the reason why this save fails as well.
 
-        A failed save failed on all ranks, so in the usual case this says nothing to the others.
+        It does so on all ranks, for this rank takes part and fails: nothing is asked of the others here, who may have
+        seen theirs, or have had none.
         """
         self.wait()
         future, self._future = self._future, None
-        if future is None:
-            return
-        asked = future.asked
+        if future is None or future.asked:
+            return None
         error = future.exception()
         if error is None:
-            return
-        seen_everywhere = all(reply == b"seen" for reply in place.exchange(b"seen" if asked else b"unseen"))
-        if not seen_everywhere:
-            raise CheckpointError(f"the save in the background before this one failed: {error}") from error
+            return None
+        told = CheckpointError(f"the save in the background before this one failed: {error}")
+        told.__cause__ = error
+        return told
 
     def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
-        """Connections for the background.  Collective when they have to be made."""
+        """Connections for the background, with the time limit given or the group's own.  Collective when they are made,
+        which they are again after they broke."""
+        group = group if group is not None else dist.group.WORLD
         if self._plane is None:
-            self._plane = ControlPlane.create(group, timeout or DEFAULT_TIMEOUT, name="checkpoint")
+            self._plane = ControlPlane.create(group, timeout, name="checkpoint")
+        self._plane = self._plane.renewed(timeout or time_limit_of(group))
         return self._plane
 
     def process(self, place: Place, timeout: timedelta | None) -> ProcessSaver:
         """The process that saves, started if there is none, anew on all ranks if one has died.  Collective."""
         alive = self._process is not None and self._process.alive
-        if not all(reply == b"alive" for reply in place.exchange(b"alive" if alive else b"")):
-            if self._process is not None:
-                self._process.close()
-            self._process = ProcessSaver(place, timeout)
+        try:
+            everyone = place.reduce(
+                lambda: b"alive" if alive else b"", lambda replies: b"alive" if all(replies) else b""
+            )
+            if not everyone:
+                if self._process is not None:
+                    self._process.close()
+                self._process = ProcessSaver(place, timeout)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__
         assert self._process is not None
         return self._process
 

@@ -1,31 +1,28 @@
 """Ranks doing one thing together: each step's result, or every rank's error on every rank.
 
-Everything travels as bytes on the control plane, which has a time limit.  A step that fails on some rank fails
-on all of them with one exception that names each rank that failed and why; nobody waits for a rank that has
-given up.
+Everything travels as typed bytes on the control plane, which has a time limit: that of the process group, unless the
+caller says otherwise.  All that ranks tell each other goes through the coordinator, so that the messages are as many as
+the ranks.  A step that fails on some rank, whatever was raised there, fails on all of them with one
+`CheckpointException` that names each rank that failed and why; nobody waits for a rank that has given up, and a rank
+that died, stopped or is late is named too.
+
+A rank that was interrupted (`KeyboardInterrupt`, `SystemExit`) raises that itself, after the others were told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import msgspec
 import torch.distributed as dist
 
-from terrazzo import errors
-from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
-from terrazzo.errors import CheckpointError
-
-
-class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's error, as it is told to the others."""
-
-    rank: int
-    kind: str
-    message: str
+from terrazzo.checkpoint.failures import Failure, exception_of, failure_of, failures_of
+from terrazzo.comm.control import ControlPlane
+from terrazzo.errors import CheckpointError, CommError
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -48,31 +45,20 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands among those that save or load together."""
+    """Where this process stands among those that save or load together, and what they are doing."""
 
     rank: int
     ranks: tuple[int, ...]  # the global ranks
     plane: ControlPlane | None  # None exactly if there is one rank
+    doing: str = "a checkpoint"
 
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def all_gather(self, step: Callable[[], bytes]) -> list[bytes]:
-        """What the step gave on each rank."""
-        own, error = _run(self.rank, step)
-        if self.plane is None:
-            messages = [own]
-        else:
-            messages = [_decode(data) for data in self.plane.all_gather(_encode(own))]
-        failures = [failure for message in messages for failure in message.failures]
-        if failures:
-            _fail(failures, error, discard=True)
-        return [message.data for message in messages]
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's data."""
-        return [data] if self.plane is None else self.plane.all_gather(data)
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
 
     def reduce(
         self,
@@ -81,89 +67,108 @@ class Place:
         discard_if_combine_fails: Callable[[], bool] = lambda: True,
     ) -> bytes:
         """Run `step` on every rank, `combine` on the coordinator with all results; every rank gets its result."""
-        answers = self._through_coordinator(step, lambda parts: [combine(parts)], discard_if_combine_fails)
-        if self.plane is None:
-            return answers[0].data
-        outcome = self.plane.broadcast(_encode(answers[0]) if self.is_coordinator else None, 0)
-        return _received(_decode(outcome))
+        own, error = self._run(step)
+        with self._heard(error):
+            answers, error = self._combined(own, error, lambda parts: [combine(parts)], discard_if_combine_fails)
+            if self.plane is None:
+                return self._received(answers[0], error)
+            data = self.plane.broadcast(_encode(answers[0]) if self.is_coordinator else None, 0)
+        return self._received(_decode(data), error)
 
     def reduce_scatter(self, step: Callable[[], bytes], combine: Callable[[list[bytes]], list[bytes]]) -> bytes:
         """Run `step` on every rank, `combine` on the coordinator with all results; each rank gets its part."""
-        answers = self._through_coordinator(step, combine, lambda: True)
-        if self.plane is None:
-            return answers[0].data
-        parts = [_encode(answer) for answer in answers] if self.is_coordinator else None
-        return _received(_decode(self.plane.scatter(parts, 0)))
+        own, error = self._run(step)
+        with self._heard(error):
+            answers, error = self._combined(own, error, combine, lambda: True)
+            if self.plane is None:
+                return self._received(answers[0], error)
+            parts = [_encode(answer) for answer in answers] if self.is_coordinator else None
+            data = self.plane.scatter(parts, 0)
+        return self._received(_decode(data), error)
 
-    def _through_coordinator(
+    def together(self, step: Callable[[], object]) -> None:
+        """Run `step` on every rank, and return when all are done."""
+
+        def run() -> bytes:
+            step()
+            return b""
+
+        self.reduce(run, lambda parts: b"")
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What goes wrong inside, between the steps, is told to the others, who would wait for this rank."""
+        try:
+            yield
+        except StepFailed:
+            raise
+        except BaseException as error:
+            if self.plane is not None:
+                self.plane.abandon(f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+            self._fail([failure_of(error, self.global_rank)], error, discard=False)
+
+    # -------------------------------------------------------------- one step
+
+    def _run(self, step: Callable[[], bytes]) -> tuple[_Message, BaseException | None]:
+        """What a step gave on this rank; or that it failed, with interrupts, since the others wait for this rank."""
+        try:
+            return _Message(step(), []), None
+        except BaseException as error:  # noqa: B036  # `_received` raises it again
+            return _Message(b"", [failure_of(error, self.global_rank)]), error
+
+    def _combined(
         self,
-        step: Callable[[], bytes],
+        own: _Message,
+        error: BaseException | None,
         combine: Callable[[list[bytes]], list[bytes]],
         discard_if_combine_fails: Callable[[], bool],
-    ) -> list[_Message]:
-        """On the coordinator: a message for each rank (or one for all); on the others nothing."""
-        own, error = _run(self.rank, step)
-        if self.plane is None:
-            messages = [own]
-        else:
+    ) -> tuple[list[_Message], BaseException | None]:
+        """On the coordinator: a message for each rank (or one for all); on the others none.  And this rank's error."""
+        messages = [own]
+        if self.plane is not None:
             gathered = self.plane.gather(_encode(own), 0)
-            if not self.is_coordinator:
-                return []
-            messages = [_decode(data) for data in gathered or []]
+            if gathered is None:
+                return [], error
+            messages = [_decode(data) for data in gathered]
         failures = [failure for message in messages for failure in message.failures]
-        discard = True
-        answers: list[bytes] = []
-        if not failures:
-            try:
-                answers = combine([message.data for message in messages])
-            except Exception as caught:
-                error = caught
-                failures = [_failure(self.rank, caught)]
-                discard = discard_if_combine_fails()
         if failures:
-            if self.plane is None:
-                _fail(failures, error, discard)
-            return [_Message(b"", failures, discard)] * len(self.ranks)
-        return [_Message(answer, []) for answer in answers]
+            return [_Message(b"", failures)] * len(self.ranks), error
+        try:
+            return [_Message(answer, []) for answer in combine([message.data for message in messages])], None
+        except BaseException as caught:  # noqa: B036  # `_received` raises it again
+            failures = [failure_of(caught, self.global_rank)]
+            return [_Message(b"", failures, discard_if_combine_fails())] * len(self.ranks), caught
 
+    def _received(self, message: _Message, error: BaseException | None) -> bytes:
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if message.failures:
+            self._fail(message.failures, error, message.discard)
+        return message.data
 
-def _run(rank: int, step: Callable[[], bytes]) -> tuple[_Message, BaseException | None]:
-    try:
-        return _Message(step(), []), None
-    except Exception as error:
-        return _Message(b"", [_failure(rank, error)]), error
+    @contextmanager
+    def _heard(self, own: BaseException | None) -> Iterator[None]:
+        """Errors of the communication itself, as failures of the ranks that are to blame."""
+        try:
+            yield
+        except CommError as error:
+            if own is not None and not isinstance(own, Exception):
+                raise own from error
+            failures = failures_of(error, self.ranks)
+            if own is not None and all(failure.rank != self.global_rank for failure in failures):
+                failures.append(failure_of(own, self.global_rank))
+            self._fail(failures, error, discard=False, why=str(error))
 
-
-def _failure(rank: int, error: BaseException) -> Failure:
-    return Failure(rank, type(error).__name__, str(error) or repr(error))
-
-
-def _received(message: _Message) -> bytes:
-    if message.failures:
-        _fail(message.failures, None, message.discard)
-    return message.data
-
-
-def _fail(failures: list[Failure], cause: BaseException | None, discard: bool) -> NoReturn:
-    """Raise the error that all ranks raise: of the failures' own type where they agree on one of ours."""
-    kinds = {failure.kind for failure in failures}
-    known = getattr(errors, next(iter(kinds)), None) if len(kinds) == 1 else None
-    kind = known if isinstance(known, type) and issubclass(known, CheckpointError) else CheckpointError
-    messages = {failure.message for failure in failures}
-    if len(messages) == 1 and kind is not CheckpointError:
-        text = f"rank {', '.join(str(failure.rank) for failure in failures)}: {messages.pop()}"
-    else:
-        text = "\n  ".join(f"rank {failure.rank}: {failure.kind}: {failure.message}" for failure in failures)
-        text = f"failed on {len(failures)} rank{'s' if len(failures) > 1 else ''}:\n  {text}"
-    error = kind(text)
-    error.failures = tuple((failure.rank, failure.kind, failure.message) for failure in failures)
-    error.__cause__ = cause
-    raise StepFailed(error, discard)
+    def _fail(self, failures: list[Failure], cause: BaseException | None, discard: bool, why: str = "") -> NoReturn:
+        raise StepFailed(exception_of(failures, self.doing, cause, why), discard)
 
 
 def find_place(
     process_group: Any = None,
     *,
+    doing: str = "a checkpoint",
     no_dist: bool = False,
     alone: bool = False,
     timeout: timedelta | None = None,
@@ -171,16 +176,25 @@ def find_place(
     """This process's place in a process group (the default one, or none at all).
 
     With `alone` it will not talk to the others, and this call does not either.  Otherwise the first call for a group
-    is collective.
+    is collective, and so is the first after connections broke.  Raises the `CheckpointException` for what went wrong.
     """
     if no_dist or not (dist.is_available() and dist.is_initialized()):
-        return Place(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None)
+        return Place(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None, doing)
     group = process_group if process_group is not None else dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(group))
     rank = dist.get_rank(group)
     if rank < 0:
         raise CheckpointError(f"rank {dist.get_rank()} is not in the process group it was told to save or load with")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    place = Place(rank, ranks, None, doing)
     if len(ranks) == 1 or alone:
-        return Place(rank, ranks, None)
-    limit = timeout or DEFAULT_TIMEOUT
-    return Place(rank, ranks, ControlPlane.for_group(group, limit))
+        return place
+    return with_plane(place, lambda: ControlPlane.for_group(group, timeout).renewed())
+
+
+def with_plane(place: Place, connect: Callable[[], ControlPlane]) -> Place:
+    """The place with the plane that `connect` makes; its failure is told as any other."""
+    try:
+        with place._heard(None):
+            return replace(place, plane=connect())
+    except StepFailed as failed:
+        raise failed.error from failed.error.__cause__

@@ -1,15 +1,18 @@
 """One load on one rank.
 
 The usual load talks to nobody: the rank reads the table of contents, plans what it needs and reads it.  Only a
-planner with a global step, or somebody else's storage, brings the ranks together.
+planner with a global step, or somebody else's storage, brings the ranks together; then an error of one rank is the
+same `CheckpointException` on all of them, and `load` returns on none before it has been carried out on all.
 """
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.checkpoint import messages
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.coordination import Place, StepFailed
 from terrazzo.checkpoint.events import operation
@@ -17,6 +20,7 @@ from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointIOError, TerrazzoError
 
 
 @dataclass(slots=True)
@@ -28,19 +32,38 @@ class LoadSession:
     place: Place
     checkpoint_id: Any
 
-    def run(self, state_dict: STATE_DICT_TYPE) -> None:
-        """Load into the state dict, in place."""
-        with operation("load", self.checkpoint_id, self.place.rank) as event:
-            if getattr(self.planner, "plans_alone", False) and getattr(self.reader, "plans_alone", False):
-                self._read(self._local_plan(state_dict))
+    @property
+    def together(self) -> bool:
+        """Whether ranks wait for each other."""
+        return not (getattr(self.planner, "plans_alone", False) and getattr(self.reader, "plans_alone", False))
+
+    def run(
+        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
+    ) -> None:
+        """Load into what `state_dict()` returns, in place, and hand it to `give_back`."""
+        with operation("load", self.checkpoint_id, self.place.global_rank) as event:
+            if not self.together:
+                with self._explained():
+                    values = state_dict()
+                    self._read(self._local_plan(values))
+                    self._finish(values, give_back)
             else:
                 try:
-                    self._load_together(state_dict)
+                    with self.place.guarded():
+                        self._load_together(state_dict, give_back)
                 except StepFailed as failed:
                     raise failed.error from failed.error.__cause__
             event.bytes = getattr(self.reader, "bytes_read", 0)
-            if isinstance(self.planner, DefaultLoadPlanner):
-                self.planner.write_back()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of files as ours, which say on which rank and of which checkpoint."""
+        try:
+            yield
+        except TerrazzoError:
+            raise
+        except (OSError, EOFError) as error:
+            raise CheckpointIOError(f"rank {self.place.global_rank}: {self.place.doing}: {error}") from error
 
     def _local_plan(self, state_dict: STATE_DICT_TYPE) -> LoadPlan:
         metadata = self.reader.read_metadata()
@@ -54,18 +77,26 @@ class LoadSession:
     def _read(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 
-    def _load_together(self, state_dict: STATE_DICT_TYPE) -> None:
+    def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+        if isinstance(self.planner, DefaultLoadPlanner):
+            self.planner.write_back()
+        give_back(values)
+
+    def _load_together(
+        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]
+    ) -> None:
+        values: STATE_DICT_TYPE = {}
+
         def plan() -> bytes:
-            return pickle.dumps(self._local_plan(state_dict))
+            nonlocal values
+            values = state_dict()
+            return messages.encode(self._local_plan(values))
 
         def combine(parts: list[bytes]) -> list[bytes]:
-            plans = self.planner.create_global_plan([pickle.loads(part) for part in parts])
-            return [pickle.dumps(part) for part in self.reader.prepare_global_plan(plans)]
+            plans = self.planner.create_global_plan([messages.decode(part, LoadPlan) for part in parts])
+            return [messages.encode(part) for part in self.reader.prepare_global_plan(plans)]
 
-        central = pickle.loads(self.place.reduce_scatter(plan, combine))
-
-        def read() -> bytes:
-            self._read(central)
-            return b""
-
-        self.place.all_gather(read)
+        central = messages.decode(self.place.reduce_scatter(plan, combine), LoadPlan)
+        # Nothing is handed to objects of the caller before every rank has read.
+        self.place.together(lambda: self._read(central))
+        self.place.together(lambda: self._finish(values, give_back))

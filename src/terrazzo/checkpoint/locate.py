@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
+from terrazzo.checkpoint.names import named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
 from terrazzo.checkpoint.stores import Store, is_url, store_at
-from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
 def find_writer(
@@ -51,9 +52,21 @@ def find_reader(
     if reader is None:
         if checkpoint_id is None:
             raise CheckpointError("nothing says where to load from: pass checkpoint_id or storage_reader")
+        checkpoint_id = checkpoint_at(checkpoint_id)
         reader = reader_for(checkpoint_id)
     reader.reset(checkpoint_id)
     return reader
+
+
+def checkpoint_at(checkpoint_id: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The checkpoint at a path: of a run's folder, the one that its `latest` names."""
+    if is_url(checkpoint_id) or (Path(checkpoint_id) / MANIFEST).exists():
+        return checkpoint_id
+    try:
+        named = named_by_latest(Path(checkpoint_id)) if Path(checkpoint_id).is_dir() else []
+    except CheckpointFormatError:  # a file of this name that means something else
+        return checkpoint_id
+    return next((folder for folder in named if (folder / MANIFEST).exists()), checkpoint_id)
 
 
 def reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
@@ -66,7 +79,7 @@ def reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
                 f"are read from file systems"
             )
         return reader
-    path = Path(checkpoint_id)
+    path = Path(checkpoint_at(checkpoint_id))
     if (path / MANIFEST).exists():
         return FileSystemReader(path)
     foreign = _foreign_reader(path)
@@ -74,6 +87,7 @@ def reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
         return foreign
     if not path.exists():
         raise CheckpointNotFoundError(f"there is nothing at {path}")
+    named_by_latest(path)  # which says what is wrong with it
     raise CheckpointNotFoundError(
         f"there is no committed checkpoint at {path}: neither a {MANIFEST} nor a file of another format that is known"
     )

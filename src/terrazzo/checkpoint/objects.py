@@ -47,6 +47,12 @@ NUMPY_ARRAY: Final = 20
 NUMPY_SCALAR: Final = 21
 PICKLE: Final = 127
 
+# What a tensor in a value was.
+_PLAIN_TENSOR: Final = False
+_PARAMETER: Final = True
+_FROZEN: Final = 2  # a parameter that requires no gradient
+_REQUIRES_GRAD: Final = 3  # a tensor that requires one
+
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
 # What building a value from bytes that do not describe one may raise.  SyntaxError: NumPy, of texts that are no dtype;
@@ -197,17 +203,21 @@ def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...]) -> 
 
 def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     local = tensor.detach().cpu().contiguous()
-    return [dtype_name(local.dtype), list(local.shape), bytes(bytes_of(local)), isinstance(tensor, torch.nn.Parameter)]
+    kind = (_FROZEN, _PARAMETER) if isinstance(tensor, torch.nn.Parameter) else (_PLAIN_TENSOR, _REQUIRES_GRAD)
+    return [dtype_name(local.dtype), list(local.shape), bytes(bytes_of(local)), kind[tensor.requires_grad]]
 
 
 def _tensor_from_parts(parts: list[Any]) -> torch.Tensor:
-    name, shape, data, is_parameter = parts
+    name, shape, data, kind = parts
     dtype = dtype_from_name(name)
     if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"a stored tensor of shape {shape} has {len(data)} bytes")
     tensor = torch.empty(shape, dtype=dtype)
     bytes_of(tensor)[:] = data
-    return torch.nn.Parameter(tensor, tensor.is_floating_point()) if is_parameter else tensor
+    if kind in (_PARAMETER, _FROZEN):
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        return torch.nn.Parameter(tensor, kind is _PARAMETER and differentiable)
+    return tensor.requires_grad_(kind == _REQUIRES_GRAD)
 
 
 def _array_from_parts(parts: list[Any]) -> np.ndarray[Any, Any]:

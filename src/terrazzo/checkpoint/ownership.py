@@ -2,28 +2,30 @@
 
 Each rank has *claims*: chunks that it could write.  For a distributed tensor the layout says which ranks hold
 the same chunk.  A plain tensor or an object says nothing; usually all ranks have the same ones (DDP), but not
-always (pipeline stages).  So ranks exchange, in one small message, a digest per group of holders:
+always (pipeline stages).  So each rank tells the coordinator, in one small message, a digest per group of holders:
 
     all digests of a group agree        each member computes the same assignment by itself
-    some differ                         a second message carries a number per claim, which shows who holds what
+    some differ                         a second message carries a number per claim of that group, and the
+                                        coordinator answers who holds what
 
 The digest of claims without a layout covers their values too: a random state or a position in the data that
-differs between ranks is found before anything is written, and is an error that names it.
+differs between ranks is found before anything is written, and is an error that names it.  For values that commonly
+differ (`Claim.lenient`) the lowest rank's is kept instead, and that is said.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.errors import DivergentValueError
+from terrazzo.errors import DivergentValueError, DivergentValueWarning
 
-Exchange = Callable[[bytes], list[bytes]]
 _NAMED = 10
 
 
@@ -32,7 +34,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     `identity` is the same on all ranks that could write the same thing.  `holders` are their group ranks, in
     order, or None where only an exchange can tell; then `content` stands for the value (None: it need not be
-    equal).  With `lowest`, the lowest holder's value is the right one.
+    equal).  With `lowest`, the lowest holder's value is the right one; with `lenient`, it is if they differ.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Claim(msgspec.Struct, frozen=True):
     holders: tuple[int, ...] | None
     content: int | None = None
     lowest: bool = False
+    lenient: bool = False
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
@@ -91,57 +94,116 @@ class Negotiation:
         """What to tell the other ranks."""
         return [group.note(self._world) for group in self._groups.values()]
 
-    def settle(self, notes: Sequence[list[Note]], exchange: Exchange) -> list[tuple[int, ...]]:
-        """The holders of each claim, in order of claims.  Collective: all ranks call it with the same notes.
+    def numbers(self, unsure: Sequence[int]) -> bytes:
+        """For the coordinator: the claims of groups of which not all members say the same."""
+        claims = self._claims_of(unsure)
+        return np.array([(c.identity, c.content or 0) for c in claims], dtype="<u8").tobytes()
 
-        Raises `DivergentValueError`, on every rank that holds one, for values that are not equal.
+    def settled(self, unsure: Sequence[int] = (), answer: bytes = b"") -> list[tuple[int, ...]]:
+        """The holders of each claim, in order of claims; with the coordinator's answer to `numbers`, if it was asked.
+
+        Raises `DivergentValueError`, on every rank that holds one, for values that are not equal and have to be.
         """
-        if _all_agree(notes):
-            everyone = tuple(range(self._world))
-            return [everyone if claim.holders is None else claim.holders for claim in self.claims]
-        unsure = [claim for group in self._groups.values() for claim in group.claims]
-        numbers = np.array([(c.identity, c.content or 0) for c in unsure], dtype="<u8").reshape(-1, 2)
-        replies = [np.frombuffer(data, "<u8").reshape(-1, 2) for data in exchange(numbers.tobytes())]
-        found, divergent = _holders_by_number(numbers, replies)
-        if divergent.any():
-            raise _divergence([c.name for c, bad in zip(unsure, divergent.tolist(), strict=True) if bad])
-        holders = {claim.identity: ranks for claim, ranks in zip(unsure, found, strict=True)}
-        return [holders.get(claim.identity, (self._rank,)) for claim in self.claims]
+        everyone = tuple(range(self._world))
+        holders = {}
+        if unsure:
+            claims = self._claims_of(unsure)
+            found = msgspec.msgpack.decode(answer, type=_Answer)
+            divergent = [c for c, bad in zip(claims, found.divergent, strict=True) if bad]
+            refused = [claim.name for claim in divergent if not claim.lenient]
+            if refused:
+                raise _divergence(refused)
+            _tell([claim.name for claim in divergent])
+            holders = {c.identity: found.sets[number] for c, number in zip(claims, found.numbers, strict=True)}
+            holders |= {claim.identity: holders[claim.identity][:1] for claim in divergent}
+        return [
+            holders[claim.identity]
+            if claim.identity in holders and claim.holders != (self._rank,)
+            else (everyone if claim.holders is None else claim.holders)
+            for claim in self.claims
+        ]
+
+    def _claims_of(self, unsure: Sequence[int]) -> list[Claim]:
+        return [c for holders, group in self._groups.items() if _group_id(holders) in unsure for c in group.claims]
 
 
-def _all_agree(notes: Sequence[list[Note]]) -> bool:
-    """Whether every group's members all sent the same note."""
+class _Answer(msgspec.Struct, array_like=True, frozen=True):
+    """Who holds the claims of a rank: for each the number of a set of ranks, and whether their values differ."""
+
+    sets: list[tuple[int, ...]]
+    numbers: list[int]
+    divergent: list[bool]
+
+
+def groups_unsure(notes: Sequence[list[Note]]) -> list[int]:
+    """The groups of which not all members sent the same note."""
     seen: dict[int, tuple[Note, int]] = {}
+    unsure = set()
     for of_rank in notes:
         for note in of_rank:
             first, count = seen.get(note.group, (note, 0))
             if note != first:
-                return False
+                unsure.add(note.group)
             seen[note.group] = (first, count + 1)
-    return all(count == note.members for note, count in seen.values())
+    unsure |= {group for group, (note, count) in seen.items() if count != note.members}
+    return sorted(unsure)
 
 
-def _holders_by_number(own: np.ndarray, replies: Sequence[np.ndarray]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """For each of this rank's claims, the ranks that sent the same identity, and whether one sent another content."""
-    held = np.zeros((len(own), len(replies)), dtype=bool)
-    divergent = np.zeros(len(own), dtype=bool)
-    for rank, reply in enumerate(replies):
-        order = np.argsort(reply[:, 0])
-        position = np.minimum(np.searchsorted(reply[order, 0], own[:, 0]), max(len(reply) - 1, 0))
-        if len(reply):
-            match = reply[order][position]
-            held[:, rank] = match[:, 0] == own[:, 0]
-            divergent |= held[:, rank] & (match[:, 1] != own[:, 1])
-    return [tuple(np.nonzero(row)[0].tolist()) for row in held], divergent
+def answers(numbers: Sequence[bytes]) -> list[bytes]:
+    """On the coordinator: for each rank, who holds what it sent the numbers of."""
+    tables = [np.frombuffer(data, "<u8").reshape(-1, 2) for data in numbers]
+    ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    rows = np.concatenate(tables)
+    identities, which = np.unique(rows[:, 0], return_inverse=True)
+    order = np.lexsort((ranks, which))
+    bounds = np.searchsorted(which[order], np.arange(len(identities) + 1))
+    sets: dict[tuple[int, ...], int] = {}
+    of_identity, divergent = [], []
+    for first, last in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+        members = order[first:last]
+        of_identity.append(sets.setdefault(tuple(ranks[members].tolist()), len(sets)))
+        divergent.append(bool((rows[members, 1] != rows[members[0], 1]).any()))
+    listed = list(sets)
+    replies = []
+    start = 0
+    for table in tables:
+        own = which[start : start + len(table)].tolist()
+        start += len(table)
+        used = {number: place for place, number in enumerate(dict.fromkeys(of_identity[i] for i in own))}
+        answer = _Answer([listed[n] for n in used], [used[of_identity[i]] for i in own], [divergent[i] for i in own])
+        replies.append(msgspec.msgpack.encode(answer))
+    return replies
+
+
+_told: set[str] = set()
+
+
+def _tell(names: Sequence[str]) -> None:
+    """Say once of each name that ranks have different values of it, and which one is kept."""
+    new = [name for name in names if name not in _told]
+    if not new:
+        return
+    _told.update(new)
+    warnings.warn(
+        f"ranks hold different values of {_listed(new)}: the lowest rank's is saved.  Wrap values that are each rank's "
+        f"own in terrazzo.checkpoint.PerRank, or name them in DefaultSavePlanner(per_rank=...); name them in "
+        f"DefaultSavePlanner(lowest_rank_wins=...) if this is what you want, and nothing will be said",
+        DivergentValueWarning,
+        stacklevel=2,
+    )
 
 
 def _divergence(names: list[str]) -> DivergentValueError:
-    shown = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     return DivergentValueError(
-        f"ranks hold different values of {shown}. A checkpoint has one value per name: wrap values that are each "
-        f"rank's own in terrazzo.checkpoint.PerRank (or name them in DefaultSavePlanner(per_rank=...)), or name "
+        f"ranks hold different values of {_listed(names)}. A checkpoint has one value per name: wrap values that are "
+        f"each rank's own in terrazzo.checkpoint.PerRank (or name them in DefaultSavePlanner(per_rank=...)), or name "
         f"those of which the lowest rank's is right in DefaultSavePlanner(lowest_rank_wins=...)"
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
 
 
 class Share(msgspec.Struct, frozen=True):

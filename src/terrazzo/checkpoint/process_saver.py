@@ -14,15 +14,19 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from terrazzo.checkpoint.coordination import Place
+from terrazzo.checkpoint.coordination import Place, with_plane
+from terrazzo.checkpoint.failures import Failure
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.save_session import SaveSession
 from terrazzo.checkpoint.staging import HostMemory, carve, layout_of, put_together, take_apart
+from terrazzo.checkpoint.stores import Store
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointError
 
 Specs = list[tuple[torch.Size, torch.dtype]]
@@ -34,7 +38,7 @@ class Parcel:
 
     skeleton: STATE_DICT_TYPE = field(default_factory=dict)
     specs: Specs = field(default_factory=list)
-    error: str | None = None
+    error: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,20 @@ class _Order:
     planner: Any
     writer: Any
     checkpoint_id: Any
+    doing: str
+    limit: timedelta | None
+    store: Store | None
+    base: str | os.PathLike[str] | Store | None
     parcel: Parcel
-    buffer: torch.Tensor | None  # new shared memory; None: the same as last time
+    new_buffer: bool  # shared memory follows; if not, it is the same as last time
+
+
+class _Meeting(msgspec.Struct, array_like=True, frozen=True):
+    """Where the processes find each other: a store that the first rank's process hosts."""
+
+    host: str
+    port: int
+    loopback: bool  # all ranks are on one host, and nothing has to listen to others
 
 
 class ProcessSaver:
@@ -55,26 +71,38 @@ class ProcessSaver:
         self._memory = HostMemory(shared=True)
         self._sent: torch.Tensor | None = None
         self._store: dist.TCPStore | None = None
-        limit = timeout or DEFAULT_TIMEOUT
-        address = self._meeting_point(place, limit)
+        self._limit = timeout
+        limit = timeout or (DEFAULT_TIMEOUT if place.plane is None else place.plane.timeout)
+        meeting = self._meeting_point(place, limit)
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, place.rank, place.ranks, address, limit)
+        arguments = (theirs, place.rank, place.ranks, meeting, limit)
         self._process = context.Process(target=_serve, args=arguments, name="terrazzo-save", daemon=True)
         self._process.start()
         theirs.close()
 
-    def _meeting_point(self, place: Place, limit: timedelta) -> tuple[str, int]:
-        """Where the processes find each other: a store that the first rank hosts."""
+    def _meeting_point(self, place: Place, limit: timedelta) -> _Meeting | None:
+        """Where the processes will find each other, which all ranks hear from the first."""
         if place.plane is None:
-            return "", 0
-        if place.is_coordinator:
-            host = _own_address()
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            place.plane.broadcast(pickle.dumps((host, self._store.port)), 0)
-            return host, self._store.port
-        host, port = pickle.loads(place.plane.broadcast(None, 0))
-        return host, port
+            return None
+
+        def host_store(hosts: list[bytes]) -> bytes:
+            loopback = len(set(hosts)) == 1 and hosts[0] != b""
+            address = "127.0.0.1" if loopback else _own_address()
+            # Bound here, because a store would bind to all interfaces.
+            listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            port = listening.getsockname()[1]
+            self._store = dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=limit,
+                master_listen_fd=listening.detach(),
+            )
+            return msgspec.msgpack.encode(_Meeting(address, port, loopback))
+
+        return msgspec.msgpack.decode(place.reduce(lambda: host_identity().encode(), host_store), type=_Meeting)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Parcel:
         """Copy the state into the shared memory."""
@@ -89,17 +117,26 @@ class ProcessSaver:
             session.planner,
             session.given_writer,
             session.checkpoint_id,
+            session.place.doing,
+            None if session.place.plane is None else session.place.plane.timeout,
+            session.store,
+            session.base,
             parcel,
-            buffer if buffer is not self._sent else None,
+            buffer is not self._sent,
         )
+        # Not `send`: it would move tensors that planner, writer and values hold to shared memory, where the caller has
+        # them.  Only the buffer is meant to go there, and is there.
+        data = pickle.dumps(order)
         try:
-            self._connection.send(order)
+            self._connection.send_bytes(data)
+            if order.new_buffer:
+                self._connection.send(buffer)
             self._sent = buffer
             outcome = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             self._process.join(1)
             raise CheckpointError(
-                f"the saving process of rank {session.place.rank} has died (exit code {self._process.exitcode})"
+                f"the saving process of rank {session.place.global_rank} has died (exit code {self._process.exitcode})"
             ) from error
         if isinstance(outcome, BaseException):
             raise outcome
@@ -140,31 +177,49 @@ def _own_address() -> str:
 
 
 def _serve(
-    connection: Connection, rank: int, ranks: tuple[int, ...], address: tuple[str, int], limit: timedelta
+    connection: Connection, rank: int, ranks: tuple[int, ...], meeting: _Meeting | None, limit: timedelta
 ) -> None:
     """The life of the process: orders until the connection is closed."""
-    if len(ranks) > 1:
-        store = dist.TCPStore(*address, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
+    failed: BaseException | None = None
+    if meeting is not None:
+        try:
+            if meeting.loopback:
+                os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
+        except Exception as error:
+            failed = CheckpointError(f"the saving processes of ranks {list(ranks)} could not find each other: {error}")
     buffer: torch.Tensor | None = None
     while True:
         try:
-            order: _Order = connection.recv()
+            order: _Order = pickle.loads(connection.recv_bytes())
+            buffer = connection.recv() if order.new_buffer else buffer
         except EOFError:
             break
-        buffer = buffer if order.buffer is None else order.buffer
-        connection.send_bytes(_outcome(order, buffer, rank, ranks, limit))
+        connection.send_bytes(_outcome(order, buffer, rank, ranks, failed))
+        if failed is not None:
+            break  # the next save begins with another process
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _outcome(order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], limit: timedelta) -> bytes:
-    """Carry out an order; the pickled metadata, or the pickled error."""
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _outcome(
+    order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], failed: BaseException | None
+) -> bytes:
+    """Carry out an order; the pickled metadata, or the pickled error.  They go through a pipe to the parent."""
     try:
-        plane = ControlPlane.for_group(timeout=limit) if len(ranks) > 1 else None
-        session = SaveSession(order.planner, order.writer, Place(rank, ranks, plane), order.checkpoint_id)
+        if failed is not None:
+            raise failed
+        place = Place(rank, ranks, None, order.doing)
+        if len(ranks) > 1:
+            place = with_plane(place, lambda: _plane_of(ranks, order.limit))
+        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store, order.base)
         return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
-    except Exception as error:
+    except BaseException as error:
         error.__traceback__ = None
         try:
             return pickle.dumps(error)
@@ -172,9 +227,15 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple
             return pickle.dumps(CheckpointError(f"{type(error).__name__}: {error}"))
 
 
+def _plane_of(ranks: tuple[int, ...], limit: timedelta | None) -> ControlPlane:
+    """The processes' own plane.  Their ranks among themselves stand for those of the processes that train."""
+    plane = ControlPlane.for_group(timeout=limit).renewed()
+    return plane.speaking_of(ranks)
+
+
 def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:
     if parcel.error is not None:
-        raise CheckpointError(parcel.error)
+        raise parcel.error.exception()
     if buffer is None:
         return parcel.skeleton
     positions, _ = layout_of(parcel.specs)

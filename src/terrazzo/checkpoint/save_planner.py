@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
-from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo.checkpoint.digest import digest_of_tensor
-from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.metadata import (
@@ -32,16 +31,19 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.objects import ObjectBytes, encode
-from terrazzo.checkpoint.ownership import Claim, Exchange, Negotiation, Note, assign
+from terrazzo.checkpoint.ownership import Claim, Negotiation, assign
 from terrazzo.checkpoint.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.sharded import Holders, Viewer, is_sharded, local_chunks
+from terrazzo.checkpoint.sharded import Holders, Viewer, check_storable, is_sharded, local_chunks
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_span
 
 # Replicated tensors from this size on are written in parts by all their holders.
 SPLIT_FROM: Final = 16 << 20
+# Ranks see different data, so their running statistics differ; PyTorch's DDP keeps those of rank 0.
+_STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_SCALARS: Final = frozenset({bool, int, float, complex, str})
 
 
 class _Holding(msgspec.Struct, frozen=True, eq=False):
@@ -62,9 +64,10 @@ class DefaultSavePlanner(SavePlanner):
     sharded tensors are always seen through, replicated tensors are never written twice.
 
     `per_rank` names (shell-style patterns) values that each rank has its own of;  `lowest_rank_wins` names
-    replicated values that may differ, of which the lowest rank's is kept (statistics of batch norm under DDP);
-    values of all other names must be equal on all ranks that hold them.  `allow_pickle` stores values that have
-    no typed form as pickles.
+    replicated values that may differ, of which the lowest rank's is kept.  That is also done, with one
+    `DivergentValueWarning`, for the running statistics of batch norm and for plain scalars (`loss.item()`), which
+    commonly differ; values of all other names must be equal on all ranks that hold them, or `DivergentValueError` is
+    raised.  `allow_pickle` stores values that have no typed form as pickles.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=mappings or None)
 
     def _tensor_items(self, name: str, value: Any, viewer: Viewer, own: bool) -> list[WriteItem]:
-        _check_storable(value)
+        check_storable(value)
         view = local_chunks(name, value, viewer.view)
         holders = (self.rank,) if own else self._in_group(view.holders)
         chunks = view.chunks
@@ -222,16 +225,14 @@ class DefaultSavePlanner(SavePlanner):
         if holding is None:  # an item that a subclass has made
             return Claim(name, identity, nbytes, None)
         lowest = bool(self._lowest_rank_wins) and matches_any(name, self._lowest_rank_wins)
-        content = None
+        content, lenient = None, False
         if holding.holders is None and not lowest and len(self.ranks) > 1:
             content = _digest_of(holding.value)
-        return Claim(name, identity, nbytes, holding.holders, content, lowest)
+            lenient = _is_lenient(name, holding.value)
+        return Claim(name, identity, nbytes, holding.holders, content, lowest, lenient)
 
-    def share_plan(
-        self, plan: SavePlan, negotiation: Negotiation, notes: Sequence[list[Note]], exchange: Exchange
-    ) -> SavePlan:
-        """This rank's part of the global plan, worked out here from the notes of all ranks."""
-        holders = negotiation.settle(notes, exchange)
+    def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
+        """This rank's part of the global plan, worked out here from who holds what."""
         shares = assign(
             negotiation.claims,
             holders,
@@ -306,19 +307,11 @@ class DefaultSavePlanner(SavePlanner):
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
 
 
-def _check_storable(value: Any) -> None:
-    """Raise for tensors that have no bytes of the usual kind."""
-    dtype_name(value.dtype)
-    if is_sharded(value):
-        return
-    if value.layout is not torch.strided:
-        raise UnsupportedValueError(
-            f"a tensor of layout {value.layout} cannot be stored; store its parts or make it dense"
-        )
-    if value.device.type == "meta":
-        raise UnsupportedValueError("a tensor on the meta device has no values to store")
-    if has_inner_tensors(value):
-        raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
+def _is_lenient(name: str, value: Any) -> bool:
+    """Whether a value is of a kind that commonly differs between ranks without harm: one of them will do."""
+    if isinstance(value, ObjectBytes):
+        return value.value is None or type(value.value) in _SCALARS or isinstance(value.value, np.generic)
+    return name.rpartition(".")[2] in _STATISTICS
 
 
 def _digest_of(value: Any) -> int:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
 
+from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo.checkpoint import interop
+from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -140,6 +142,32 @@ def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -
     if is_sharded(value):
         return view(name, value)
     return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), _detached(value)),), None)
+
+
+def check_storable(value: Any) -> None:
+    """Raise for tensors that have no bytes of the usual kind."""
+    dtype_name(value.dtype)
+    if is_sharded(value):
+        return
+    if value.layout is not torch.strided:
+        raise UnsupportedValueError(
+            f"a tensor of layout {value.layout} cannot be stored; store its parts or make it dense"
+        )
+    if value.device.type == "meta":
+        raise UnsupportedValueError("a tensor on the meta device has no values to store")
+    if type(value) not in _OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
+        raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
+
+
+_OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has its elements in memory of its own: a wrapper has none."""
+    try:
+        return value.untyped_storage().data_ptr() != 0 or value.numel() == 0
+    except RuntimeError:
+        return False
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ share one buffer, which is kept for the next time: nothing is allocated, and hos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.objects import encode
 from terrazzo.checkpoint.per_rank import PerRank
-from terrazzo.checkpoint.sharded import Holders, Viewer, is_sharded
+from terrazzo.checkpoint.sharded import Holders, Viewer, check_storable, is_sharded
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -28,9 +30,16 @@ _ALIGNMENT: Final = 64
 class AsyncStager(Protocol):
     """How `async_save` takes its copy.
 
-    `async_save` calls `stage`, starts the save of what it returned in the background and then, if
-    `should_synchronize_after_execute`, calls `synchronize_staging` before it returns.  A stager that copies
-    asynchronously sets that to False, and its user calls `synchronize_staging` before changing the state.
+    `async_save` calls `stage`.  If `should_synchronize_after_execute`, it calls `synchronize_staging` before it
+    returns, and the state may be changed then.  A stager that copies asynchronously sets that to False: then the
+    background calls `synchronize_staging` before it reads the copy, and the user calls it before changing the state.
+    So nothing is written before the copy is complete.  `stage` may also return a future of the copy.
+
+    A stager may keep its memory and be used for several groups or writers: `async_save` does not call `stage` again
+    before the save of the last copy is done.
+
+    What `save` refuses to store (sparse tensors, wrappers of other tensors) a stager refuses as well: a copy in plain
+    memory would not be the tensor any more.
     """
 
     @property
@@ -45,6 +54,48 @@ class AsyncStager(Protocol):
     def synchronize_staging(self) -> None:
         """Wait until the copy is complete."""
         ...
+
+
+class Staging:
+    """One copy on its way from a stager to the background."""
+
+    def __init__(self, stager: AsyncStager | None, state_dict: STATE_DICT_TYPE) -> None:
+        self._stager = stager
+        self._complete = stager is None
+        self._staged: Any = state_dict
+        if stager is not None:
+            _, last = _in_use.pop(id(stager), (None, None))
+            if last is not None:
+                last.exception()  # whose memory the stager may use again
+            self._staged = stager.stage(state_dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `async_save` returns when the copy is complete."""
+        return self._stager is None or self._stager.should_synchronize_after_execute
+
+    def wait(self) -> None:
+        """Return when the copy is complete."""
+        if self._stager is not None and not self._complete:
+            self._stager.synchronize_staging()
+            self._complete = True
+
+    def result(self) -> STATE_DICT_TYPE:
+        """The copy, complete."""
+        self.wait()
+        if isinstance(self._staged, Future):
+            self._staged = self._staged.result()
+        staged: STATE_DICT_TYPE = self._staged
+        return staged
+
+    def in_use_until(self, saved: Future[Any]) -> None:
+        """The copy is read until the save is done."""
+        if self._stager is not None:
+            _in_use[id(self._stager)] = (self._stager, saved)
+
+
+# By identity: the stager, and the save that reads its last copy.
+_in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
 
 
 @dataclass(slots=True)
@@ -131,9 +182,10 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
             shards = tuple(keep(shard) for _, shard in view.chunks)
             return StagedTensor(view.size, view.dtype, boxes, shards, view.holders)
         if isinstance(value, torch.Tensor):
+            _explained(path, partial(check_storable, value))
             return keep(value.detach())
         if type_check:
-            _check_type(path, value)
+            _explained(path, partial(encode, value))
         return deepcopy(value)
 
     with torch.no_grad():
@@ -169,9 +221,9 @@ def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], An
     return leaf(path, value)
 
 
-def _check_type(path: tuple[Any, ...], value: Any) -> None:
+def _explained(path: tuple[Any, ...], check: Callable[[], object]) -> None:
     try:
-        encode(value)
+        check()
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{'.'.join(map(str, path))}: {error}") from error
 

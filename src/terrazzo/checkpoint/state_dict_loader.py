@@ -32,8 +32,13 @@ def load(
     """Load a checkpoint into a state dict, in place.
 
     Tensors are filled where they are, whatever their device, placements and world size; each rank reads only
-    the bytes that it needs, and ranks do not wait for each other.  Other values are replaced in the state dict.
-    A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`.
+    the bytes that it needs.  Other values are replaced in the state dict.
+    A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
+    asked in the order of their keys, so they may communicate.
+
+    Ranks do not wait for each other, and an error stays on the rank that has it.  Only a planner with a global step of
+    its own (`create_global_plan`) or a storage reader that is not terrazzo's (one without `plans_alone`) brings the
+    ranks together: then `load` is collective, and an error of one rank is the same `CheckpointException` on all.
 
     Unlike PyTorch's, ranks may pass different keys; a key that the checkpoint lacks is an error on the rank
     that asked; and all keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`
@@ -46,7 +51,8 @@ def load(
         planner: What goes where, if not one to one; `DefaultLoadPlanner(allow_partial_load=True)` and the like.
         process_group: The ranks that load together, if planner or storage bring ranks together; default: all.
         no_dist: Load in this process alone.
-        timeout: How long to wait for other ranks, where they are waited for.
+        timeout: How long to wait for other ranks, where they are waited for; default: as long as the process group's
+            own collectives do.
         store: Where the checkpoint is, instead of `checkpoint_id`: a store with settings of its own.
 
     >>> import tempfile, torch
@@ -58,14 +64,14 @@ def load(
     >>> state
     {'w': tensor([0., 1., 2.]), 'step': 7}
     """
+    planner = planner if planner is not None else DefaultLoadPlanner()
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
-    planner = planner if planner is not None else DefaultLoadPlanner()
-    together = not (getattr(planner, "plans_alone", False) and getattr(reader, "plans_alone", False))
-    place = find_place(process_group, no_dist=no_dist, alone=not together, timeout=timeout)
-    values = resolve_stateful(state_dict)
-    LoadSession(planner, reader, place, place_id).run(values)
-    give_back_state(state_dict, values)
+    place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
+    session = LoadSession(planner, reader, place, place_id)
+    if session.together:
+        session.place = find_place(process_group, doing=place.doing, no_dist=no_dist, timeout=timeout)
+    session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))
 
 
 def load_state_dict(

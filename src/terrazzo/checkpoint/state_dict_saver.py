@@ -6,21 +6,21 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from terrazzo.checkpoint.background import Background, background_of
-from terrazzo.checkpoint.coordination import find_place
+from terrazzo.checkpoint.coordination import find_place, with_plane
 from terrazzo.checkpoint.events import operation
+from terrazzo.checkpoint.failures import failure_of
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.process_saver import Parcel, ProcessSaver
 from terrazzo.checkpoint.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.save_session import SaveSession
-from terrazzo.checkpoint.staging import AsyncStager
+from terrazzo.checkpoint.staging import AsyncStager, Staging
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Store
@@ -51,20 +51,21 @@ def save(
     `Stateful` objects their `state_dict()` is saved.  Without a process group the state of this process is saved.
 
     The checkpoint becomes valid in one atomic act after everything is durable.  A checkpoint that was there
-    before is valid until then.  If any rank fails, every rank raises the same error, and what was there before
-    is still there.
+    before is valid until then.  If any rank fails, dies or does not come in time, every rank raises the same
+    `CheckpointException`, which names it, and what was there before is still there.
 
     Args:
-        state_dict:  What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
+        state_dict: What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
             and plain values.
-        checkpoint_id:  Where to: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
-        storage_writer:  How to write, if not in terrazzo's own format.
-        planner:  What to write, if not the state dict as it is.
-        process_group:  The ranks that save together; default: all.
-        no_dist:  Save the state of this process alone.
-        timeout:  How long a rank waits for the slowest one at each step; default: 30 minutes.
-        store:  Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
-        base:  Another checkpoint, or the one that is there.  Tensors that have not changed since are not written again:
+        checkpoint_id: Where to: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
+        storage_writer: How to write, if not in terrazzo's own format.
+        planner: What to write, if not the state dict as it is.
+        process_group: The ranks that save together; default: all.
+        no_dist: Save the state of this process alone.
+        timeout: How long a rank waits for the slowest one at each step; default: as long as the process group's own
+            collectives do.
+        store: Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
+        base: Another checkpoint, or the one that is there.  Tensors that have not changed since are not written again:
             the new one shares their files.  The base may be removed afterwards.
 
     Returns:
@@ -75,10 +76,12 @@ def save(
     >>> list(metadata.state_dict_metadata)
     ['model.w', 'step']
     """
-    place = find_place(process_group, no_dist=no_dist, timeout=timeout)
-    background_of(process_group, no_dist).raise_earlier_error(place)
+    place = find_place(
+        process_group, doing=_doing(checkpoint_id, storage_writer, store), no_dist=no_dist, timeout=timeout
+    )
+    earlier = background_of(process_group, no_dist).earlier_error()
     session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
-    return session.run(lambda: resolve_stateful(state_dict))
+    return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
 def async_save(
@@ -101,15 +104,15 @@ def async_save(
     `result()`; if nobody asks there, by the next save.  Host memory for one copy of the state is kept for the
     next call.
 
+    What `save` refuses to store is refused here too, at once.
+
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base:
-            As for `save`.
-        async_checkpointer_type:  A thread is lighter; a process never competes with training for the
-            interpreter.  For a
-            process, planner and writer have to be picklable.
-        async_stager:  How to copy the state; default: the writer, if it is an `AsyncStager` (a
-            `FileSystemWriter` is one),
-            else a `BlockingAsyncStager` that keeps its memory.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base: As for
+            `save`.
+        async_checkpointer_type: A thread is lighter; a process never competes with training for the interpreter.  For
+            a process, planner and writer have to be picklable.
+        async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
+            `FileSystemWriter` is one), else a `BlockingAsyncStager` that keeps its memory.
 
     Returns:
         A future that holds what `save` returns.
@@ -119,31 +122,46 @@ def async_save(
     >>> list(future.result().state_dict_metadata)
     ['w']
     """
-    place = find_place(process_group, no_dist=no_dist, timeout=timeout)
-    background = background_of(process_group, no_dist)
-    background.raise_earlier_error(place)
+    doing = _doing(checkpoint_id, storage_writer, store)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
-    if place.plane is not None and not in_process:
-        place = replace(place, plane=background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
-    stager = async_stager or _stager_of(storage_writer, background, in_process)
+    # On a thread, the background has connections of its own; the process makes its own.
+    place = find_place(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
+    background = background_of(process_group, no_dist)
+    earlier = background.earlier_error()
     process = background.process(place, timeout) if in_process else None
+    if process is None and len(place.ranks) > 1:
+        place = with_plane(place, lambda: background.plane(process_group, timeout))
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
     try:
-        with operation("stage", checkpoint_id, place.rank):
-            staged = resolve_stateful(state_dict)
-            if stager is not None:
-                staged = stager.stage(staged)
-            parcel = process.stage(staged) if process is not None else None
+        if earlier is not None:
+            raise earlier
+        stager = async_stager or _stager_of(storage_writer, background, in_process)
+        with operation("stage", checkpoint_id, place.global_rank):
+            staging = Staging(stager, resolve_stateful(state_dict))
+            parcel = process.stage(staging.result()) if process is not None else None
+            if staging.waits:
+                staging.wait()
     except BaseException as error:
-        background.start(_failing(session, process, error)).exception()  # the other ranks wait to hear of it
+        told = background.start(_failing(session, process, error)).exception()  # the other ranks wait to hear of it
+        if isinstance(error, Exception) and told is not None:
+            raise told from error
         raise
     if process is not None and parcel is not None:
         future = background.start(partial(process.save, session, parcel))
     else:
-        future = background.start(partial(session.run, lambda: staged))
-    if stager is not None and stager.should_synchronize_after_execute:
-        stager.synchronize_staging()
+        future = background.start(partial(session.run, staging.result))
+    staging.in_use_until(future)
     return future
+
+
+def _doing(checkpoint_id: Any, writer: StorageWriter | None, store: Store | None) -> str:
+    target = checkpoint_id if checkpoint_id is not None else getattr(writer, "checkpoint_id", None)
+    target = target if target is not None else getattr(store, "location", None)
+    return "saving" if target is None else f"saving {target}"
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _stager_of(writer: StorageWriter | None, background: Background, in_process: bool) -> AsyncStager | None:
@@ -158,12 +176,9 @@ def _stager_of(writer: StorageWriter | None, background: Background, in_process:
 def _failing(session: SaveSession, process: ProcessSaver | None, error: BaseException) -> Callable[[], Metadata]:
     """The part in a save of a rank that has failed before it began."""
     if process is not None:
-        return partial(process.save, session, Parcel(error=f"{type(error).__name__}: {error}"))
+        return partial(process.save, session, Parcel(error=failure_of(error, session.place.global_rank)))
 
-    def state_dict() -> STATE_DICT_TYPE:
-        raise error
-
-    return partial(session.run, state_dict)
+    return partial(session.run, partial(_raise, error))
 
 
 def save_state_dict(

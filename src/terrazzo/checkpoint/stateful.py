@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -28,21 +29,36 @@ StatefulT = TypeVar("StatefulT", bound=Stateful)
 
 
 def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with every `Stateful` object, at any depth of dicts, replaced by its state."""
-    return {key: _resolved(value) for key, value in state_dict.items()}
+    """The state dict with every `Stateful` object, at any depth of dicts, replaced by its state.
+
+    Objects may communicate when they are asked, so they are asked in the order of their keys: it is the same on all
+    ranks, in whatever order these have put their dicts together.
+    """
+    resolved: dict[str, Any] = dict.fromkeys(state_dict)
+    for key in _in_order(state_dict):
+        resolved[key] = _resolved(state_dict[key])
+    return resolved
 
 
 def _resolved(value: Any) -> Any:
     if _is_stateful(value):
         return value.state_dict()
     if type(value) is dict:
-        return {key: _resolved(item) for key, item in value.items()}
+        return resolve_stateful(value)
     return value
 
 
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    return sorted(keys, key=lambda key: (type(key).__name__, str(key)))
+
+
 def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
-    """Hand loaded values back: to `Stateful` objects through `load_state_dict`, all others into the state dict."""
-    for key, value in values.items():
+    """Hand loaded values back: to `Stateful` objects through `load_state_dict`, all others into the state dict.
+
+    In the order of keys, as in `resolve_stateful`.
+    """
+    for key in _in_order(values):
+        value = values[key]
         target: Any = state_dict.get(key)
         if _is_stateful(target):
             target.load_state_dict(value)

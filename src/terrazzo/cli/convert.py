@@ -9,7 +9,8 @@ import typer
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.formats.detect import Format
-from terrazzo.cli.screen import OUT, CheckpointPath, errors, progress, tensor_bytes
+from terrazzo.cli.screen import CheckpointPath, errors, progress, say, tensor_bytes
+from terrazzo.errors import CheckpointExistsError
 
 
 def convert(
@@ -28,13 +29,18 @@ def convert(
     with errors():
         total = tensor_bytes(Checkpoint(source))
         with progress("converting", total) as advance:
-            convert_checkpoint(
-                source,
-                target,
-                to,
-                overwrite=overwrite,
-                progress=lambda name, nbytes: advance(nbytes),
-                stage=stage,
-                ranks=ranks,
-            )
-        OUT.print(f"{source} -> {target} ({to.value})", markup=False, highlight=False)
+            try:
+                convert_checkpoint(
+                    source,
+                    target,
+                    to,
+                    overwrite=overwrite,
+                    progress=lambda name, nbytes: advance(nbytes),
+                    stage=stage,
+                    ranks=ranks,
+                )
+            except CheckpointExistsError as error:
+                if overwrite or to is Format.DEEPSPEED:  # which cannot be replaced
+                    raise
+                raise CheckpointExistsError(f"{target} exists; name another target, or pass --overwrite") from error
+        say(f"{source} -> {target} ({to.value})")

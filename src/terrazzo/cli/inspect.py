@@ -8,15 +8,16 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.filesize import decimal as human_size
-from rich.markup import escape
+from rich.pretty import pretty_repr
 from rich.table import Table
+from rich.text import Text
 
 from terrazzo.checkpoint import Checkpoint, LazyTensor, verify
 from terrazzo.checkpoint.compare import Difference, compare
 from terrazzo.checkpoint.lazy import names_of
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, tensor_bytes
+from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown, tensor_bytes
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
@@ -38,13 +39,13 @@ def list_values(
             return
         if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
             for row in rows:
-                typer.echo("  ".join(_plain(text) for text in _cells(row)))
+                typer.echo("  ".join(_cells(row)))
         else:
             table = Table("name", "dtype", "shape", box=None, header_style="bold")
             table.add_column("size", justify="right")
             table.add_column("parts", justify="right")
             for row in rows:
-                table.add_row(*map(escape, _cells(row)))
+                table.add_row(*map(Text, _cells(row)))
             OUT.print(table)
         OUT.print(f"{len(rows)} values, {human_size(total)}")
 
@@ -60,27 +61,25 @@ def show(
         if name not in opened:
             close = [known for known in opened if name in known][:5]
             hint = f"; there are {', '.join(close)}" if close else ""
-            raise typer.BadParameter(f"the checkpoint holds no {name!r}{hint}")
+            raise typer.BadParameter(shown(f"the checkpoint holds no {name!r}{hint}"))
         value = opened[name]
         if not isinstance(value, LazyTensor):
             if json:
                 print_json({"name": name, "type": type(value).__name__, "value": repr(value)})
             else:
-                OUT.print(value)
+                say(value if isinstance(value, str) else pretty_repr(value))
             return
         parts = _parts(opened, value)
         first = _first_numbers(value)
         if json:
             print_json(_row(opened, name) | {"chunks": parts, "first": first})
             return
-        OUT.print(
-            f"{escape(name)}: {value.dtype}, shape {list(value.shape)}, {human_size(value.nbytes)}", highlight=False
-        )
+        say(f"{name}: {value.dtype}, shape {list(value.shape)}, {human_size(value.nbytes)}")
         rounded = [float(f"{number:.5g}") if isinstance(number, float) else number for number in first]
-        OUT.print(f"begins with {rounded}", highlight=False)
+        say(f"begins with {rounded}")
         table = Table("part", "file", box=None, header_style="bold")
         for part in parts[:_SHOWN_CHUNKS]:
-            table.add_row(escape(part["slice"]), part["file"] or "")
+            table.add_row(Text(part["slice"]), Text(shown(part["file"] or "")))
         OUT.print(table)
         if len(parts) > _SHOWN_CHUNKS:
             OUT.print(f"and {len(parts) - _SHOWN_CHUNKS} more parts")
@@ -96,7 +95,7 @@ def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
             print_json({"checkpoint": str(checkpoint), "damage": found})
         else:
             for damage in found:
-                ERR.print(str(damage), style="red", markup=False, highlight=False)
+                say(str(damage), on=ERR, style="red")
             OUT.print(f"{len(found)} damaged places" if found else f"{human_size(total)}, all as it was saved")
     raise typer.Exit(1 if found else 0)
 
@@ -117,7 +116,7 @@ def diff(
             print_json({"one": str(one), "other": str(other), "differences": found})
         else:
             for difference in found:
-                OUT.print(f"{difference.name}: {difference.what}", markup=False, highlight=False)
+                say(f"{difference.name}: {difference.what}")
             OUT.print(f"{len(found)} differences" if found else "no difference")
     raise typer.Exit(1 if found else 0)
 
@@ -141,12 +140,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     """A row of the list, as text."""
     shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"])) or "scalar"
     size = "" if row["bytes"] is None else human_size(row["bytes"])
-    return [row["name"], row["dtype"] or "object", shape, size, str(row["parts"] or "")]
-
-
-def _plain(text: str) -> str:
-    """Text without what a terminal would take for an order."""
-    return text if text.isprintable() else repr(text)[1:-1]
+    return [shown(row["name"]), row["dtype"] or "object", shape, size, str(row["parts"] or "")]
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:

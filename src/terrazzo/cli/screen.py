@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from terrazzo.checkpoint import Checkpoint
 from terrazzo.errors import TerrazzoError
+
+if TYPE_CHECKING:  # commands that open no checkpoint start without PyTorch
+    from terrazzo.checkpoint import Checkpoint
 
 OUT = Console()
 ERR = Console(stderr=True)
+
+
+def shown(text: str) -> str:
+    """Text from a checkpoint, fit for a terminal: what would steer it is written out.
+
+    >>> shown("red: \x1b[31m, [bold]")
+    'red: \\x1b[31m, [bold]'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def say(text: str, *, on: Console = OUT, style: str | None = None) -> None:
+    """Print text as it is, whoever wrote it: no markup, no control characters."""
+    on.print(shown(text), style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
 
 CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint: a folder, a file or a URL.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -27,7 +45,9 @@ def tensor_bytes(checkpoint: Checkpoint) -> int:
 
 
 def print_json(document: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    # JSON escapes some control characters; the others are escaped in its own way.
+    typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 @contextmanager
@@ -36,7 +56,7 @@ def errors() -> Iterator[None]:
     try:
         yield
     except (TerrazzoError, OSError) as error:
-        ERR.print(f"error: {error}", style="red", markup=False, highlight=False)
+        say(f"error: {error}", on=ERR, style="red")
         raise typer.Exit(2) from error
 
 

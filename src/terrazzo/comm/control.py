@@ -19,13 +19,14 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from terrazzo._torch.groups import device_types, time_limit
 from terrazzo.comm.link import Link
 from terrazzo.comm.simulated import Echo, is_simulated
 from terrazzo.errors import CommError, RankError, RankFailure
 
 Result = TypeVar("Result")
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # where there is no process group to say
 _LONGEST_MESSAGE = 4000  # characters of an error that travel to other ranks
 
 
@@ -51,34 +52,60 @@ class ControlPlane:
         return len(self.ranks)
 
     @classmethod
-    def for_group(cls, group: ProcessGroup | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Self:
-        """The plane of a group (None: of all ranks); its connections are made once and shared by later calls."""
+    def for_group(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Self:
+        """The plane of a group (None: of all ranks); its connections are made once and shared by later calls.
+
+        Without a `timeout` the group's own is kept.
+        """
         return cls._of(group, timeout, _shared_link)
 
     @classmethod
-    def create(cls, group: ProcessGroup | None = None, timeout: timedelta = DEFAULT_TIMEOUT, name: str = "own") -> Self:
+    def create(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None, name: str = "own") -> Self:
         """A plane with connections of its own, to be closed after use.
 
         All ranks create their planes in the same order; where threads make that uncertain, names tell them apart.
         """
-        return cls._of(group, timeout, lambda group, ranks, timeout: _new_link(group, ranks, f"plane/{name}", timeout))
+        return cls._of(group, timeout, lambda group, ranks, timeout: _own_link(group, ranks, name, timeout))
 
     @classmethod
     def _of(
         cls,
         group: ProcessGroup | None,
-        timeout: timedelta,
+        timeout: timedelta | None,
         link_of: Callable[[ProcessGroup, Sequence[int], timedelta], Link | Echo],
     ) -> Self:
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
-                return cls(None, (0,), 0, timeout)
+                return cls(None, (0,), 0, timeout or DEFAULT_TIMEOUT)
             group = dist.group.WORLD
         if not isinstance(group, ProcessGroup):
             raise CommError(f"rank {dist.get_rank()} is not in the process group, so it has no control plane there")
         ranks = dist.get_process_group_ranks(group)
+        timeout = timeout or time_limit_of(group)
         link = link_of(group, ranks, timeout) if len(ranks) > 1 else None
         return cls(link, ranks, group.rank(), timeout)
+
+    def renewed(self, timeout: timedelta | None = None) -> Self:
+        """The same plane with another time limit, and with new connections if these broke, on whatever rank.
+
+        Whoever goes on after a `CommError` begins with this: all ranks then have the same connections.
+        """
+        timeout = timeout or self.timeout
+        link = self._link.living(timeout) if self._link is not None else None
+        if link is not self._link and isinstance(link, Link):
+            _replace_shared(self._link, link)
+        return type(self)(link, self.ranks, self.index, timeout)
+
+    def speaking_of(self, ranks: Sequence[int]) -> Self:
+        """The same plane, whose errors name these ranks: processes that work for others speak of those."""
+        if isinstance(self._link, Link):
+            self._link.ranks = tuple(ranks)
+        return type(self)(self._link, ranks, self.index, self.timeout)
+
+    def abandon(self, why: str) -> None:
+        """Give up what ranks do together: the others, wherever they wait, raise an error that says why."""
+        if self._link is not None:
+            self._link.abandon(why)
 
     def close(self) -> None:
         """Close the connections.  Only for a plane that was created; those of `for_group` are shared."""
@@ -168,21 +195,43 @@ _shared: weakref.WeakKeyDictionary[ProcessGroup, Link | Echo] = weakref.WeakKeyD
 _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
+def time_limit_of(group: ProcessGroup) -> timedelta:
+    """How long the group's own collectives wait."""
+    return DEFAULT_TIMEOUT if is_simulated(group) else time_limit(group, device_types(group)[0])
+
+
+def _replace_shared(old: Link | Echo | None, new: Link) -> None:
+    with _lock:
+        for group, link in _shared.items():
+            if link is old:
+                _shared[group] = new
+                return
+
+
 def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link | Echo:
     with _lock:
         link = _shared.get(group)
-    if link is None or link.broken:
-        link = _new_link(group, ranks, "plane", timeout)
-        with _lock:
-            _shared[group] = link
+    if link is not None and not link.broken:
+        return link
+    link = link.living(timeout) if link is not None else _new_link(group, ranks, "plane", timeout)
+    with _lock:
+        _shared[group] = link
     return link
 
 
-def _new_link(group: ProcessGroup, ranks: Sequence[int], kind: str, timeout: timedelta) -> Link | Echo:
+def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
     if is_simulated(group):
         return Echo(len(ranks), group.rank())
-    with _lock:  # not held while connecting, which may take as long as the slowest rank
-        made = _made.setdefault(group, Counter())
-        made[kind] += 1
-        name = f"{kind}/{made[kind]}"
-    return Link(group, ranks, name, timeout)
+    return Link(group.get_group_store(), group.rank(), ranks, name, timeout)
+
+
+def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
+    """A link that nobody else has, whatever others of this name there are."""
+    with _lock:
+        number = _made.setdefault(group, Counter())[name]
+    # Without the lock: connecting may take as long as the slowest rank.  Counted when it is done, for a rank that could
+    # not connect tries again under the same name.
+    link = _new_link(group, ranks, f"plane/{name}/{number}", timeout)
+    with _lock:
+        _made[group][name] += 1
+    return link

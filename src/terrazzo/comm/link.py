@@ -1,24 +1,31 @@
 """Bytes between the ranks of a group, over gloo connections of its own, each operation within a time limit.
 
 A message travels in a frame of fixed size that says how long the message is, so that a short one, the usual case, is
-there after one round; a long one follows its frame.
+there after one round; a long one follows its frame.  What all ranks tell one, or one tells all, costs as many messages
+as there are ranks; only `all_gather` costs their square.
 
-When an operation fails (a rank died, or did not come in time), the ranks that notice call the roll through the
-group's store: each writes what it saw and looks who else does.  So all of them raise the same error, and it names the
-ranks that nobody has heard of.  The link is broken from then on: gloo has closed its connections.
+When an operation fails (a rank died, gave up, or did not come in time), the ranks that notice call the roll through the
+group's store: each writes what it saw and looks who else does.  The first to know what happened writes that down, and
+all of them raise the same error.  A rank that says nothing is looked up in the process table, if it is one of this
+host: so it is known whether it died, was stopped, or is only late.  The link is broken from then on, for gloo has
+closed its connections; `living` gives another one, the same on all ranks.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions
+from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
+from terrazzo.comm.processes import Condition, condition_of, own_identity
 from terrazzo.errors import CommError, CommTimeout
 
 _Gloo = Any  # a ProcessGroupGloo: torch's stub lacks its operations
@@ -27,25 +34,67 @@ _FRAME = 256
 _HEAD = 8  # bytes of a frame that say how long the message is
 _SHORT = _FRAME - _HEAD
 _ROLL_CALL_SECONDS = 2.0
+_LONGEST_REPORT = 2000
+
+
+class _Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What happened, as all ranks will say."""
+
+    text: str
+    timed_out: bool
+    missing: tuple[int, ...]
+    reports: dict[int, str]
 
 
 class Link:
     """The connections.  All ranks of the group make it, and use it in the same order, as with collectives."""
 
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-        """`ranks` are the group's global ranks, for messages; `name` tells the links of one group apart."""
-        self.index = group.rank()
+    def __init__(
+        self, store: Store, index: int, ranks: Sequence[int], name: str, timeout: timedelta, generation: int = 0
+    ) -> None:
+        """The group's store, this rank's place in it, its global ranks; `name` tells the links of one group apart."""
+        self.index = index
         self.ranks = tuple(ranks)
         self.broken: str | None = None
-        self._store: Store = PrefixStore(f"terrazzo/{name}", group.get_group_store())
+        self._group_store = store
+        self._name = name
+        self._gloo: _Gloo | None = None
+        self._identities = [""] * len(self.ranks)
+        self._links: Store = PrefixStore(f"terrazzo/{name}", store)
+        # Of all links of the group: a rank that never comes to this one may have come to another.
+        self._processes: Store = PrefixStore("terrazzo/processes", store)
+        with _store_needed(self.ranks):
+            while self._links.check([f"broken/{generation}"]):
+                generation += 1
+        self._generation = generation
+        self._store: Store = PrefixStore(str(generation), self._links)
         with self._explained("connecting", timeout):
-            self._gloo: _Gloo | None = ProcessGroupGloo(
-                PrefixStore("gloo", self._store), self.index, len(self.ranks), timeout
-            )
+            self._processes.set(str(self.index), own_identity().decode())
+            self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), self.index, len(self.ranks), timeout)
+            # Said once more over the connections: the store may be gone when this is needed.
+            frames = _all_to_all(self._gloo, [_frame(own_identity())] * len(ranks), [_FRAME] * len(ranks), timeout)
+            self._identities = [bytes(_body(frame)).decode() for frame in frames]
 
     def close(self) -> None:
         """Close the connections."""
-        self._break("it was closed")
+        self.broken = self.broken or "it was closed"
+        self._gloo = None
+
+    def living(self, timeout: timedelta) -> Link:
+        """This link; or, where it broke on this rank or on another, a new one in its place."""
+        with _store_needed(self.ranks):
+            if self.broken is None and not self._links.check([f"broken/{self._generation}"]):
+                return self
+        self._break("it failed on another rank")
+        return Link(self._group_store, self.index, self.ranks, self._name, timeout, self._generation)
+
+    def abandon(self, why: str) -> None:
+        """Break the link, and leave word why for the ranks that will notice."""
+        try:
+            self._store.set(f"saw/{self.index}", "failed " + why[:_LONGEST_REPORT])
+        except RuntimeError:
+            pass  # the store is gone: then the others see closed connections and no more
+        self._break(f"this rank gave up: {why}")
 
     def all_gather(self, data: bytes, timeout: timedelta) -> list[bytes]:
         """The data of every rank."""
@@ -75,38 +124,40 @@ class Link:
     def gather(self, data: bytes, dst: int, timeout: timedelta) -> list[bytes] | None:
         """The data of every rank, on position `dst`."""
         n = len(self.ranks)
-        if self.index != dst:
-            self._send_and_receive("gather", [data if i == dst else None for i in range(n)], [], timeout)
-            return None
-        received = self._send_and_receive("gather", [None] * n, [i for i in range(n) if i != dst], timeout)
-        return [data if i == dst else received[i] for i in range(n)]
+        options = GatherOptions()
+        options.rootRank, options.timeout = dst, timeout
+        with self._operation("gather", timeout) as gloo:
+            own = _tensor(_frame(data))
+            if self.index != dst:
+                gloo.gather([], [own], options).wait()
+                if len(data) > _SHORT:
+                    gloo.send([_tensor(bytearray(data))], dst, 0).wait(timeout)
+                return None
+            frames = [bytearray(_FRAME) for _ in range(n)]
+            gloo.gather([[_tensor(frame) for frame in frames]], [own], options).wait()
+            bodies = [bytearray(data) if i == dst else _body(frame) for i, frame in enumerate(frames)]
+            long = [(i, body) for i, body in enumerate(bodies) if i != dst and len(body) > _SHORT]
+            for work in [gloo.recv([_tensor(body)], i, 0) for i, body in long]:
+                work.wait(timeout)
+            return [bytes(body) for body in bodies]
 
     def scatter(self, parts: Sequence[bytes] | None, src: int, timeout: timedelta) -> bytes:
         """The part that position `src` has for this rank."""
-        if parts is None:
-            return self._send_and_receive("scatter", [None] * len(self.ranks), [src], timeout)[src]
-        others = [None if i == src else part for i, part in enumerate(parts)]
-        self._send_and_receive("scatter", others, [], timeout)
-        return parts[src]
-
-    def _send_and_receive(
-        self, what: str, outgoing: Sequence[bytes | None], sources: Sequence[int], timeout: timedelta
-    ) -> dict[int, bytes]:
-        """Send messages to some ranks, and receive one from each of `sources`."""
-        with self._operation(what, timeout) as gloo:
-            frames = [bytearray() if data is None else _frame(data) for data in outgoing]
-            sizes = [_FRAME if i in sources else 0 for i in range(len(self.ranks))]
-            incoming = _all_to_all(gloo, frames, sizes, timeout)
-            bodies = {source: _body(incoming[source]) for source in sources}
-            started = [
-                gloo.send([_tensor(bytearray(data))], peer, 0)
-                for peer, data in enumerate(outgoing)
-                if data is not None and len(data) > _SHORT
-            ]
-            started += [gloo.recv([_tensor(body)], source, 0) for source, body in bodies.items() if len(body) > _SHORT]
-            for work in started:
+        options = ScatterOptions()
+        options.rootRank, options.timeout = src, timeout
+        with self._operation("scatter", timeout) as gloo:
+            frame = bytearray(_FRAME)
+            if parts is None:
+                gloo.scatter([_tensor(frame)], [], options).wait()
+                body = _body(frame)
+                if len(body) > _SHORT:
+                    gloo.recv([_tensor(body)], src, 0).wait(timeout)
+                return bytes(body)
+            gloo.scatter([_tensor(frame)], [[_tensor(_frame(part)) for part in parts]], options).wait()
+            long = [(i, part) for i, part in enumerate(parts) if i != src and len(part) > _SHORT]
+            for work in [gloo.send([_tensor(bytearray(part))], i, 0) for i, part in long]:
                 work.wait(timeout)
-            return {source: bytes(body) for source, body in bodies.items()}
+            return parts[src]
 
     # -------------------------------------------------------------- failure
 
@@ -119,45 +170,127 @@ class Link:
 
     @contextmanager
     def _explained(self, what: str, timeout: timedelta) -> Iterator[None]:
-        """Turn gloo's and the store's errors into one that says who is missing."""
+        """Turn gloo's and the store's errors into one that says what became of the other ranks."""
         try:
             yield
         except RuntimeError as error:
             text = str(error).lower()
             timed_out = "timed out" in text or "timeout" in text
             self._break(f"{what} failed before")
-            seen = self._call_roll("timeout" if timed_out else "lost")
-            missing = tuple(rank for rank, saw in zip(self.ranks, seen, strict=True) if saw is None)
-            cause = (
-                f"no word from ranks {list(missing)}, which died, hang, or have not come this far"
-                if missing
-                else "a connection broke, or some ranks came only after others had given up"
-            )
-            limit = f"{timeout.total_seconds():g} s"
-            raised = (CommTimeout if "timeout" in seen else CommError)(
-                f"{what} among ranks {list(self.ranks)} failed: {cause}; the time limit is {limit}"
-            )
-            raised.missing = missing
+            verdict = self._find_out(what, timed_out, timeout)
+            raised = (CommTimeout if verdict.timed_out else CommError)(verdict.text)
+            raised.missing = verdict.missing
+            raised.reports = verdict.reports
             raise raised from error
+        except BaseException as interrupt:
+            self.abandon(type(interrupt).__name__)
+            raise
 
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
         self._gloo = None  # closes the connections, which tells ranks that still wait
-
-    def _call_roll(self, saw: str) -> list[str | None]:
-        """What each rank saw, None for a rank that says nothing."""
-        seen: list[str | None] = [saw if i == self.index else None for i in range(len(self.ranks))]
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
         try:
-            self._store.set(f"saw/{self.index}", saw)
-            while None in seen and time.monotonic() < deadline:
-                for i, known in enumerate(seen):
-                    if known is None and self._store.check([f"saw/{i}"]):
-                        seen[i] = self._store.get(f"saw/{i}").decode()
-                time.sleep(0.02)
+            self._links.set(f"broken/{self._generation}", "")
         except RuntimeError:
-            pass  # the store went with the rank that hosts it: then nobody can be heard of
-        return seen
+            pass  # without the store there will be no other link either
+
+    def _find_out(self, what: str, timed_out: bool, timeout: timedelta) -> _Verdict:
+        """What happened; the same on all ranks, as long as the store is there."""
+        seen: list[str | None] = [None] * len(self.ranks)
+        seen[self.index] = "timeout" if timed_out else "lost"
+        conditions: dict[int, Condition] = {}
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        store_lost = False
+        while True:
+            try:
+                if self._store.check(["verdict"]):
+                    return _decode(self._store.get("verdict"))
+                self._call_roll(seen)
+            except RuntimeError:
+                store_lost = True
+            conditions = {i: condition_of(self._identities[i]) for i, saw in enumerate(seen) if saw is None}
+            # Nobody waits for ranks that are known to have died, unless others may still have something to say.
+            certain = all(condition is Condition.DEAD for condition in conditions.values())
+            if certain or time.monotonic() >= deadline or (store_lost and Condition.DEAD in conditions.values()):
+                break
+            time.sleep(0.02)
+        verdict = self._verdict(what, seen, conditions, timeout, store_lost=store_lost)
+        if store_lost:
+            return verdict
+        try:
+            # The first to say what happened is right.
+            return _decode(self._store.compare_set("verdict", "", msgspec.json.encode(verdict).decode()))
+        except RuntimeError:
+            return verdict
+
+    def _call_roll(self, seen: list[str | None]) -> None:
+        """Say what this rank saw, and look what the others, of which nothing is known, did."""
+        if not self._store.check([f"saw/{self.index}"]):
+            self._store.set(f"saw/{self.index}", seen[self.index] or "")
+        for i, known in enumerate(seen):
+            if known is None and self._store.check([f"saw/{i}"]):
+                seen[i] = self._store.get(f"saw/{i}").decode(errors="replace")
+            if not self._identities[i] and self._processes.check([str(i)]):
+                self._identities[i] = self._processes.get(str(i)).decode(errors="replace")
+
+    def _verdict(
+        self,
+        what: str,
+        seen: Sequence[str | None],
+        conditions: Mapping[int, Condition],
+        timeout: timedelta,
+        *,
+        store_lost: bool,
+    ) -> _Verdict:
+        reports = {
+            self.ranks[i]: saw.removeprefix("failed ")
+            for i, saw in enumerate(seen)
+            if saw is not None and saw.startswith("failed ")
+        }
+        by_condition = {kind: [self.ranks[i] for i, found in conditions.items() if found is kind] for kind in Condition}
+        dead, stopped = by_condition[Condition.DEAD], by_condition[Condition.STOPPED]
+        late, unknown = by_condition[Condition.RUNNING], by_condition[Condition.UNKNOWN]
+        told = [f"rank {rank} gave up ({why})" for rank, why in reports.items()]
+        if dead:
+            told.append(f"{_named(dead)} died")
+        if stopped:
+            told.append(f"{_named(stopped)} stopped (SIGSTOP)")
+        if not told:
+            if late:
+                told.append(f"no word from {_named(late)}, still running, which hang or have not come this far")
+            if unknown:
+                told.append(f"no word from {_named(unknown)}, which died, hang, or have not come this far")
+        if not told:
+            told.append("a connection broke, or some ranks came only after others had given up")
+        if store_lost:
+            told.append("the group's store is gone with the process that hosted it")
+        missing = tuple(sorted(dead + stopped)) or (() if reports else tuple(sorted(late + unknown)))
+        for rank in missing:
+            reports[rank] = "died" if rank in dead else "stopped" if rank in stopped else "gave no word in time"
+        text = (
+            f"{what} among ranks {list(self.ranks)} failed: {'; '.join(told)}; "
+            f"the time limit is {timeout.total_seconds():g} s"
+        )
+        return _Verdict(text, "timeout" in seen, missing, reports)
+
+
+def _decode(verdict: bytes) -> _Verdict:
+    return msgspec.json.decode(verdict, type=_Verdict)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"ranks {sorted(ranks)}"
+
+
+@contextmanager
+def _store_needed(ranks: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(
+            f"connecting ranks {list(ranks)} is not possible: the process group's store does not answer ({error}); the "
+            "process that hosts it, usually that of rank 0 or the launcher's, may have died"
+        ) from error
 
 
 def _frame(data: bytes) -> bytearray:

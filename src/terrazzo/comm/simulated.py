@@ -39,6 +39,13 @@ class Echo:
     def close(self) -> None:
         """Nothing to close."""
 
+    def living(self, timeout: timedelta) -> Echo:
+        """Itself: it cannot break."""
+        return self
+
+    def abandon(self, why: str) -> None:
+        """Nothing: nobody waits."""
+
     def all_gather(self, data: bytes, timeout: timedelta) -> list[bytes]:
         """The data of every rank."""
         return [data] * self._size

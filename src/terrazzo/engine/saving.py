@@ -10,9 +10,10 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, asyn
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.names import named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import LocalStore
@@ -30,15 +32,12 @@ from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
+from terrazzo.engine.trained import Trained
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
-
-if TYPE_CHECKING:
-    from terrazzo.engine.engine import Engine
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = "latest"
-_LATEST_UNIVERSAL: Final = "latest_universal"  # what DeepSpeed's ds_to_universal writes instead
 _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
@@ -46,7 +45,7 @@ _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
 def save_engine(
-    engine: Engine,
+    engine: Trained,
     save_dir: str | os.PathLike[str],
     tag: str | None,
     client_state: Mapping[str, Any],
@@ -55,21 +54,23 @@ def save_engine(
     exclude_frozen: bool,
     async_op: bool,
     layout: str,
+    timeout: timedelta | None = None,
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
-    if engine.micro_steps % engine.batch.accumulation:
+    if not engine.between_steps:
         raise EngineError(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
             f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
         )
-    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+    plane = ControlPlane.for_group(timeout=timeout)
+    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag, plane)
     folder = Path(save_dir)
     finished: Future[None] = Future()
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' is not written in the background: leave out async_op")
         save_in_deepspeed_layout(engine, folder, tag, client_state, exclude_frozen=exclude_frozen)
-        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished.set_result(None)
         return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
@@ -77,11 +78,11 @@ def save_engine(
     buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
     planner = DefaultSavePlanner(lowest_rank_wins=buffers)
     if not async_op:
-        save(state, checkpoint_id=folder / tag, planner=planner)
-        ControlPlane.for_group().run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
+        plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished.set_result(None)
         return finished
-    saving = async_save(state, checkpoint_id=folder / tag, planner=planner)
+    saving = async_save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
 
     def committed(done: Future[Any]) -> None:
         try:
@@ -102,12 +103,12 @@ def _point(folder: Path, tag: str, save_latest: bool) -> None:
         LocalStore(folder).put(LATEST, tag.encode())
 
 
-def checked_tag(tag: Any) -> str:
+def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
     """The tag as text, the same on every rank and fit to be the name of a folder."""
     text = str(tag)
     if not text or text in (".", "..", LATEST) or "/" in text or "\0" in text:
         raise EngineError(f"the tag {text!r} cannot be the name of a checkpoint's folder")
-    tags = [data.decode() for data in ControlPlane.for_group().all_gather(text.encode())]
+    tags = [data.decode() for data in (plane or ControlPlane.for_group()).all_gather(text.encode())]
     if len(set(tags)) > 1:
         said = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(tags))
         raise DivergentValueError(f"ranks name the checkpoint differently ({said}); pass the same tag everywhere")
@@ -126,10 +127,10 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
     folder = Path(load_dir)
     if tag is None:
-        named = [folder / name for name in (LATEST, _LATEST_UNIVERSAL) if (folder / name).is_file()]
+        named = named_by_latest(folder)
         if not named:
             return None
-        tag = named[0].read_text(encoding="utf-8").strip()
+        tag = named[0].name
     path = folder / str(tag)
     if not path.is_dir():
         here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))
@@ -141,7 +142,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
 
 @paused_collector()  # once, not for each of the many small values
 def load_engine(
-    engine: Engine, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
+    engine: Trained, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
     """Load a checkpoint into the engine, as far as is asked for; returns the client state."""
     reader = reader_for(path)
@@ -195,7 +196,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _module_targets(
-    engine: Engine, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
+    engine: Trained, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What of the model to load in place, and which tensors are copies of others because they once were shared."""
     state = own_tensors(engine)
@@ -226,7 +227,7 @@ def _module_targets(
     return {name: value for name, value in state.items() if name in stored}, copies
 
 
-def _param_groups(engine: Engine, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _param_groups(engine: Trained, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The stored param groups, without parameters of other stages, and without options that are not known here.
 
     They need not be as many as those of this run: each parameter finds its options by its name.
@@ -247,13 +248,13 @@ def _renamed(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     return {names.get(name, name): entry for name, entry in entries.items()}
 
 
-def _tied(engine: Engine) -> dict[str, str]:
+def _tied(engine: Trained) -> dict[str, str]:
     """Parameters that are here, and stored by another stage under its name for them."""
     return {} if engine.pipeline is None else engine.pipeline.tied.first
 
 
 @torch.no_grad()
-def _finish_module(engine: Engine, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
+def _finish_module(engine: Trained, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
     """Tensors have been filled where they are; hand over the rest."""
     state = own_tensors(engine)
     for name, source in copies.items():
@@ -263,7 +264,7 @@ def _finish_module(engine: Engine, loaded: Mapping[str, Any], copies: Mapping[st
         engine.module.load_state_dict(extra, strict=False)
 
 
-def _restore_parts(engine: Engine, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
+def _restore_parts(engine: Trained, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
     parts: dict[str, Any] = {"data_sampler": engine.data_sampler, "random_ltd": engine.random_ltd}
     if lr_scheduler:
         parts["lr_scheduler"] = engine.lr_scheduler

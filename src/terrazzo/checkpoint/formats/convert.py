@@ -19,7 +19,7 @@ from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspee
 from terrazzo.checkpoint.formats.detect import Format
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
-from terrazzo.checkpoint.locate import reader_for
+from terrazzo.checkpoint.locate import find_reader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import WriteItem
@@ -66,9 +66,7 @@ def convert(
     to = Format(to)
     if to is not Format.DEEPSPEED and (stage is not None or ranks is not None):
         raise CheckpointFormatError(f"the format {to.value} is of no ZeRO stage, and for any number of ranks")
-    reader = source if isinstance(source, StorageReader) else reader_for(source)
-    if not isinstance(source, StorageReader):
-        reader.reset(source)
+    reader = source if isinstance(source, StorageReader) else find_reader(None, source)
     if to is Format.TORCH_SAVE:
         _write_torch_save(Source(reader), Path(target), overwrite=overwrite, progress=progress)
     elif to is Format.NATIVE:

@@ -5,6 +5,7 @@ It is rebuilt as terrazzo's `Metadata`.  In the other direction PyTorch's own cl
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+from terrazzo.layout.box import Box
 
 METADATA: Final = ".metadata"
 VERSION: Final = "1.0.0"
@@ -77,7 +80,7 @@ class _Tensor(Record):
         return TensorStorageMetadata(
             _typed(fields["properties"], TensorProperties),
             _size(fields["size"]),
-            [_typed(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]],
+            [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(fields["chunks"])],
         )
 
 
@@ -107,9 +110,12 @@ class _Location(Record):
     def finish(self) -> Location:
         fields = self.fields
         file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-        if not isinstance(file, str) or file.startswith("/") or ".." in file.split("/"):
+        if not isinstance(file, str) or not is_plain_name(file):
             raise CheckpointCorruptError(f"the checkpoint refers to the file {file!r}, outside of its folder")
-        return Location(file, int(offset), int(length), tuple(fields.get("transform_descriptors") or ()))
+        if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
+            raise CheckpointCorruptError(f"the checkpoint refers to the bytes {offset!r}, {length!r} of {file!r}")
+        transforms = fields.get("transform_descriptors") or ()
+        return Location(file, offset, length, tuple(map(str, _listed(transforms))))
 
 
 class _StorageMeta(Record):
@@ -118,7 +124,8 @@ class _StorageMeta(Record):
 
     def finish(self) -> StorageMeta:
         fields = self.fields
-        return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"), None, list(fields.get("modules") or ()))
+        modules = list(_listed(fields.get("modules") or ()))
+        return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"), None, modules)
 
 
 class _Metadata(Record):
@@ -128,15 +135,58 @@ class _Metadata(Record):
     def finish(self) -> Metadata:
         fields = self.fields
         return Metadata(
-            dict(fields["state_dict_metadata"]),
-            planner_data=fields.get("planner_data"),
+            _entries(fields["state_dict_metadata"]),
+            planner_data=_paths(fields.get("planner_data")),
             storage_data=fields.get("storage_data"),
             storage_meta=fields.get("storage_meta"),
             version=fields.get("version"),
         )
 
 
+def _listed(items: Any) -> Sequence[Any]:
+    """Items that are in the pickle: a range could be of any length."""
+    if type(items) not in (list, tuple):
+        raise CheckpointCorruptError(f"a {type(items).__name__} where a list should be")
+    return items
+
+
+def _entries(table: Any) -> dict[str, STORAGE_TYPES]:
+    for name, entry in _typed(table, dict).items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+            raise CheckpointCorruptError(f"{name!r} is neither a tensor nor a value")
+        if isinstance(entry, TensorStorageMetadata):
+            _check_chunks(name, entry)
+    return dict(table)
+
+
+def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
+    """A tensor's chunks lie in it, and do not have more elements than it has."""
+    whole = Box.whole(entry.size)
+    elements = 0
+    for chunk in entry.chunks:
+        if len(chunk.offsets) != len(entry.size) or len(chunk.sizes) != len(entry.size):
+            raise CheckpointCorruptError(f"{name}: a chunk has other dims than the tensor")
+        if not chunk.box.is_empty and not whole.contains(chunk.box):
+            raise CheckpointCorruptError(f"{name}: a chunk lies outside of the tensor")
+        elements += chunk.box.numel
+    if elements > whole.numel:
+        raise CheckpointCorruptError(f"{name}: chunks overlap")
+
+
+def _paths(data: Any) -> Any:
+    """Planner data; what looks like the paths of names has to be that, and lists in it cannot be of any length."""
+    if not isinstance(data, dict):
+        return data
+    for path in data.values():
+        for key in path if isinstance(path, tuple | list) else ():
+            if type(key) is int and not 0 <= key <= len(data):
+                raise CheckpointCorruptError(f"a list in the state dict would have a place {key}")
+    return data
+
+
 def _size(numbers: Any) -> torch.Size:
+    if type(numbers) not in (tuple, list, torch.Size) or not all(type(number) is int for number in numbers):
+        raise CheckpointCorruptError("a size or offset that is not a list of numbers")
     size = torch.Size(numbers)
     if any(number < 0 for number in size):
         raise CheckpointCorruptError(f"a negative number in the size or offset {tuple(size)}")
@@ -174,7 +224,7 @@ _NAMES: Final[unpickle.Names] = MappingProxyType(
 
 def parse(data: bytes | bytearray, where: str) -> Metadata:
     """The contents of a `.metadata` file."""
-    metadata = unpickle.loads(data, where, names=_NAMES)
+    metadata = unpickle.load_tree(io.BytesIO(data), where, names=_NAMES)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointFormatError(f"{where}: not the table of contents of a torch DCP checkpoint")
     for index, location in metadata.storage_data.items():

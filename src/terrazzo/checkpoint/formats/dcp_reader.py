@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
 from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
@@ -41,6 +42,7 @@ class DCPReader(StorageReader):
         self.path = Path(path)
         self.bytes_read = 0
         self._locations: dict[Any, Location] = {}
+        self._entries: Mapping[str, Any] = {}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -63,7 +65,7 @@ class DCPReader(StorageReader):
         if not names:
             raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.path} (no {METADATA})")
         metadata = dcp_metadata.merged([self._parse(store, name) for name in names])
-        self._locations = metadata.storage_data
+        self._locations, self._entries = metadata.storage_data, metadata.state_dict_metadata
         return metadata
 
     def _parse(self, store: Store, name: str) -> Metadata:
@@ -74,7 +76,7 @@ class DCPReader(StorageReader):
             file.close()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        self._locations = metadata.storage_data
+        self._locations, self._entries = metadata.storage_data, metadata.state_dict_metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -96,7 +98,7 @@ class DCPReader(StorageReader):
             except FileNotFoundError as error:
                 raise CheckpointNotFoundError(f"{self.path}: the data file {name} is missing") from error
             try:
-                reading = _FileReading(file, f"{self.path}/{name}")
+                reading = _FileReading(file, f"{self.path}/{name}", self._entries)
                 for location, item in sorted(items, key=lambda pair: pair[0].offset):
                     self.bytes_read += reading.read(location, item, planner)
             finally:
@@ -113,8 +115,9 @@ class DCPReader(StorageReader):
 class _FileReading:
     """One data file.  Archives and headers in it that have been opened stay open until it has been dealt with."""
 
-    def __init__(self, file: ReadFile, where: str) -> None:
+    def __init__(self, file: ReadFile, where: str, entries: Mapping[str, Any]) -> None:
         self._file = file
+        self._entries = entries
         self._where = where
         self._opened: tuple[Location, Archive | Header] | None = None
 
@@ -174,8 +177,14 @@ class _FileReading:
     def _check(self, stored: Any, item: ReadItem, box: Box) -> None:
         if not isinstance(stored, (StoredTensor, Strided)):
             raise CheckpointCorruptError(f"{self._where}: {item.storage_index.fqn} is a value, not a tensor")
-        if len(stored.shape) != box.ndim or not Box.whole(stored.shape).contains(box):
+        # A file of another rank, or of another checkpoint, may hold something else under the same name.
+        index, entry = item.storage_index, self._entries.get(item.storage_index.fqn)
+        fits = len(stored.shape) == box.ndim and Box.whole(stored.shape).contains(box)
+        if fits and isinstance(entry, TensorStorageMetadata):
+            sizes = [tuple(chunk.sizes) for chunk in entry.chunks if index.offset in (None, chunk.offsets)]
+            fits = tuple(stored.shape) in sizes and stored.dtype == entry.properties.dtype
+        if not fits:
             raise CheckpointCorruptError(
-                f"{self._where}: {item.storage_index.fqn} has the shape {stored.shape}, "
+                f"{self._where}: {index.fqn} is {stored.dtype} of the shape {tuple(stored.shape)}, "
                 f"which is not what the table of contents says"
             )

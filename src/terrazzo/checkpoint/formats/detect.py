@@ -9,11 +9,12 @@ from pathlib import Path
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.dcp_reader import DCPReader
 from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
-from terrazzo.checkpoint.formats.deepspeed.reader import LATEST
+from terrazzo.checkpoint.formats.torch_archive import START, is_start_of_archive
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.checkpoint.names import LATEST, named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
 
 class Format(Enum):
@@ -37,10 +38,10 @@ def detect(path: str | os.PathLike[str]) -> Format | None:
     path = Path(path)
     if path.is_file():
         with path.open("rb") as file:
-            start = file.read(4)
-        return Format.TORCH_SAVE if start.startswith((b"PK\x03\x04", b"\x80")) else None
-    if not path.exists():
-        raise CheckpointNotFoundError(f"there is nothing at {path}")
+            return Format.TORCH_SAVE if is_start_of_archive(file.read(START)) else None
+    if not path.is_dir():
+        what = "neither a file nor a folder" if path.exists() else "nothing"
+        raise CheckpointNotFoundError(f"there is {what} at {path}")
     names = set(os.listdir(path))
     if MANIFEST in names:
         return Format.NATIVE
@@ -69,10 +70,8 @@ def _is_deepspeed_tag(names: set[str]) -> bool:
 
 def _latest_is_deepspeed(path: Path, names: set[str]) -> bool:
     """`latest`, or `latest_universal`, holds the name of a folder beside it."""
-    for latest in LATEST:
-        if latest in names and (path / latest).is_file():
-            tag = (path / latest).read_bytes()[:4096].decode(errors="replace").strip()
-            folder = path / tag
-            if tag and "/" not in tag and folder.is_dir() and _is_deepspeed_tag(set(os.listdir(folder))):
-                return True
-    return False
+    try:
+        folders = named_by_latest(path) if names.intersection(LATEST) else []
+    except CheckpointFormatError:  # a file of this name that means something else
+        return False
+    return any(folder.is_dir() and _is_deepspeed_tag(set(os.listdir(folder))) for folder in folders)

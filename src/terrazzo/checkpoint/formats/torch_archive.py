@@ -11,6 +11,7 @@ import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -26,8 +27,12 @@ from terrazzo.layout.box import Box
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
+_PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
+_MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of the next, but for what tells its protocol
+START: Final = 32
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
+_EXPANDED: Final = 64 << 20  # bytes by which a tensor in a value may be larger than what is stored of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,27 @@ class Archive:
 
     def read_box(self, tensor: StoredTensor, box: Box, target: torch.Tensor) -> None:
         """Fill `target` with a box of a tensor; the checksum is compared where all of a storage is read as it is."""
+        stored, nbytes = self._located(tensor)
+        whole = Box.whole(tensor.shape)
+        read_box(self._window, stored, box, target)
+        plain = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
+        if self._check is not None and plain and box == whole and stored.is_run(box):
+            if tensor.offset == 0 and target.nbytes == nbytes:
+                self._check(tensor.storage.key, zlib.crc32(bytes_of(target)))
+
+    def check_size(self, tensor: StoredTensor) -> None:
+        """Raise unless the file has the bytes of a tensor, and it is not much larger than they are.
+
+        An expanded tensor may be of any size, with strides of 0; one that is read all at once would need that memory.
+        """
+        _, nbytes = self._located(tensor)
+        if prod(tensor.shape) * tensor.dtype.itemsize > nbytes + _EXPANDED:
+            raise CheckpointCorruptError(
+                f"{self._window.where}: a tensor of shape {tensor.shape} is much larger than the storage that holds it"
+            )
+
+    def _located(self, tensor: StoredTensor) -> tuple[Strided, int]:
+        """Where a tensor lies in the file, and the bytes of its storage from its beginning on."""
         start, nbytes = self._extent(tensor.storage.key)
         itemsize = tensor.dtype.itemsize
         start += tensor.storage.start
@@ -90,14 +116,11 @@ class Archive:
             raise CheckpointCorruptError(
                 f"{self._window.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
             )
-        read_box(self._window, stored, box, target)
-        plain = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
-        if self._check is not None and plain and box == whole and stored.is_run(box):
-            if tensor.offset == 0 and target.nbytes == nbytes:
-                self._check(tensor.storage.key, zlib.crc32(bytes_of(target)))
+        return stored, nbytes
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """All of a tensor."""
+        self.check_size(stored)  # before memory is asked for
         result = torch.empty(stored.shape, dtype=stored.dtype)
         self.read_box(stored, Box.whole(stored.shape), result)
         return torch.nn.Parameter(result, stored.requires_grad) if stored.is_parameter else result
@@ -125,7 +148,15 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
 
 def is_archive(window: Window) -> bool:
     """Whether a window begins as what `torch.save` writes does."""
-    return window.read(0, min(4, window.length)).startswith((_ZIP, _PICKLE))
+    return is_start_of_archive(window.read(0, min(START, window.length)))
+
+
+def is_start_of_archive(start: bytes) -> bool:
+    """Whether bytes are the beginning of what `torch.save` writes, given `START` of them or all there are.
+
+    A pickle's first byte alone says nothing: it may be that of a length, with which safetensors begins.
+    """
+    return start.startswith(_ZIP) or (start[:1] == _PICKLE and start[1:2] in _PROTOCOLS and _MAGIC_NUMBER in start)
 
 
 def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
@@ -148,7 +179,7 @@ def _open_zip(window: Window, names: unpickle.Names) -> Archive:
             raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the archive")
         return directory.start_of(name), directory.records[name].size
 
-    value = unpickle.load(
+    value = unpickle.load_tree(
         io.BytesIO(directory.read("data.pkl")), window.where, names=names, persistent=_storage_from_id
     )
     return Archive(window, value, extent, lambda key, crc: directory.check(f"data/{key}", crc))
@@ -164,6 +195,8 @@ def _storage_from_id(pid: Any) -> Storage:
     start = 0
     if view and view[0] is not None:
         _, first, numel = view[0]
+        if type(first) is not int or type(numel) is not int or not 0 <= first < _LARGEST:
+            raise CheckpointCorruptError("a pickle refers to a part of a storage that cannot be")
         start = first * kind.dtype.itemsize
     return Storage(str(key), kind.dtype, numel, start)
 
@@ -191,8 +224,10 @@ def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
         itemsizes[found.key] = found.dtype.itemsize
         return found
 
-    value = unpickle.load(stream, window.where, names=names, persistent=storage)
+    value = unpickle.load_tree(stream, window.where, names=names, persistent=storage)
     keys = unpickle.load(stream, window.where)
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise CheckpointCorruptError(f"{window.where}: the list of storages is none")
     extents: dict[str, tuple[int, int]] = {}
     position = stream.tell()
     for key in keys:
@@ -248,6 +283,10 @@ class _StorageType:
         raise UnsafePickleError("a pickle tries to change a storage type")
 
 
+_SEQUENCES: Final = (tuple, list, torch.Size)
+_LARGEST: Final = 1 << 60
+
+
 def _rebuild(
     storage: Any,
     offset: int,
@@ -270,9 +309,12 @@ def _rebuild_typed(
     dtype: torch.dtype | None,
     metadata: Any = None,
 ) -> StoredTensor:
-    numbers = (offset, *size, *strides)
-    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise CheckpointCorruptError("a pickled tensor has no storage, or a negative size")
+    if not isinstance(storage, Storage) or type(size) not in _SEQUENCES or type(strides) not in _SEQUENCES:
+        raise CheckpointCorruptError("a pickled tensor has no storage, or no size")
+    if not all(type(n) is int and 0 <= n < _LARGEST for n in (offset, *size, *strides)):
+        raise CheckpointCorruptError("a pickled tensor has a size that no tensor can have")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise CheckpointCorruptError("a pickled tensor has no dtype")
     if len(size) != len(strides):
         raise CheckpointCorruptError("a pickled tensor has as many strides as it should not")
     if metadata:

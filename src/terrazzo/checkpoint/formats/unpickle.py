@@ -23,6 +23,7 @@ from typing import IO, Any, Final
 import torch
 
 from terrazzo.checkpoint.formats import numpy_pickles
+from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.stand_ins import Call, Record
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
@@ -212,7 +213,7 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
     {'step': 3}
     """
     try:
-        unpickler = _Unpickler(file, names, where, persistent)
+        unpickler = _Unpickler(io.BytesIO(checked_pickle(file, where)), names, where, persistent)
         value = unpickler.load()
         return finished(value) if unpickler.made_records else value
     except CheckpointError:
@@ -226,6 +227,51 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
 def loads(data: bytes | bytearray | memoryview, where: str, *, names: Names = PLAIN) -> Any:
     """The same from bytes."""
     return load(io.BytesIO(data), where, names=names)
+
+
+def load_tree(
+    file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """Like `load`, of a value that is going to be taken apart: it may neither contain itself nor be without end."""
+    value = load(file, where, names=names, persistent=persistent)
+    _check_tree(value, file.tell(), where)
+    return value
+
+
+def _check_tree(value: Any, nbytes: int, where: str) -> None:
+    """Raise unless the containers of a value, with copies of all that they share, are of a size that fits the bytes."""
+    sizes: dict[int, int] = {}
+    open_now: set[int] = set()
+    stack: list[tuple[Any, bool]] = [(value, False)]
+    while stack:
+        container, leaving = stack.pop()
+        items = _items_of(container)
+        if leaving:
+            open_now.discard(id(container))
+            sizes[id(container)] = size = 1 + sum(sizes.get(id(item), 1) for item in items)
+            if size > _EXPANDED * (nbytes + 1000):
+                raise CheckpointCorruptError(f"{where}: the pickle refers to the same lists again and again")
+            continue
+        if id(container) in open_now:
+            raise CheckpointCorruptError(f"{where}: the pickle holds a {type(container).__name__} that contains itself")
+        if id(container) in sizes:
+            continue
+        open_now.add(id(container))
+        if len(open_now) > _DEEPEST:
+            raise CheckpointCorruptError(f"{where}: the pickle holds values deeper in each other than {_DEEPEST}")
+        stack.append((container, True))
+        stack += [(item, False) for item in items if isinstance(item, _CONTAINERS)]
+
+
+def _items_of(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.values(), *(key for key in container if isinstance(key, tuple))]
+    return list(container) if isinstance(container, _CONTAINERS) else []
+
+
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
+_EXPANDED: Final = 16  # values for each byte of the pickle
+_DEEPEST: Final = 200  # as `terrazzo.checkpoint.objects`
 
 
 def finished(value: Any) -> Any:

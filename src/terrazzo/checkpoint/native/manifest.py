@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from functools import cached_property
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 
 from terrazzo.checkpoint.chunks import ChunkTable
 from terrazzo.checkpoint.dtypes import dtype_from_name
+from terrazzo.checkpoint.names import is_plain_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
@@ -94,6 +96,26 @@ class TensorRecord(msgspec.Struct, frozen=True, eq=False):
         return len(self.boxes)
 
 
+_LARGEST: Final = 1 << 62  # bytes and elements that the arithmetic of a checkpoint can hold
+
+
+def _check_head(head: Head, source: str) -> None:
+    """Raise unless the numbers and names are such as a writer writes."""
+    numbers = [head.sums, head.block, *head.counts, *(n for file in head.files for n in (file.size, file.header_size))]
+    if any(not 0 <= number < _LARGEST for number in numbers) or len(head.counts) != len(head.tensors):
+        raise CheckpointCorruptError(f"{source}: the manifest's head has numbers that cannot be")
+    for entry in head.tensors:
+        if any(length < 0 for length in entry.shape) or len(entry.shape) > 64 or prod(entry.shape) * 16 >= _LARGEST:
+            raise CheckpointCorruptError(f"{source}: {entry.name!r} cannot have the shape {entry.shape}")
+    for file in head.files:
+        if not is_plain_name(file.name):
+            raise CheckpointCorruptError(f"{source}: the manifest names the file {file.name[:300]!r}")
+    values = len(head.tensors) + len(head.objects)
+    for name, path in head.paths.items():
+        if not path or any(type(key) is int and not 0 <= key < values for key in path):
+            raise CheckpointCorruptError(f"{source}: {name!r} cannot have had the place {path} in a state dict")
+
+
 def _section_sizes(head: Head) -> tuple[int, list[tuple[int, int]]]:
     """The chunks in all; and by number of dims, the chunks and the bytes of their boxes."""
     rows = [0] * (1 + max((len(entry.shape) for entry in head.tensors), default=0))
@@ -112,8 +134,9 @@ class Manifest:
         head_bytes, columns = _checked_parts(memoryview(data), source)
         try:
             self.head = msgspec.msgpack.decode(head_bytes, type=Head)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is none
             raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
+        _check_head(self.head, source)
         chunks, sections = _section_sizes(self.head)
         columns = columns[-len(head_bytes) % 8 :]
         if len(columns) != 12 * chunks + 8 * self.head.sums + sum(nbytes for _, nbytes in sections):

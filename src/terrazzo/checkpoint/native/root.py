@@ -17,6 +17,7 @@ import torch
 
 from terrazzo.checkpoint.chunks import ChunkTable, GridChunks
 from terrazzo.checkpoint.dtypes import dtype_from_name
+from terrazzo.checkpoint.names import is_plain_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry, ObjectEntry, Path
@@ -209,5 +210,5 @@ def _decoded(data: memoryview, kind: Any, source: str) -> Any:
 
 def check_file_name(name: str, source: str) -> None:
     """Raise for a name that leads out of the checkpoint's folder."""
-    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if "/" in name or not is_plain_name(name):
         raise CheckpointCorruptError(f"{source}: the manifest names a file {name!r}, which is not in its folder")

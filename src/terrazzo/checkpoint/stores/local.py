@@ -18,6 +18,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 import uuid
@@ -42,7 +43,7 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
-from terrazzo.errors import ConflictError
+from terrazzo.errors import CheckpointFormatError, ConflictError
 
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
@@ -115,7 +116,12 @@ class LocalStore(Store):
 
     def open(self, key: str) -> _LocalReadFile:
         path = self._path / key
-        return _LocalReadFile(self._os, self._os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path))
+        try:
+            # A pipe in a file's place would wait for a writer.
+            fd = self._os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except ValueError as error:
+            raise CheckpointFormatError(f"{str(path)!r} cannot be the name of a file: {error}") from error
+        return _LocalReadFile(self._os, fd, str(path))
 
     def get(self, key: str) -> tuple[bytearray, Version]:
         file = self.open(key)
@@ -382,7 +388,11 @@ class _LocalReadFile(ReadFile):
         self._os = system
         self._fd = fd
         self._path = path
-        self._size: int = system.fstat(fd).st_size
+        status = system.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, where a file should be")
+        self._size: int = status.st_size
 
     @property
     def size(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -26,14 +26,12 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.names import LATEST, named_by_latest
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
-
-# Files that name the folder of the last checkpoint, and of the last that was made universal.
-LATEST: Final = ("latest", "latest_universal")
 
 
 class DeepSpeedReader(StorageReader):
@@ -130,13 +128,13 @@ def _read_contents(folder: Path) -> Contents:
 
 def tag_folder(path: Path) -> Path:
     """The folder with the files: `path` itself, or the one that its `latest` or `latest_universal` names."""
-    named = [(path / name).read_text(encoding="utf-8").strip() for name in LATEST if (path / name).is_file()]
+    named = named_by_latest(path)
     if not named:
         return path
-    for tag in named:
-        if (path / tag).is_dir():
-            return path / tag
-    raise CheckpointNotFoundError(f"{path / LATEST[0]} names {named[0]!r}, and there is no such folder")
+    for folder in named:
+        if folder.is_dir():
+            return folder
+    raise CheckpointNotFoundError(f"{path / LATEST[0]} names {named[0].name!r}, and there is no such folder")
 
 
 def _entry(value: Any) -> STORAGE_TYPES:

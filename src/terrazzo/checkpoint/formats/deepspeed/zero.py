@@ -121,10 +121,38 @@ class _Partitions:
         states = [file.get("optimizer_state_dict", dict) for file in optims]
         build = _cut_one_by_one if states[0].get("zero_stage") == 3 else _cut_in_one_line
         groups, param_groups = build(shapes, optims, states)
+        _check_same_save(groups, optims, states)
         names = names_by_group(shapes, param_groups, optims[0].where)
         if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
             names = [out_of_turns(members, len(optims)) for members in names]
         return _Partitions(tuple(groups), param_groups, names, states[0].get("loss_scaler"))
+
+
+def _check_same_save(groups: Sequence[_Group], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a rank's file comes from another save: what all ranks had in common then is not the same in it."""
+    first, *others = (
+        _in_common(file, rank, state, groups) for rank, (file, state) in enumerate(zip(optims, states, strict=True))
+    )
+    for file, other in zip(optims[1:], others, strict=True):
+        for what, value in other.items():
+            if value != first.get(what):
+                raise CheckpointCorruptError(
+                    f"{file.where} is of another checkpoint than {optims[0].where}: {what} is {value!r} in the one and "
+                    f"{first.get(what)!r} in the other"
+                )
+
+
+def _in_common(file: OpenFile, rank: int, state: Mapping[str, Any], groups: Sequence[_Group]) -> dict[str, Any]:
+    common = {key: state.get(key) for key in ("ds_version", "zero_stage", "partition_count")}
+    scaler = state.get("loss_scaler")
+    if isinstance(scaler, dict):
+        common |= {
+            f"loss_scaler.{key}": value for key, value in scaler.items() if isinstance(value, int | float | bool)
+        }
+    for number, group in enumerate(groups):
+        for _, step in steps_in(group.states[rank], {}, file):
+            common[f"the number of steps of group {number}"] = step.item()
+    return common
 
 
 def _in_turns(model: Mapping[str, Any]) -> bool:

@@ -1,0 +1,119 @@
+"""A rank's failure, as it is told to the others, and the exception that all ranks raise for it.
+
+What travels is text: the type's name, the message, and where it happened.  On the rank itself the exception is the
+`__cause__` of the one that all raise.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from terrazzo import errors
+from terrazzo.errors import CheckpointError, CheckpointException, CommError, TerrazzoError
+
+_LONGEST: Final = 4000  # characters of a message
+_DEEPEST: Final = 20  # frames, the innermost
+_MOST_NAMES: Final = 50
+# Attributes of our exceptions that travel with them.
+_NAMES: Final = ("missing", "mismatched")
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """What went wrong on one rank."""
+
+    rank: int  # global
+    kind: str  # the name of the exception's class
+    message: str
+    frames: list[tuple[str, int, str, str]] = []  # file, line, function, text of the line
+    names: dict[str, list[str]] = {}
+
+    def exception(self) -> BaseException:
+        """An exception like the one that was raised: of the same type, if that is ours or Python's own."""
+        known = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
+        if isinstance(known, type) and issubclass(known, BaseException):
+            try:
+                return known(self.message)
+            except TypeError:
+                pass  # one that takes more than a message
+        return CheckpointError(f"{self.kind}: {self.message}")
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """What to tell the other ranks about an exception of this rank."""
+    message = str(error) or repr(error)
+    if len(message) > _LONGEST:
+        message = message[:_LONGEST] + " ..."
+    frames = traceback.extract_tb(error.__traceback__)[-_DEEPEST:]
+    names = {
+        name: list(value)[:_MOST_NAMES]
+        for name in _NAMES
+        if isinstance(value := getattr(error, name, None), tuple) and all(isinstance(item, str) for item in value)
+    }
+    kind = "CheckpointException" if isinstance(error, CheckpointException) else type(error).__name__
+    return Failure(rank, kind, message, [(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames], names)
+
+
+def failures_of(error: CommError, ranks: Iterable[int]) -> list[Failure]:
+    """The failures of the ranks that an operation among `ranks` failed for."""
+    reports = {rank: error.reports.get(rank, "gave no word") for rank in (*error.missing, *error.reports)}
+    if not reports:  # nobody knows who began
+        reports = dict.fromkeys(ranks, "lost its connections")
+    return [Failure(rank, type(error).__name__, report) for rank, report in sorted(reports.items())]
+
+
+def exception_of(
+    failures: list[Failure], doing: str, cause: BaseException | None, why: str = ""
+) -> CheckpointException:
+    """The exception that all ranks raise, from this rank's own one if it has one."""
+    ranks = sorted({failure.rank for failure in failures})
+    lines = [f"rank {failure.rank}: {failure.kind}: {failure.message}" for failure in failures]
+    count = f"{len(ranks)} rank" + ("s" if len(ranks) != 1 else "")
+    text = "\n  ".join([f"{doing} failed on {count}:", *lines, *([why] if why else [])])
+    kinds = {failure.kind for failure in failures}
+    return _made(kinds.pop() if len(kinds) == 1 else "", text, failures, cause)
+
+
+def _made(kind: str, text: str, failures: list[Failure], cause: BaseException | None) -> CheckpointException:
+    told = {
+        failure.rank: (failure.exception(), traceback.StackSummary.from_list(failure.frames)) for failure in failures
+    }
+    theirs = sys.modules.get("torch.distributed.checkpoint.api")
+    error = _class_of(kind, getattr(theirs, "CheckpointException", None))(text, told)
+    for name in _NAMES:
+        names = dict.fromkeys(item for failure in failures for item in failure.names.get(name, ()))
+        if names:
+            setattr(error, name, tuple(names))
+    if isinstance(error, CommError):
+        error.missing = tuple(failure.rank for failure in failures)
+        error.reports = {failure.rank: failure.message for failure in failures}
+    error.__cause__ = cause
+    error._told = (kind, text, failures)  # type: ignore[attr-defined]  # for `_reduced`
+    return error
+
+
+@functools.cache
+def _class_of(kind: str, theirs: Any) -> type[CheckpointException]:
+    """`CheckpointException` that is also of the type that all failures are of, and of PyTorch's of this name."""
+    known = getattr(errors, kind, None)
+    more = []
+    if isinstance(known, type) and issubclass(known, TerrazzoError) and not issubclass(CheckpointException, known):
+        more.append(known)
+    if theirs is not None:
+        more.append(theirs)
+    body = {
+        "__module__": CheckpointException.__module__,
+        "__reduce__": _reduced,
+        "__doc__": CheckpointException.__doc__,
+    }
+    return type("CheckpointException", (CheckpointException, *more), body)
+
+
+def _reduced(error: Any) -> tuple[Any, ...]:
+    return _made, (*error._told, None)

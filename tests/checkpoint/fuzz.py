@@ -1,0 +1,340 @@
+"""Damaged and hostile checkpoints of every format: `python -m tests.checkpoint.fuzz --cases 1000 [--seed 1]`.
+
+Files of real checkpoints are changed at random, and all that reads is tried on them.  Whatever the bytes are, it ends
+in a value or in one of terrazzo's exceptions, within a second of work and 256 MB of memory, and the process lives.
+Nothing that was read is compared with anything: formats without checksums cannot tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint.formats.deepspeed.made import write, write_universal
+from terrazzo.checkpoint import Checkpoint, LazyTensor, load, save, verify
+from terrazzo.checkpoint.compare import compare
+from terrazzo.checkpoint.events import LOGGER
+from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.native.format import MAGIC, checksum
+from terrazzo.checkpoint.native.manifest import _PREAMBLE as PREAMBLE
+from terrazzo.errors import TerrazzoError
+
+MEMORY = 256 << 20
+SECONDS = 1.0
+_PATIENCE = 20.0  # until what hangs is interrupted
+LARGEST = (2**63 - 1, 2**63, 2**64 - 1, 2**31, 2**32 - 1, 2**40, 0, 1)
+
+
+def small_state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(24.0).reshape(6, 4), "half": torch.ones(3, dtype=torch.bfloat16)},
+        "step": 3,
+        "object": {"betas": (0.9, 0.99), "names": ["a", "b"], "t": (torch.ones(2), torch.nn.Parameter(torch.ones(1)))},
+    }
+
+
+def seeds(folder: Path) -> dict[str, Path]:
+    """A small checkpoint of each format."""
+    import torch.distributed.checkpoint as dcp
+
+    state = small_state()
+    save(state, checkpoint_id=folder / "native", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.save(state, folder / "zip.pt")
+    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    write(folder / "stage2", 2)
+    write(folder / "stage3", 3)
+    write_universal(folder / "universal", 2)
+    run = folder / "run"
+    save(state, checkpoint_id=run / "global_step3", no_dist=True)
+    (run / "latest").write_text("global_step3")
+    return {
+        "native": folder / "native",
+        "dcp": folder / "dcp",
+        "zip": folder / "zip.pt",
+        "legacy": folder / "legacy.pt",
+        "stage2": folder / "stage2" / "tag",
+        "stage3": folder / "stage3" / "tag",
+        "universal": folder / "universal" / "tag",
+        "run": run,
+    }
+
+
+# ------------------------------------------------------------------ damage
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """The bytes, changed in one to four ways."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        size = len(changed)
+        at = rng.randrange(size) if size else 0
+        kind = rng.randrange(8)
+        if kind == 0 and size:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 1 and size:
+            changed[at] = rng.randrange(256)
+        elif kind == 2:
+            del changed[at:]
+        elif kind == 3:
+            changed[at:at] = changed[at : at + rng.randrange(64)]
+        elif kind == 4:
+            del changed[at : at + rng.randrange(32)]
+        elif kind == 5 and size >= 8:
+            where = rng.randrange(size - 7)
+            changed[where : where + 8] = struct.pack("<Q", rng.choice(LARGEST))
+        elif kind == 6 and size >= 4:
+            where = rng.randrange(size - 3)
+            changed[where : where + 4] = struct.pack("<I", rng.choice(LARGEST) & 0xFFFFFFFF)
+        else:
+            changed[at:at] = bytes(rng.randrange(256) for _ in range(rng.randrange(9)))
+    return bytes(changed)
+
+
+def with_another_value(packed: bytes, rng: random.Random) -> bytes:
+    """MessagePack with one value in it replaced, by one of its type or not."""
+    tree = msgspec.msgpack.decode(packed)
+    container = tree
+    while True:
+        keys = list(container) if isinstance(container, dict) else list(range(len(container)))
+        if not keys:
+            return packed
+        key = rng.choice(keys)
+        if isinstance(container[key], dict | list) and rng.random() < 0.9:
+            container = container[key]
+            continue
+        odd = [*LARGEST, -1, -(2**62), "", "../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, "float4", "\x1b[31m"]
+        container[key] = rng.choice([*odd, b"", [], {}, None, 1.5, [2**31] * 3, rng.choice(keys)])
+        return msgspec.msgpack.encode(tree)
+
+
+def behind_checksums(data: bytes, rng: random.Random) -> bytes:
+    """The bytes of a file with what its checksums protect changed, and the checksums too: malice, not damage."""
+    if data[:8] == MAGIC:
+        fields = list(PREAMBLE.unpack_from(data))
+        head, columns = data[PREAMBLE.size : PREAMBLE.size + fields[3]], data[PREAMBLE.size + fields[3] :]
+        kind = rng.random()
+        if kind < 0.5:
+            head = with_another_value(head, rng)
+        elif kind < 0.75:
+            head = mutated(head, rng)
+        else:
+            columns = mutated(columns, rng)
+        fields[3:7] = [len(head), PREAMBLE.size + len(head) + len(columns), checksum(head), checksum(columns)]
+        preamble = PREAMBLE.pack(*fields)[:-8]
+        return preamble + checksum(preamble).to_bytes(8, "little") + head + columns
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        names = archive.namelist()
+    except Exception:  # no archive, or a damaged one
+        return mutated(data, rng)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        for name in names:
+            content = archive.read(name)
+            target.writestr(name, mutated(content, rng) if name.endswith("data.pkl") else content)
+    return out.getvalue()
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Change one file of a checkpoint, or put something else in its place; what was done."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    small = [file for file in files if file.suffix != ".distcp"] or files
+    victim = rng.choice(small if rng.random() < 0.6 else files)
+    kind = rng.random()
+    if kind < 0.5:
+        victim.write_bytes(behind_checksums(victim.read_bytes(), rng))
+        return f"changed {victim.name} behind its checksums"
+    if kind < 0.86:
+        victim.write_bytes(mutated(victim.read_bytes(), rng))
+        return f"changed {victim.name}"
+    if kind < 0.9 and len(files) > 1:
+        other = rng.choice(files)
+        victim.write_bytes(other.read_bytes())
+        return f"put {other.name} in the place of {victim.name}"
+    victim.unlink()
+    if kind < 0.93:
+        victim.mkdir()
+        return f"put a folder in the place of {victim.name}"
+    if kind < 0.96:
+        os.mkfifo(victim)
+        return f"put a pipe in the place of {victim.name}"
+    if kind < 0.98:
+        victim.write_bytes(b"")
+        return f"emptied {victim.name}"
+    return f"removed {victim.name}"
+
+
+# ------------------------------------------------------------------ what reads
+
+
+def read_all(path: Path, scratch: Path) -> None:
+    with Checkpoint(path) as opened:
+        for name in opened:
+            value = opened[name]
+            if isinstance(value, LazyTensor):
+                value[...]
+
+
+def load_some(path: Path, scratch: Path) -> None:
+    load({"model": {"w": torch.zeros(6, 4)}, "step": 0, "object": None}, checkpoint_id=path, no_dist=True)
+
+
+def verify_it(path: Path, scratch: Path) -> None:
+    verify(path)
+
+
+def compare_it(path: Path, scratch: Path) -> None:
+    list(compare(Checkpoint(path), Checkpoint(path)))
+
+
+def to_native(path: Path, scratch: Path) -> None:
+    convert(path, scratch / "native", "native")
+
+
+def to_torch(path: Path, scratch: Path) -> None:
+    convert(path, scratch / "file.pt", "torch_save")
+
+
+def command(*names: str) -> Callable[[Path, Path], None]:
+    def run(path: Path, scratch: Path) -> None:
+        from terrazzo.cli import app
+
+        arguments = [name.format(path=path, scratch=scratch) for name in names]
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                app(arguments, standalone_mode=False)
+            except Exception as error:
+                if type(error).__name__ not in ("Exit", "BadParameter"):
+                    raise
+        text = out.getvalue()
+        assert not any(c < " " and c != "\n" or "\x7f" <= c < "\xa0" for c in text), f"control characters: {text!r}"
+
+    return run
+
+
+READERS: dict[str, Callable[[Path, Path], None]] = {
+    "read": read_all,
+    "load": load_some,
+    "verify": verify_it,
+    "compare": compare_it,
+    "native": to_native,
+    "torch_save": to_torch,
+    "ls": command("ls", "{path}"),
+    "show": command("show", "{path}", "step"),
+    "show tensor": command("show", "{path}", "model.w"),
+}
+
+
+class Hangs(BaseException):
+    """A case took too long."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Within the memory and the time that a hostile file may cost."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
+
+    def stop(*_: Any) -> None:
+        raise Hangs
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def outcome(run: Callable[[], None]) -> str | None:
+    """What is wrong with how this ended; None if nothing."""
+    start = time.process_time()
+    try:
+        with bounded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run()
+    except TerrazzoError:
+        pass
+    except Hangs:
+        return f"hangs after {time.process_time() - start:.1f} s of work"
+    except BaseException:  # noqa: B036  # all that should not come out
+        return traceback.format_exc()
+    took = time.process_time() - start
+    return f"took {took:.2f} s" if took > SECONDS else None
+
+
+def run_case(number: int, made: dict[str, Path], scratch: Path) -> str | None:
+    """One case, the same for the same number."""
+    rng = random.Random(number)
+    name = rng.choice(sorted(made))
+    source = made[name]
+    target = scratch / source.name
+    if source.is_file():
+        shutil.copy(source, target)
+    else:
+        shutil.copytree(source, target)
+    what = damage(target, rng)
+    reader = rng.choice(sorted(READERS))
+    wrong = outcome(lambda: READERS[reader](target, scratch / "out"))
+    return f"case {number}: {reader} of {name}, {what}: {wrong}" if wrong else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    LOGGER.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        made = seeds(Path(folder))
+        for reader in READERS.values():  # imports what it needs, which is no part of any case
+            for name, path in made.items():
+                with contextlib.suppress(TerrazzoError):
+                    reader(path, Path(folder) / f"warm-{name}")
+                shutil.rmtree(Path(folder) / f"warm-{name}", ignore_errors=True)
+        for number in range(arguments.seed, arguments.seed + arguments.cases):
+            print(f"\r{number} ", end="", file=sys.stderr, flush=True)
+            scratch = Path(folder) / "case"
+            scratch.mkdir()
+            found = run_case(number, made, scratch)
+            shutil.rmtree(scratch)
+            if found:
+                wrong += 1
+                print(found, flush=True)
+    print(f"{arguments.cases} cases, {wrong} wrong", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Files that somebody made to do harm, or that are not what they seem: a typed error, soon, and nothing else.
+
+`fuzz.py` changes real files at random; here are the tricks that a random change does not find.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import terrazzo
+from terrazzo.checkpoint import Checkpoint, load, save, verify
+from terrazzo.checkpoint.formats.detect import Format, detect
+from terrazzo.checkpoint.formats.pickle_check import checked_pickle
+from terrazzo.checkpoint.formats.unpickle import load_tree, loads
+from terrazzo.checkpoint.messages import decode, encode
+from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.planner import SavePlan
+from terrazzo.cli import app
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    TerrazzoError,
+    UnsupportedValueError,
+)
+
+STOP = b"."
+
+
+def test_files_changed_at_random_give_typed_errors() -> None:
+    source = Path(terrazzo.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.fuzz", "--cases", "150", "--seed", str(int(time.time()))],
+        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# ------------------------------------------------------------------ pickles
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL), st.binary(max_size=20))
+def test_pickles_of_plain_values_pass_the_check(value: Any, protocol: int, rest: bytes) -> None:
+    data = pickle.dumps(value, protocol)
+    file = io.BytesIO(data + rest)
+    assert checked_pickle(file, "test") == data and file.read() == rest
+
+
+def test_every_opcode_is_known() -> None:
+    from terrazzo.checkpoint.formats.pickle_check import _OPCODES
+
+    assert {ord(op.code) for op in pickletools.opcodes} == set(_OPCODES)
+
+
+def shared_lists(levels: int) -> bytes:
+    """Lists that hold the one before twice."""
+    data = b"\x80\x02]q\x00"
+    for level in range(1, levels):
+        data += b"]q" + bytes([level]) + b"(h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"e"
+    return data + STOP
+
+
+def shared_tuples_as_key(levels: int) -> bytes:
+    data = b"\x80\x02}K\x01q\x00"
+    for level in range(1, levels):
+        data += b"0h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"\x86q" + bytes([level])
+    return data + b"Ns" + STOP
+
+
+EXHAUSTING = {
+    "a memo of 32 GB": b"\x80\x02Nr\xff\xff\xff\xffq\x00.",
+    "a deep tuple as a key": b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"Ns.",
+    "shared tuples as a key": shared_tuples_as_key(60),
+    "text of 2^60 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 2**60) + b"x.",
+    "a memo by decimal number": b"\x80\x02Np999999999999\n.",
+    "an unknown opcode": b"\x80\x02\xff.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("data", EXHAUSTING.values(), ids=EXHAUSTING.keys())
+def test_pickles_that_would_exhaust_the_unpickler(data: bytes) -> None:
+    start = time.process_time()
+    with pytest.raises(CheckpointCorruptError):
+        loads(data, "test")
+    assert time.process_time() - start < 1
+
+
+def test_pickles_whose_values_have_no_end() -> None:
+    start = time.process_time()
+    with pytest.raises(CheckpointCorruptError, match="again and again"):
+        load_tree(io.BytesIO(shared_lists(60)), "test")
+    itself: list[Any] = []
+    itself.append(itself)
+    deep = b"\x80\x02" + b"]" * 900 + b"a" * 899 + STOP
+    for data, what in ((pickle.dumps(itself), "contains itself"), (deep, "deeper")):
+        with pytest.raises(CheckpointCorruptError, match=what):
+            load_tree(io.BytesIO(data), "test")
+    assert time.process_time() - start < 1
+    shared = [1.0] * 10
+    assert load_tree(io.BytesIO(pickle.dumps([shared] * 50)), "test") == [shared] * 50
+
+
+def legacy(*pickles: bytes) -> bytes:
+    head = [pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    return b"".join([*head, *pickles])
+
+
+def test_a_list_of_storages_without_end(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(legacy(pickle.dumps({}, 2), pickle.dumps(range(10**15), 2)))
+    with pytest.raises(CheckpointCorruptError, match="list of storages"):
+        Checkpoint(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("size", [range(10**12), (2**62, 4), (-1,), (2**63,), "ab", (1.5,)])
+def test_sizes_that_no_tensor_has(size: Any, tmp_path: Path) -> None:
+    class Tensor:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Storage(), 0, size, (1,) * 2, False, None)
+
+    class Storage:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", 1) if isinstance(value, Storage) else None
+
+    out = io.BytesIO()
+    Pickler(out, 2).dump({"w": Tensor()})
+    (tmp_path / "x.pt").write_bytes(legacy(out.getvalue(), pickle.dumps(["0"], 2), struct.pack("<qf", 1, 1.0)))
+    with pytest.raises(CheckpointError):
+        Checkpoint(tmp_path / "x.pt")["w"][...]
+
+
+# ------------------------------------------------------------------ what is at a path
+
+
+def test_a_safetensors_file_is_no_pickle(tmp_path: Path) -> None:
+    for length in (0x0280, 0x0480, 0x80):
+        text = json.dumps({"__metadata__": {}}).encode().ljust(length)
+        (tmp_path / "x").write_bytes(struct.pack("<Q", length) + text)
+        assert detect(tmp_path / "x") is None
+    for new in (True, False):
+        for protocol in (2, 4):
+            torch.save(
+                {"w": torch.ones(1)}, tmp_path / "x", _use_new_zipfile_serialization=new, pickle_protocol=protocol
+            )
+            assert detect(tmp_path / "x") is Format.TORCH_SAVE
+
+
+def test_pipes_and_folders_in_the_place_of_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointNotFoundError, match="neither a file nor a folder"):
+        Checkpoint(tmp_path / "pipe")
+    for make in (os.mkfifo, os.mkdir):
+        path = tmp_path / make.__name__
+        save({"w": torch.ones(3000)}, checkpoint_id=path)
+        for victim in (next(path.glob("data-*")), path / "manifest.terrazzo"):
+            victim.unlink()
+            make(victim)
+            with pytest.raises(TerrazzoError):
+                Checkpoint(path)["w"][...]
+            with pytest.raises(TerrazzoError):
+                load({"w": torch.ones(3000)}, checkpoint_id=path)
+            assert_refused_or_damaged(path)
+
+
+def assert_refused_or_damaged(path: Path) -> None:
+    try:
+        assert verify(path)
+    except CheckpointError:
+        pass
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"../other", b"/etc", b"a\0b", b"", b"x" * 5000, b".."])
+def test_a_latest_that_names_no_folder_beside_it(content: bytes, tmp_path: Path) -> None:
+    save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").write_bytes(content)
+    with pytest.raises(CheckpointFormatError, match="latest"):
+        Checkpoint(tmp_path / "run")
+
+
+def test_the_folder_of_a_run_is_its_latest_checkpoint(tmp_path: Path) -> None:
+    for tag in ("one", " two "):
+        save({"w": torch.ones(2), "tag": tag}, checkpoint_id=tmp_path / tag)
+        (tmp_path / "latest").write_text(tag)
+        assert Checkpoint(tmp_path)["tag"] == tag and verify(tmp_path) == []
+        target = {"w": torch.zeros(2), "tag": ""}
+        load(target, checkpoint_id=tmp_path)
+        assert target["tag"] == tag and target["w"].eq(1).all()
+    result = CliRunner().invoke(app, ["ls", str(tmp_path)])
+    assert result.exit_code == 0 and "tag" in result.output
+    result = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "x.pt"), "--to", "torch_save"])
+    assert result.exit_code == 0 and torch.load(tmp_path / "x.pt")["tag"] == " two "
+    result = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "x.pt"), "--to", "torch_save"])
+    assert result.exit_code == 2 and "--overwrite" in result.output and "overwrite=True" not in result.output
+
+
+# ------------------------------------------------------------------ the terminal
+
+
+def test_commands_print_what_is_there_and_steer_nothing(tmp_path: Path) -> None:
+    bad = "a\x1b[31mb\x9b2J[bold]c[/bold]:smile:\u202e"
+    save({bad: torch.ones(2), "text": bad, "list": [bad], "m": 1}, checkpoint_id=tmp_path / "a")
+    save({bad: torch.zeros(2), "text": "x", "list": [], "m": 1}, checkpoint_id=tmp_path / "b")
+    runs = [["ls"], ["ls", "--json"], ["show", "text"], ["show", "list"], ["show", bad], ["show", "\x1b[m"], ["diff"]]
+    for command, *rest in runs:
+        paths = [str(tmp_path / "a"), *([str(tmp_path / "b")] if command == "diff" else [])]
+        output = CliRunner().invoke(app, [command, *paths, *rest]).output
+        assert all(c.isprintable() or c == "\n" for c in output), (command, rest, output)
+        if command != "show" or rest != ["\x1b[m"]:
+            assert "[bold]c[/bold]:smile:" in output.replace("\n", ""), (command, rest, output)
+
+
+# ------------------------------------------------------------------ messages between ranks
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_messages_run_nothing_and_name_what_cannot_travel() -> None:
+    with pytest.raises(UnsupportedValueError, match="Gadget"):
+        encode(SavePlan([], storage_data=Gadget()))
+    for module, name in (("os", "system"), ("subprocess", "Popen"), ("tempfile", "TemporaryDirectory"), ("no", "no")):
+        for tag in (4, 5, 6):
+            import msgspec
+
+            with pytest.raises(CheckpointCorruptError):
+                decode(msgspec.msgpack.encode(([[module, name]], [tag, 0, "true"])), object)
+    with pytest.raises(CheckpointCorruptError, match="not a SavePlan"):
+        decode(encode([1]), SavePlan)
+    plan = SavePlan([], storage_data={MetadataIndex("w", (0,)): torch.float32}, planner_data={("a", 1): None})
+    assert decode(encode(plan), SavePlan) == plan
+
+
+@given(st.binary(max_size=60))
+def test_noise_is_no_message(data: bytes) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        decode(data, SavePlan)
