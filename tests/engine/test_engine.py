@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import terrazzo
 from engine.runs import Model, averaged, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import run_ranks
 from terrazzo.engine import initialize
@@ -153,6 +154,23 @@ def check_same_start() -> None:
 
 def test_all_ranks_begin_with_the_first_ones_values():
     run_ranks(2, check_same_start)
+
+
+def check_compiled() -> None:
+    expected, names = train_plainly(STEPS)[0], list(make_model().state_dict())
+    for stage in (1, 3):
+        engine = initialize(make_model(), config=config(stage), compile="aot_eager")
+        losses = train(engine, STEPS)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert list(engine.module.state_dict()) == names and type(engine.module.blocks[0]).__name__.endswith("Block")
+        report = str(terrazzo.compile_report(engine.module.blocks[0]))
+        assert "1 graphs" in report and f"{STEPS} calls, compiled" in report
+    alone = initialize(nn.Linear(6, 3), config=config(2), compile="aot_eager")
+    assert "Linear" in str(terrazzo.compile_report(alone.module))
+
+
+def test_compiled_blocks():
+    run_ranks(2, check_compiled)
 
 
 class Words(nn.Module):
