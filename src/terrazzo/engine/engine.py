@@ -233,7 +233,8 @@ class Engine:
             The mean loss of the whole batch, on every rank.
         """
         pipeline = self._needs_pipeline("train_batch")
-        loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
+        with self.losses.own_backward():
+            loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
         total = self._averaged(pipeline.total(loss))
         self.losses.add(total)
