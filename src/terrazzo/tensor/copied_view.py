@@ -36,13 +36,14 @@ _copies_of: Any = WeakIdKeyDictionary()
 class Origin:
     """Where a copy comes from; the copy's own views share it."""
 
-    __slots__ = ("__weakref__", "_base", "_copy", "_index", "_layout", "_local", "_version", "region")
+    __slots__ = ("__weakref__", "_base", "_copy", "_data", "_index", "_layout", "_local", "_version", "region")
 
     def __init__(self, base: DTensor, copy: DTensor, index: Any) -> None:
         """`index` is where in `base` the copy is from, None if that cannot be said by an index."""
         self._base = base
         self._local = base._local
-        self._version = _version_of(self._local)
+        self._data: list[torch.Tensor] = []  # what `.data` has given since
+        self._version = self._writes()
         self._index = index
         self.region = None if index is None else region_of(index, base.shape)
         if self.region is not None:
@@ -51,10 +52,14 @@ class Origin:
         self._layout: Layout = copy._layout
         links.copies.add(self)
 
-    def lose_if_of(self, local: torch.Tensor) -> None:
-        """`local` is about to be written in a way that leaves no trace: from then on the copy is not used."""
-        if local.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
-            self._version = -2
+    def watch(self, data: torch.Tensor) -> None:
+        """Count what is written to `data` as well, if it is of the same memory."""
+        if data.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
+            self._data.append(data)
+            self._version += _version_of(data)
+
+    def _writes(self) -> int:
+        return _version_of(self._local) + sum(_version_of(data) for data in self._data)
 
     def check(self) -> None:
         """Raise if the tensor was written since the copy was made."""
@@ -69,11 +74,11 @@ class Origin:
 
     def is_current(self) -> bool:
         """Whether the tensor has not been written since."""
-        return _version_of(self._local) == self._version
+        return self._writes() == self._version
 
     def keep(self) -> None:
         """What has been written is none of what the copy shows."""
-        self._version = _version_of(self._local)
+        self._version = self._writes()
 
     def check_writable(self, with_grad: bool) -> None:
         """Raise if a write to the copy, which autograd is to see or not, could not be passed on."""

@@ -480,9 +480,10 @@ class DTensor(NoRawAccess, torch.Tensor):
         local = self._local
         if not local.requires_grad:
             return wrap(local.detach(), self._layout)  # what is written to it counts as written to this tensor
+        data = local.data
         for origin in list(links.copies):
-            origin.lose_if_of(local)  # it would not be told of what is written
-        return wrap(local.data, self._layout)
+            origin.watch(data)  # which counts what is written to it by itself
+        return wrap(data, self._layout)
 
     @data.setter
     def data(self, value: DTensor) -> None:
