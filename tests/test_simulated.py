@@ -70,7 +70,9 @@ def check_a_training_step() -> None:
     assert counts == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 4}
     assert all(p.to_local().numel() * 8 == p.numel() for p in model.parameters())
     whole = 4 * (64 * 64 + 64)
-    gathered, scattered, reduced = 2 * 7 * whole // 8, 7 * whole // 8, 2 * 7 * (whole // 8) // 8
+    flags = 4 * 2  # which parameters have a gradient, to each rank
+    gathered, scattered = 2 * 7 * whole // 8, 7 * (whole + 8 * flags) // 8
+    reduced = 2 * 7 * (whole // 8 + flags) // 8
     assert report(model).moved == 4 * (gathered + scattered + reduced)
 
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp import fully_shard, trace
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.check import check
+from terrazzo.fsdp.plan.step import plan_steps
+from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import DTensor
 
 WIDTH, HIDDEN, INPUTS, OUTPUTS = 7, 10, 6, 3  # 7 is uneven on 2 and 4 ranks, 3 leaves a rank of 4 empty
@@ -109,6 +114,23 @@ def train_alike(
     reference = copy.deepcopy(model)
     prepare(reference)
     shard(model)
+    with checked(model):
+        train_beside(model, reference, optimizer, steps, clip, tolerance)
+    assert_same_parameters(model, reference, tolerance)
+    return model
+
+
+@contextmanager
+def checked(model: Any) -> Iterator[None]:
+    """The plan of the model, and what runs meanwhile, are free of races, and alike on all ranks."""
+    with trace(model) as steps:
+        yield
+    spec = root_of(group_of(model)).spec()
+    check(steps.operations, spec)
+    check(plan_steps(spec, 2, micro_batches=2).operations, spec)
+
+
+def train_beside(model: Any, reference: Any, optimizer: Any, steps: int, clip: float | None, tolerance: float) -> None:
     ours, theirs = optimizer(model), optimizer(reference)
     for x, y in batches(steps):
         loss = loss_of(model, mine(x), mine(y))
@@ -126,5 +148,3 @@ def train_alike(
         theirs.step()
         ours.zero_grad()
         theirs.zero_grad()
-    assert_same_parameters(model, reference, tolerance)
-    return model

@@ -45,8 +45,9 @@ def check_inner_mesh() -> None:
     kept = block.up.weight
     assert isinstance(kept, DTensor) and kept.placements == (Replicate(), Shard(0))
     assert kept.to_local().shape == (5, 7) and kept.shape == (10, 7)
+    expected = kept.full_tensor()
     block.reshard()
-    assert block.up.weight.placements == (Shard(0),)
+    assert block.up.weight.placements == (Shard(0),) and torch.equal(block.up.weight.full_tensor(), expected)
 
 
 def test_part_of_the_ranks_keep_parameters_between_forward_and_backward():

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.comm.axis import axis_over
-from terrazzo.fsdp import direct
-from terrazzo.fsdp.direct import FIRST_TAG, start_gather, start_reduce
+from terrazzo.fsdp.run import direct
+from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
 
 
 def check(uneven: bool, dtype: torch.dtype) -> None:

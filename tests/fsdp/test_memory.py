@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fsdp.compare import Model, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_fresh, run_ranks
-from terrazzo.fsdp import fully_shard, memory
-from terrazzo.fsdp.memory import ReturnableMemory
+from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp.run import memory
+from terrazzo.fsdp.run.memory import ReturnableMemory
 
 READS: list[Callable[[Tensor], Tensor]] = [
     Tensor.sum,

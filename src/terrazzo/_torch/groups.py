@@ -192,3 +192,15 @@ def seen_from(rank: int | None, device_type: str, ranks: Any, names: tuple[str, 
 def without_groups(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """A mesh that makes no process groups."""
     return DeviceMesh(device_type, ranks, _init_backend=False)
+
+
+attribute(
+    "torch.distributed.device_mesh.DeviceMesh._dim_group_names",
+    "a mesh that makes no process groups has none to offer",
+    there=lambda: True,  # of instances, once they have groups
+)
+
+
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has made process groups of its own."""
+    return hasattr(mesh, "_dim_group_names")

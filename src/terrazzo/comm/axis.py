@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo._torch.groups import default_group, device_types, is_alive, make_group
+from terrazzo._torch.groups import default_group, device_types, has_groups, is_alive, make_group
 from terrazzo._torch.groups import time_limit as time_limit_of
 from terrazzo.comm.mesh import when_groups_end
 from terrazzo.comm.simulated import real_values
@@ -125,7 +125,7 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
         kept = sorted(dims)
         ranks = tuple(line.permute([kept.index(dim) for dim in dims]).reshape(-1).tolist())
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
-    candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)]
+    candidates = [mesh.get_group(dim) for dim in dims if mesh.size(dim) == len(ranks)] if has_groups(mesh) else []
     return Axis(
         group=_group_of(ranks, mesh.device_type, candidates) if len(ranks) > 1 else None,
         size=len(ranks),

@@ -4,23 +4,35 @@ The names and behaviours are those of `torch.distributed.fsdp.fully_shard`.
 """
 
 from terrazzo.fsdp.api import fully_shard
-from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from terrazzo.fsdp.explain import explain
+from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from terrazzo.fsdp.plan.check import PlanError
+from terrazzo.fsdp.plan.operations import Operation
+from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.report import GroupReport, Report, report
+from terrazzo.fsdp.settings import AllGather, ReduceScatter
 from terrazzo.fsdp.trace import Trace, TraceEvent, trace
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
     "FSDPModule",
     "GroupReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Operation",
+    "Plan",
+    "PlanError",
+    "ReduceScatter",
     "Report",
     "Trace",
     "TraceEvent",
     "UnshardHandle",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "report",
+    "share_comm_ctx",
     "trace",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -10,20 +11,44 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.modules import buffers_of
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp.bucket import Settings
-from terrazzo.fsdp.group import Group
+from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.misuse import watch_optimizers
-from terrazzo.fsdp.module import FSDPModule, make_fsdp_module
+from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
 from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_replaced, shard_dim
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from terrazzo.fsdp.unit import Unit, unit_of
+from terrazzo.fsdp.run.unit import Unit
+from terrazzo.fsdp.settings import Settings
 
-_Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
-    module: _Modules,
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -31,7 +56,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (immutable)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-) -> _Modules:
+) -> Any:
     """Shard the parameters of a module over the ranks that train it on different data, in place.
 
     All parameters of `module` that no earlier call took become one group: gathered together before forward and before
@@ -64,16 +89,17 @@ def fully_shard(
     data = DataMesh.of(mesh)
     settings = Settings(data, mp_policy, offload_policy)
     ignored = set() if ignored_params is None else set(ignored_params)
-    found = collect(modules, lambda m: unit_of(m) is not None, ignored)
+    found = collect(modules, lambda m: group_of(m) is not None, ignored)
     params = [
         ShardedParameter(name, parameter, slots, shard_dim(name, parameter, shard_placement_fn), data)
         for name, parameter, slots in found
     ]
-    group = Group(params, settings) if params else None
+    group = Group(modules, params, settings, reshard_after_forward)
+    Unit([group])
     for name, parameter, _ in found:
         mark_replaced(parameter, name)
     _move_buffers(modules, data.device)
-    Unit(modules, group, settings, reshard_after_forward)
+    keep_state_dicts_sharded(group)
     for each in modules:
         make_fsdp_module(each)
     watch_optimizers()
@@ -88,7 +114,7 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
             raise FSDPValueError(f"fully_shard takes modules, got {type(module).__name__}")
         if isinstance(module, FSDPModule):
             raise FSDPError(f"fully_shard was called twice on the same {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(
                 f"{type(module).__name__} has no forward, so nothing would gather its parameters: call fully_shard on "
                 "the modules in it, or on a list of them to make them one group"

@@ -5,16 +5,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp.unit import Unit, unit_of
+from terrazzo.fsdp.group import Group, group_of
+from terrazzo.fsdp.plan.planner import Event
+from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
+from terrazzo.fsdp.run.root import root_of
+from terrazzo.fsdp.settings import AllGather, ReduceScatter
+
+if TYPE_CHECKING:
+    _Module = nn.Module  # what a sharded module is besides
+else:
+    _Module = object
 
 
-class FSDPModule:
+class FSDPModule(_Module):
     """The class that `fully_shard` mixes into the class of a module.
 
     A sharded `nn.Linear` is an `FSDPLinear`, which is both an `FSDPModule` and an `nn.Linear`.
@@ -28,14 +38,14 @@ class FSDPModule:
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self)
-        args, kwargs = unit.before_forward(self, args, kwargs)  # type: ignore[arg-type]  # it is a module
+        group = _group(self)
+        args, kwargs = before_forward(group, self, args, kwargs)
         try:
-            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+            outputs = super().__call__(*args, **kwargs)
         except BaseException:
-            unit.forward_failed()
+            forward_failed(group, self)
             raise
-        return unit.after_forward(self, outputs)  # type: ignore[arg-type]
+        return after_forward(group, self, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FSDPError(
@@ -53,14 +63,9 @@ class FSDPModule:
 
         With `async_op=True` the gather is only begun: `wait()` on the handle ends it, as does the module's forward.
         """
-        unit = _unit(self)
-        schedule = unit.ensure_schedule()
-        if unit.group is not None:
-            unit.group.adopt()
-            if schedule.stream is not None and schedule.forward_root is None and not schedule.backward_running:
-                schedule.stream.wait_for_current()
-            schedule.start_unshard(unit)
-        handle = UnshardHandle(unit)
+        group = _group(self)
+        root_of(group).unshard(group.unit)
+        handle = UnshardHandle(group)
         if async_op:
             return handle
         handle.wait()
@@ -68,53 +73,54 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the gathered parameters of this module's group and register the sharded ones; not for inner groups."""
-        unit = _unit(self)
-        unit.ensure_schedule().reshard(unit)
+        group = _group(self)
+        root_of(group).advance((Event.RESHARD, group.unit.index))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to reshard after forward, as the argument of `fully_shard`."""
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.auto_reshard = False
-            unit.reshard_inner = unit.reshard_inner and reshard_after_forward
+        for group in _all_changing(self, recurse):
+            group.reshard_after_forward = reshard_after_forward
+            group.auto_reshard = False
+            group.reshard_inner = group.reshard_inner and reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward.
 
-        Without it parameters stay whole for the next forward: more memory and less communication while gradients are
-        accumulated. Once an optimizer has changed the shards, the next forward gathers again.
+        Without it parameters stay unsharded for the next forward: more memory and less communication while gradients
+        are accumulated. Once an optimizer has changed the shards, the next forward gathers again.
         """
-        for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        for group in _all_changing(self, recurse):
+            group.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters; not if it does not need them, as that of an embedding."""
-        _unit(self).unshard_in_backward = unshard_in_backward
+        group = _changing(self)
+        group.unshard_in_backward = unshard_in_backward
 
     # ------------------------------------------------------------------ prefetching
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """The modules whose gathers begin once this one's parameters are there, in forward."""
-        _unit(self).forward_prefetch = _prefetched(modules, "set_modules_to_forward_prefetch")
+        _changing(self).forward_prefetch = _prefetched(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """The modules whose gathers begin once this one's parameters are there, in backward.
 
         By default that is the module whose forward ended just before this one's.
         """
-        _unit(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
+        _changing(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
 
     # ------------------------------------------------------------------ gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without it they add up on each rank, unsharded."""
-        for unit in _units(self, recurse):
-            unit.gradient_sync = requires_gradient_sync
+        for group in _all_changing(self, recurse):
+            group.gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas of HSDP, or lets reduced shards add up."""
-        for unit in _units(self, recurse):
-            unit.options.all_reduce = requires_all_reduce
+        for group in _all_changing(self, recurse):
+            group.options.all_reduce = requires_all_reduce
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Have `hook` called with each flat reduced gradient of this group, before it is handed to the parameters.
@@ -125,14 +131,14 @@ class FSDPModule:
             hook: Called as `hook(reduced)`.
             stream: On an accelerator, where the hook runs; without meaning with HSDP.
         """
-        options = _unit(self).options
+        options = _changing(self).options
         options.hook, options.hook_stream = hook, stream
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """By what the sum of the ranks' gradients is divided, instead of by their number."""
         if not factor > 0:
             raise FSDPValueError(f"the divide factor has to be positive, got {factor}")
-        _unit(self).options.divisor = float(factor)
+        _changing(self).options.divisor = float(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """The same as `set_reduce_scatter_divide_factor`."""
@@ -140,14 +146,14 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer: then it waits for all reductions."""
-        _unit(self).ensure_schedule().is_last_backward = is_last_backward
+        root_of(_group(self)).is_last_backward = is_last_backward
 
     def reduce_gradients(self) -> None:
         """Reduce what backwards without gradient sync have added up, here and in inner groups; call it on the root.
 
         So it need not be known before a backward that it is the last: a pipeline schedule decides that, not its user.
         """
-        _unit(self).ensure_schedule().reduce_now()
+        root_of(_group(self)).reduce_now()
 
     def set_post_optim_event(self, event: Any) -> None:
         """What the next forward's gathers wait for, once, instead of for everything queued before it.
@@ -155,31 +161,85 @@ class FSDPModule:
         Args:
             event: Recorded after the optimizer's step, on an accelerator's stream.
         """
-        _unit(self).ensure_schedule().post_optim_event = event
+        streams = root_of(_group(self)).streams
+        if streams is not None:
+            streams.post_optim_event = event
+
+    # ------------------------------------------------------------------ communication
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have this group's all-gathers, and the memory for their results, be those of `comm`.
+
+        Args:
+            comm: Allocates with `allocate(size, dtype=, device=)`, and is called as `comm(output_tensor=,
+                input_tensor=, group=, async_op=)`. Inputs are equally long on all ranks.
+        """
+        group = _changing(self)
+        group.options.all_gather = comm
+        _pad(group)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have this group's reduce-scatters be those of `comm`.
+
+        Args:
+            comm: As for `set_custom_all_gather`, and called with `op=` too: `ReduceOp.SUM`, or `ReduceOp.AVG` on
+                accelerators unless `set_force_sum_reduction_for_comms` was called.
+        """
+        group = _changing(self)
+        group.options.reduce_scatter = comm
+        _pad(group)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether custom reductions are only asked for sums, which are divided afterwards."""
+        _group(self).options.force_sum = enable
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced over connections of their own, so that gathers need not wait for them.
+
+        All ranks that shard have to call it together.
+        """
+        for group in _groups(self, recurse):
+            axis = group.settings.mesh.shard
+            group.options.reduce_axis = axis_beside(axis) if enable else None
 
     # ------------------------------------------------------------------ nn.Module
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        units = _units(self, recurse)
-        for unit in units:
-            if unit.group is not None:
-                unit.group.reshard()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's
-        for unit in units:
-            if unit.group is not None:
-                unit.group.adopt()
+        groups = _groups(self, recurse)
+        for group in groups:
+            if group.root is not None:
+                group.root.advance((Event.RESHARD, group.unit.index))
+        result = super()._apply(fn, recurse)
+        for group in groups:
+            unit = group.unit
+            if group.root is not None:
+                group.root.follow(unit, partly=True)
+            else:
+                unit.adopt(unit.replaced(), partly=True)
         return result
 
 
 class UnshardHandle:
     """A gather that `FSDPModule.unshard(async_op=True)` began."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
     def wait(self) -> None:
-        """End the gather: afterwards the module's parameters are whole, for what runs on the current stream."""
-        self._unit.ensure_schedule().finish_unshard(self._unit)
+        """End the gather: afterwards the module's parameters are unsharded, for what runs on the current stream."""
+        root_of(self._group).advance((Event.WAIT, self._group.unit.index))
+
+
+def keep_state_dicts_sharded(group: Group) -> None:
+    """State dicts hold sharded parameters, whatever state the group is in."""
+
+    def reshard(*args: Any, **kwargs: Any) -> None:
+        if group.root is not None:
+            group.root.advance((Event.RESHARD, group.unit.index))
+
+    for module in group.holders():
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -194,17 +254,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise FSDPValueError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
-    unit = _unit(module)
+    group = _group(module)
 
     @wraps(method)
     def with_parameters(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.before_forward(module, args, kwargs)
+        args, kwargs = before_forward(group, module, args, kwargs)
         try:
             outputs = method(*args, **kwargs)
         except BaseException:
-            unit.forward_failed()
+            forward_failed(group, module)
             raise
-        return unit.after_forward(module, outputs)
+        return after_forward(group, module, outputs)
 
     setattr(module, method_name, with_parameters)
 
@@ -224,29 +284,73 @@ def make_fsdp_module(module: nn.Module) -> None:
     module.__class__ = found
 
 
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
+def _group(module: Any) -> Group:
+    group = group_of(module)
+    if group is None:
         raise FSDPError(f"{type(module).__name__} was not sharded by fully_shard")
-    return unit
+    return group
 
 
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    """The units of the module and, with `recurse`, of those in it."""
+def _groups(module: Any, recurse: bool) -> list[Group]:
+    """The groups of the module and, with `recurse`, of those in it."""
     if not recurse:
-        return [_unit(module)]
-    units = (unit_of(m) for m in module.modules())
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+        return [_group(module)]
+    groups = (group_of(m) for m in module.modules())
+    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
-def _prefetched(modules: Iterable[Any], method: str) -> list[Unit]:
+def _changing(module: Any) -> Group:
+    """The module's group, of which something is about to be set."""
+    group = _group(module)
+    if group.root is not None:
+        group.root.changed()
+    return group
+
+
+def _pad(group: Group) -> None:
+    """Communication of users' own wants sections of equal length."""
+    if group.root is not None:
+        group.root.advance((Event.RESHARD, group.unit.index))
+    group.unit.use_equal_sections()
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Have several models, such as the chunks of a pipeline stage, communicate on the same streams of an accelerator.
+
+    Args:
+        modules: The root of each.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise FSDPValueError(f"share_comm_ctx takes modules that fully_shard was called on, got {module!r}")
+    roots = [root_of(_group(module)) for module in modules]
+    for root in roots[1:]:
+        root.share_streams_of(roots[0])
+
+
+def _all_changing(module: Any, recurse: bool) -> list[Group]:
+    groups = _groups(module, recurse)
+    for group in groups:
+        if group.root is not None:
+            group.root.changed()
+    return groups
+
+
+def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:
     result = []
     for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
+        group = group_of(module) if isinstance(module, nn.Module) else None
+        if group is None:
             raise FSDPValueError(f"{method} takes modules that fully_shard was called on, got {type(module).__name__}")
-        result.append(unit)
+        result.append(group)
     return result
 
 
-__all__ = ["FSDPModule", "UnshardHandle", "make_fsdp_module", "register_fsdp_forward_method"]
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "keep_state_dicts_sharded",
+    "make_fsdp_module",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

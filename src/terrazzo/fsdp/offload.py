@@ -7,18 +7,16 @@ device, by the first step.  What is not as large as its parameter (counts of ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import wrap
-
-if TYPE_CHECKING:
-    from terrazzo.fsdp.bucket import Settings
 
 _PARKED = "_fully_shard_parks_state"  # on a sharded parameter: the settings of its group
 

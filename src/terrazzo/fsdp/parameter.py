@@ -1,7 +1,7 @@
 """One parameter of a group: where it is registered, and its two faces.
 
 Outside forward and backward modules hold the *sharded* face, a DTensor that optimizers and state dicts see.  Inside
-they hold the *whole* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the
+they hold the *unsharded* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the
 module; only which of them is registered changes.
 """
 
@@ -18,7 +18,7 @@ from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import wrap
+from terrazzo.tensor.dtensor import WRITTEN, wrap
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -47,8 +47,8 @@ class ShardedParameter:
         "sharded",
         "shape",
         "slots",
-        "whole",
-        "whole_local",
+        "unsharded",
+        "unsharded_local",
         "within",
     )
 
@@ -62,8 +62,8 @@ class ShardedParameter:
         self.layout = mesh.layout(tuple(parameter.shape), dim, self.within)
         self.requires_grad = parameter.requires_grad
         self.sharded: Any = None
-        self.whole: Any = None
-        self.whole_local: Tensor = local
+        self.unsharded: Any = None
+        self.unsharded_local: Tensor = local
 
     def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """The sharded face, around `local`."""
@@ -72,24 +72,24 @@ class ShardedParameter:
     def explain(self) -> None:
         """Say on the sharded face what errors about it should say."""
         self.sharded._note = (
-            f"{self.name!r} is a parameter of a module that fully_shard took, and whole only while that runs: call the "
-            "module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "
+            f"{self.name!r} is a parameter of a module that fully_shard took, and unsharded only while that runs: call "
+            "the module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "
             "unshard()"
         )
 
-    def make_whole(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """The whole face, around `local`, with a version counter of its own: gathering again is no modification."""
+    def make_unsharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
+        """The unsharded face, around `local`, with a version counter of its own: gathering again is no modification."""
         if self.within is not None:
-            self.whole = as_parameter(local.data, self.within, self.requires_grad, attributes)
-            self.whole_local = self.whole._local
+            self.unsharded = as_parameter(local.data, self.within, self.requires_grad, attributes)
+            self.unsharded_local = self.unsharded._local
         else:
-            self.whole = nn.Parameter(local.data, self.requires_grad)
-            self.whole.__dict__.update(attributes)
-            self.whole_local = self.whole
+            self.unsharded = nn.Parameter(local.data, self.requires_grad)
+            self.unsharded.__dict__.update(attributes)
+            self.unsharded_local = self.unsharded
 
     def set_requires_grad(self, value: bool) -> None:
         self.requires_grad = value
-        self.whole_local.requires_grad_(value)
+        self.unsharded_local.requires_grad_(value)
 
 
 def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]) -> Any:
@@ -102,9 +102,8 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    return {
-        name: value for name, value in parameter.__dict__.items() if name not in (PARAMETER_MARK, "_note", _REPLACED)
-    }
+    ours = (PARAMETER_MARK, "_note", _REPLACED, WRITTEN)
+    return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:

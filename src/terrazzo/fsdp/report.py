@@ -12,7 +12,10 @@ import msgspec
 from torch import nn
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.unit import Unit, unit_of
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.run.root import root_of
+from terrazzo.fsdp.run.unit import Unit
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -20,16 +23,17 @@ class GroupReport(msgspec.Struct, frozen=True):
 
     name: str
     parameters: int  # tensors
-    elements: int  # of the whole parameters, on all ranks together
+    elements: int  # of the unsharded parameters, on all ranks together
     held: int  # shards, and gradients of the trainable ones
-    whole: int  # while the parameters are gathered; 0 if the shards are the parameters
+    unsharded: int  # while the parameters are gathered; 0 if the shards are the parameters
     gathered: int  # what a gather takes until it is copied to its place
     gradients: int  # as backward computes them
     reduce_buffer: int  # what the reduction takes
+    under_way: int  # of reductions, while the next group's backward computes: on accelerators they overlap
     moved_forward: int  # sent by a rank, on average
     moved_backward: int  # gathering again, and reducing
-    kept: int  # of the whole parameters, between forward and backward
-    within: tuple[str, ...] = ()  # groups that are whole whenever this one is: those of modules around it
+    kept: int  # of the unsharded parameters, between forward and backward
+    within: tuple[str, ...] = ()  # groups that are unsharded whenever this one is: those of modules around it
 
     @property
     def moved(self) -> int:
@@ -66,13 +70,14 @@ class Report(msgspec.Struct, frozen=True):
             kept = sum(each.kept for each in self.groups[:i] if each.name not in group.within)
             after = self.groups[i + 1].gathered if i + 1 < len(self.groups) else 0
             last = self.groups[i - 1] if i else None
-            stays = last is None or last.name in group.within or last.kept == last.whole
+            stays = last is None or last.name in group.within or last.kept == last.unsharded
             before = 0 if last is None or stays else last.gathered
-            forward = kept + sum(each.whole for each in around)
-            backward = forward + sum(each.gradients for each in around) + before
+            forward = kept + sum(each.unsharded for each in around)
+            reducing = self.groups[i + 1].under_way if i + 1 < len(self.groups) else 0
+            backward = forward + sum(each.gradients for each in around) + before + reducing
             moments += [
-                forward + group.whole + max(after, group.gathered),  # and filling from what was gathered
-                backward + group.whole + group.gradients,
+                forward + group.unsharded + max(after, group.gathered),  # and filling from what was gathered
+                backward + group.unsharded + group.gradients,
                 backward + group.gradients + group.reduce_buffer,
                 backward + 2 * group.reduce_buffer,
             ]
@@ -80,12 +85,12 @@ class Report(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         rows = [
-            ("group", "held", "whole", "reduce", "moved", ""),
+            ("group", "held", "unsharded", "reduce", "moved", ""),
             *[
                 (
                     group.name,
                     _size(group.held),
-                    _size(group.whole),
+                    _size(group.unsharded),
                     _size(group.reduce_buffer),
                     _size(group.moved),
                     f"{_size(group.kept)} kept until backward" if group.kept else "",
@@ -108,16 +113,18 @@ def report(model: nn.Module) -> Report:
     Args:
         model: The root module.
     """
-    unit = unit_of(model)
-    if unit is None:
+    group = group_of(model)
+    if group is None:
         raise FSDPError(f"{type(model).__name__} was not sharded: report takes a module that fully_shard was called on")
-    units = [each for each in unit.ensure_schedule().units if each.group is not None]
+    root = root_of(group)
+    spec = root.spec()
+    units = [unit for unit in root.units if unit.params]
     around = _units_around(model, units)
-    return Report([_group_report(each, around[each]) for each in units])
+    return Report([_group_report(unit, spec, around[unit]) for unit in units])
 
 
 def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
-    """For each unit those that are whole while it runs: it lies in them, or between modules of a list."""
+    """For each unit those that are unsharded while it runs: it lies in them, or between modules of a list."""
     position = {module: i for i, module in enumerate(model.modules())}
     spans = {}
     for unit in units:
@@ -129,27 +136,28 @@ def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]
     }
 
 
-def _group_report(unit: Unit, around: list[Unit]) -> GroupReport:
-    group = unit.group
-    assert group is not None
-    shards = [(p.sharded._local, p.requires_grad) for p in group.params]
-    whole = sum(bucket.whole_bytes for bucket in group.buckets)
-    again, kept = group.gather_bytes, 0
-    if not unit.reshard_after_forward:
-        again, kept = 0, whole
-    elif group.inner is not None and unit.reshard_inner:
-        again, kept = group.gather_bytes_over(group.inner.axis), whole // group.inner.axis.size
+def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
+    own = spec.units[unit.index]
+    sizes = own.sizes
+    assert sizes is not None
+    shards = [(p.sharded._local, p.requires_grad) for p in unit.params]
+    again, kept = sizes.gather_moves, 0
+    if not own.reshard_after_forward:
+        again, kept = 0, sizes.unsharded
+    elif own.reshard_inner:
+        again, kept = sizes.kept_moves, sizes.kept
     return GroupReport(
         name=unit.name,
-        parameters=len(group.params),
-        elements=sum(p.layout.shape.numel() for p in group.params),
+        parameters=len(unit.params),
+        elements=sum(p.layout.shape.numel() for p in unit.params),
         held=sum(local.nbytes * (2 if trainable else 1) for local, trainable in shards),
-        whole=whole,
-        gathered=sum(bucket.gathered_bytes for bucket in group.buckets),
-        gradients=sum(reducer.gradient_bytes() for reducer in unit.reducers),
-        reduce_buffer=sum(reducer.buffer_bytes() for reducer in unit.reducers),
-        moved_forward=group.gather_bytes,
-        moved_backward=again + sum(r.reduce_bytes + r.all_reduce_bytes for r in unit.reducers),
+        unsharded=sizes.unsharded,
+        gathered=sizes.gathered,
+        gradients=sizes.gradients,
+        reduce_buffer=sizes.packed,
+        under_way=sizes.packed + 2 * sizes.reduced if spec.streams else 0,
+        moved_forward=sizes.gather_moves,
+        moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
         within=tuple(each.name for each in around),
     )

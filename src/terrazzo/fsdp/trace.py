@@ -20,14 +20,16 @@ from torch import nn
 
 from terrazzo._torch.autograd import in_backward
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.unit import unit_of
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.operations import Kind, Operation
+from terrazzo.fsdp.run.root import root_of
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
     """Something that was done for a group.
 
     `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied
-    to its place), reshard, reduce (a reduction begins), gradients (it ended, and gradients were handed over).
+    to its place), reshard, reduce (a reduction begins), all-reduce (over the replicas), gradients (handed over).
     """
 
     kind: str
@@ -38,17 +40,32 @@ class TraceEvent(msgspec.Struct, frozen=True):
     in_backward: bool
 
 
-class Trace:
-    """Events in the order in which they began on this rank's host."""
+_SHOWN = {
+    Kind.COPY_OUT: "wait",
+    Kind.FREE: "reshard",
+    Kind.KEEP: "reshard",
+    Kind.REDUCE: "reduce",
+    Kind.ALL_REDUCE: "all-reduce",
+    Kind.HAND_OVER: "gradients",
+}
 
-    def __init__(self) -> None:
+
+class Trace:
+    """Events in the order in which they began on this rank's host, and the operations of the plan that they were."""
+
+    def __init__(self, names: list[str]) -> None:
         self.events: list[TraceEvent] = []
+        self.operations: list[Operation] = []
+        self._names = names
         self._zero = perf_counter()
 
-    def add(self, kind: str, group: str, nbytes: int, began: float) -> None:
-        """Called when it has been done."""
-        now = perf_counter() - self._zero
-        self.events.append(TraceEvent(kind, group, nbytes, began - self._zero, now, in_backward()))
+    def ran(self, operation: Operation, began: float) -> None:
+        """Called when the operation was done."""
+        self.operations.append(operation)
+        kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
+        if kind is not None:
+            name, now = self._names[operation.unit], perf_counter() - self._zero
+            self.events.append(TraceEvent(kind, name, operation.moves, began - self._zero, now, in_backward()))
 
     def total_bytes(self) -> int:
         """What a rank sent, on average."""
@@ -94,12 +111,13 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     Args:
         model: The root module, or any module of it that `fully_shard` was called on.
     """
-    unit = unit_of(model)
-    if unit is None:
+    group = group_of(model)
+    if group is None:
         raise FSDPError(f"{type(model).__name__} was not sharded: trace takes a module that fully_shard was called on")
-    schedule = unit.ensure_schedule()
-    before, schedule.trace = schedule.trace, Trace()
+    root = root_of(group)
+    found = Trace([unit.name for unit in root.units])
+    before, root.executor.observers = root.executor.observers, (found,)
     try:
-        yield schedule.trace
+        yield found
     finally:
-        schedule.trace = before
+        root.executor.observers = before

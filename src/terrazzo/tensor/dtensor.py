@@ -45,6 +45,9 @@ from terrazzo.tensor.dispatch.keys import (
 from terrazzo.tensor.raw_access import NoRawAccess
 from terrazzo.tensor.strides import global_stride, is_contiguous
 
+WRITTEN = "_on_write"
+"""An attribute of some DTensors: what to call when they may be written to where no version counter sees it."""
+
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 
 
@@ -477,6 +480,8 @@ class DTensor(NoRawAccess, torch.Tensor):
 
     @property
     def data(self) -> DTensor:
+        if (written := self.__dict__.get(WRITTEN)) is not None:
+            written()  # whoever takes it may write where no counter sees it
         local = self._local
         if not local.requires_grad:
             return wrap(local.detach(), self._layout)  # what is written to it counts as written to this tensor

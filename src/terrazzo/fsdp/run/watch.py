@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -35,12 +35,16 @@ from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp.meshes import DataMesh
 
-if TYPE_CHECKING:
-    from terrazzo.fsdp.unit import Unit
-
 _ROLL_CALL_SECONDS = 5.0
 _SHOWN = 3  # events of a rank that a message shows
 _KEPT = 4096  # events that are remembered
+
+
+class Named(Protocol):
+    """A unit, as far as it matters here."""
+
+    name: str
+    index: int
 
 
 class _Position(msgspec.Struct, frozen=True):
@@ -74,7 +78,7 @@ class Watch:
         self._ranks: list[int] = ranks_of(mesh.mesh) if mesh is not None else []
         on_cpu = self._axis is not None and self._axis.device_type == "cpu"
         self._beside = axis_beside(self._axis) if on_cpu and self._axis is not None else None
-        self._log: deque[tuple[str, Unit]] = deque(maxlen=_KEPT)
+        self._log: deque[tuple[str, Named]] = deque(maxlen=_KEPT)
         self._count = 0
         self._in_part = 0  # events since the last comparison
         self._checksum = 0  # of these
@@ -82,7 +86,7 @@ class Watch:
         self._comparing: _Comparing | None = None
         self.has_agreed = self._axis is None  # whether ranks are known to have done the same once
 
-    def note(self, unit: Unit, what: str) -> None:
+    def note(self, unit: Named, what: str) -> None:
         """This rank is about to run a unit's module, or to ask for a collective."""
         if len(self._ranks) < 2:
             return

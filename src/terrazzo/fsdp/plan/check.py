@@ -1,0 +1,175 @@
+"""Whether operations are free of races, and within their memory: proved from the plan, or from what a run recorded.
+
+Operations of one stream run in their order; those of several only if one waits for a mark that the other stream has
+recorded. The checker follows every stream's knowledge of the others (a vector clock) and finds
+
+* what reads a buffer that another stream may still be writing, or writes one that another may still be using;
+* memory that is used again while another stream may still be using it: an allocator gives memory back to the stream
+  that allocated it, which may fill it at once;
+* the use of parameters of an older epoch than that of the shards;
+* more memory than there may be, and buffers that are used without having memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
+from terrazzo.fsdp.plan.units import Spec
+
+_PERSISTENT = frozenset(["shard", "shard gradients"])
+
+Clock = dict[str, int]
+
+
+class PlanError(FSDPError):
+    """A plan would compute with what is not there yet, or no more."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Who used a buffer last, by stream and time on it."""
+
+    home: str = ""  # the stream that allocated it
+    written: tuple[str, int] | None = None
+    read: Clock = field(default_factory=dict)
+    by: str = ""  # the last writer, for messages
+    readers: dict[str, str] = field(default_factory=dict)
+
+
+class Checker:
+    """Takes accesses and marks one by one. Streams and marks have any names."""
+
+    def __init__(self, sizes: Mapping[Buffer, int] | None = None, bound: int | None = None) -> None:
+        self._now: dict[str, int] = {}
+        self._known: dict[str, Clock] = {}
+        self._marks: dict[object, Clock] = {}
+        self._live: dict[Buffer, _Memory] = {}
+        self._given: dict[str, list[tuple[Buffer, _Memory]]] = {}
+        self._sizes, self._bound = sizes or {}, bound
+        self.held = 0
+        self.peak = 0
+
+    def wait(self, stream: str, mark: object) -> None:
+        """What runs on `stream` from now on comes after what was recorded; nothing, if that never was."""
+        for other, time in self._marks.get(mark, {}).items():
+            known = self._clock(stream)
+            known[other] = max(known.get(other, 0), time)
+
+    def record(self, stream: str, mark: object) -> None:
+        """What was queued on `stream` up to now."""
+        self._marks[mark] = {**self._clock(stream), stream: self._now.get(stream, 0)}
+
+    def access(self, stream: str, operation: Operation) -> None:
+        """An operation runs on `stream`."""
+        self._now[stream] = self._now.get(stream, 0) + 1
+        for buffer in operation.takes:
+            self._take(stream, buffer, operation)
+        for buffer in operation.reads:
+            memory = self._memory(buffer, operation)
+            if memory is not None:
+                self._check_after(stream, memory.written, buffer, operation, f"is read while {memory.by} may write it")
+                memory.read[stream] = self._now[stream]
+                memory.readers[stream] = str(operation)
+        for buffer in operation.writes:
+            memory = self._memory(buffer, operation)
+            if memory is not None:
+                self._check_unused(stream, memory, buffer, operation, "is written")
+                memory.written, memory.by = (stream, self._now[stream]), str(operation)
+                memory.read, memory.readers = {}, {}
+        for buffer in operation.gives:
+            memory = self._live.pop(buffer, None)
+            if memory is not None:
+                self.held -= self._sizes.get(buffer, 0)
+                self._given.setdefault(memory.home, []).append((buffer, memory))
+
+    def _take(self, stream: str, buffer: Buffer, operation: Operation) -> None:
+        if buffer in self._live:
+            return
+        for given, memory in self._given.pop(stream, []):
+            self._check_unused(stream, memory, given, operation, "was given back, and its memory is taken")
+        self._live[buffer] = _Memory(home=stream)
+        self.held += self._sizes.get(buffer, 0)
+        self.peak = max(self.peak, self.held)
+        if self._bound is not None and self.held > self._bound:
+            raise PlanError(f"{operation}: {self.held} bytes are held, and {self._bound} may be")
+
+    def _memory(self, buffer: Buffer, operation: Operation) -> _Memory | None:
+        memory = self._live.get(buffer)
+        if memory is None and buffer.kind in _PERSISTENT:
+            memory = self._live[buffer] = _Memory()
+        if memory is None and buffer.kind != "partial":
+            raise PlanError(f"{operation}: {buffer.kind} of {buffer.unit} has no memory")
+        return memory
+
+    def _check_unused(self, stream: str, memory: _Memory, buffer: Buffer, operation: Operation, what: str) -> None:
+        self._check_after(stream, memory.written, buffer, operation, f"{what} while {memory.by} may write it")
+        for reader, time in memory.read.items():
+            self._check_after(
+                stream, (reader, time), buffer, operation, f"{what} while {memory.readers[reader]} may read it"
+            )
+
+    def _check_after(
+        self, stream: str, other: tuple[str, int] | None, buffer: Buffer, operation: Operation, what: str
+    ) -> None:
+        if other is None or other[0] == stream or self._clock(stream).get(other[0], 0) >= other[1]:
+            return
+        raise PlanError(f"{operation}: on stream {stream} {buffer.kind} of {buffer.unit} {what} on stream {other[0]}")
+
+    def _clock(self, stream: str) -> Clock:
+        return self._known.setdefault(stream, {})
+
+
+def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None) -> int:
+    """Raise `PlanError` for the first fault; returns the most bytes that were held at once.
+
+    `bound` is what may be held beside shards and their gradients.
+    """
+    checker = Checker(sizes_of(spec), bound)
+    epochs: dict[int, int] = {}
+    gathered: dict[int, int] = {}
+    for each in operations:
+        stream = each.stream.value
+        if not spec.streams and each.stream is not Stream.COMPUTE:
+            checker.record(Stream.COMPUTE.value, "host")  # which computes itself, and begins everything else
+            checker.wait(stream, "host")
+        for mark in each.waits:
+            checker.wait(stream, mark)
+        checker.access(stream, each)
+        if each.records is not None:
+            checker.record(stream, each.records)
+        check_epoch(each, epochs, gathered)
+    return checker.peak
+
+
+def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
+    """Whether parameters are used that were gathered before their shards were written to for the last time."""
+    unit, kind = operation.unit, operation.kind
+    if kind is Kind.WRITE:
+        epochs[unit] = operation.epoch
+    elif kind is Kind.GATHER and operation.reads[0].kind == "shard":
+        shards = epochs.setdefault(unit, operation.epoch)
+        if operation.epoch != shards:
+            raise PlanError(f"{operation}: epoch {operation.epoch} is gathered, and shards are at {shards}")
+        gathered[unit] = operation.epoch
+    elif kind is Kind.USE and any(buffer.kind == "unsharded" for buffer in operation.reads):
+        used, shards = gathered.get(unit, -1), epochs.get(unit, -1)
+        if used != shards:
+            raise PlanError(f"{operation}: parameters of epoch {used} are used, and shards are at {shards}")
+
+
+def sizes_of(spec: Spec) -> dict[Buffer, int]:
+    """Bytes of all buffers that come and go."""
+    found: dict[Buffer, int] = {}
+    for i, unit in enumerate(spec.units):
+        if unit.sizes is None:
+            continue
+        for kind in ("gathered", "unsharded", "kept", "gradients", "packed", "reduced"):
+            found[Buffer(kind, i)] = getattr(unit.sizes, kind)
+        found[Buffer("partial", i)] = unit.sizes.reduced
+    return found
+
+
+__all__ = ["Checker", "PlanError", "check", "check_epoch", "sizes_of"]

@@ -1,0 +1,504 @@
+"""The planner: what is to be done when something happens, as a pure function of the state that units are in.
+
+    forward of a unit     gather it, unless that was begun before; afterwards free it, if it is to be resharded
+    backward reaches it   finish older reductions, gather it, begin to gather the one that comes next
+    backward leaves it    free it, begin to reduce its gradients
+    backward ends         whatever is left: units whose backward nobody saw end, reductions under way
+
+`advance(spec, order, state, event)` gives the operations and the next state; it knows nothing else and changes
+nothing. The executor asks it at each event that it has not met in that state before, and remembers the answer; the plan
+of a step, its checks and its text ask it the same questions. So what is shown and checked is what runs.
+
+On an accelerator gathers and reductions run on streams of their own, and operations name the marks that they wait
+for. On CPU the host waits for what it needs, so it asks early: each forward follows the order of the last one and
+begins to gather what comes next. A large reduction ends there before the next unit is gathered, so that no more than
+two unsharded units and one reduce buffer exist; small ones, which are all latency, go on meanwhile, and small units are
+gathered further ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.units import Sizes, Spec
+
+
+class Where(IntEnum):
+    """How a unit's parameters are."""
+
+    SHARDED = 0
+    GATHERING = 1
+    UNSHARDED = 2
+    INNER = 3  # sharded over the smaller mesh
+    GATHERING_INNER = 4  # from there
+
+
+class Phase(IntEnum):
+    """What a unit's modules are in."""
+
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+class Reducing(NamedTuple):
+    """A reduction under way, and how far it has come."""
+
+    unit: int
+    stored: bool = False  # the replicas' turn comes later: its result is kept until then
+    to_replicas: bool = False  # the all-reduce was begun
+    released: bool = False  # the packed buffer was given back
+
+
+class Event(Enum):
+    """What happens. An event is a tuple of one of these and what the comment says."""
+
+    FORWARD = "the outermost forward begins"  # module, whether in backward, units whose shards were written
+    ENTER = "the forward of a module begins"  # module, whether in backward
+    LEAVE = "the forward of a module ends"  # module, whether its backward will come, whether it may come unannounced
+    FORWARD_ENDS = "the outermost forward has ended"  # whether in backward
+    REACH = "backward reaches a unit's outputs"  # unit, units whose forwards had ended before, the latest first
+    REACH_END = "backward leaves a unit's inputs"  # unit
+    BACKWARD_ENDS = "backward has ended"  # units with gradients, whether it was the last
+    RECOMPUTE = "the forward of a unit is computed again in its backward"  # unit
+    UNSHARD = "the user asks for a gather"  # unit, whether outside of any forward and backward
+    WAIT = "the user waits for it"  # unit
+    RESHARD = "sharded parameters are asked for"  # unit
+    REDUCE = "the user asks for the reduction of what was accumulated"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the planner knows of a root's units. It never depends on values, so few states occur again and again."""
+
+    where: tuple[Where, ...]
+    phase: tuple[Phase, ...]
+    running: tuple[int, ...]  # of each unit, modules that this forward has still to run, as bits
+    outermost: int = -1  # the module whose forward the user called
+    entered: int = 0  # how many units this forward has entered
+    ended: tuple[int, ...] = ()  # units whose forwards ended last, the latest first: their backwards will come
+    in_backward: bool = False
+    reducing: tuple[Reducing, ...] = ()  # the oldest first
+
+    @staticmethod
+    def first(units: int) -> State:
+        """Everything is sharded."""
+        return State((Where.SHARDED,) * units, (Phase.IDLE,) * units, (0,) * units)
+
+
+def advance(
+    spec: Spec, order: tuple[int, ...], state: State, event: tuple[Any, ...]
+) -> tuple[tuple[Operation, ...], State]:
+    """The operations that `event` asks for in `state`, and the state after it; `order` is that of the last forward."""
+    planner = _Planner(spec, order, state)
+    getattr(planner, event[0].name.lower())(*event[1:])
+    return tuple(planner.operations), planner.result()
+
+
+class _Planner:
+    """One transition, in the making: a method per event, then what they are made of."""
+
+    def __init__(self, spec: Spec, order: tuple[int, ...], state: State) -> None:
+        self.spec, self.order, self.state = spec, order, state
+        self.where, self.phase, self.running = list(state.where), list(state.phase), list(state.running)
+        self.reducing = list(state.reducing)
+        self.changes: dict[str, Any] = {}
+        self.operations: list[Operation] = []
+
+    def result(self) -> State:
+        return replace(
+            self.state,
+            where=tuple(self.where),
+            phase=tuple(self.phase),
+            running=tuple(self.running),
+            reducing=tuple(self.reducing),
+            **self.changes,
+        )
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, module: int, in_backward: bool, written: tuple[int, ...]) -> None:
+        self.changes["outermost"] = module
+        if in_backward:
+            return
+        self.changes["entered"] = 0
+        for unit in written:
+            self._free(unit)
+        self._follow()
+
+    def enter(self, module: int, in_backward: bool) -> None:
+        unit = self.spec.modules[module]
+        first = self.phase[unit] is Phase.IDLE
+        if first:
+            self.phase[unit] = Phase.FORWARD
+            self.running[unit] = self._modules_of(unit)
+        spec = self.spec.units[unit]
+        if spec.sizes is None:
+            return
+        self._gather(unit)
+        self._copy_out(unit)
+        if first:
+            for other in spec.forward_prefetch or ():
+                self._gather(other, "prefetch")
+            if not self.spec.streams and not in_backward:
+                self._follow_order(unit)
+        self._use(unit)
+
+    def _follow_order(self, unit: int) -> None:
+        at = self.state.entered
+        self.changes["entered"] = min(at + 1, len(self.order))
+        if self.spec.units[unit].forward_prefetch is None and at < len(self.order) and self.order[at] == unit:
+            self._look_ahead(self.order[at + 1 : at + 1 + self.spec.furthest])
+
+    def leave(self, module: int, returns: bool, keep: bool) -> None:
+        unit = self.spec.modules[module]
+        if self.phase[unit] is Phase.BACKWARD:
+            return
+        if returns and self.spec.units[unit].sizes is not None and self.state.ended[:1] != (unit,):
+            self.changes["ended"] = (unit, *self.state.ended[: self.spec.furthest - 1])
+        self.running[unit] &= ~self._bit_of(module)
+        if not self.running[unit]:
+            self._end_pass(unit, keep)
+
+    def _end_pass(self, unit: int, keep: bool = False) -> None:
+        self.running[unit] = 0
+        self.phase[unit] = Phase.IDLE
+        spec = self.spec.units[unit]
+        if spec.reshard_after_forward and not keep:
+            if spec.reshard_inner:
+                self._keep(unit)
+            else:
+                self._free(unit)
+
+    def forward_ends(self, in_backward: bool) -> None:
+        self.changes["outermost"] = -1
+        for unit in range(len(self.where)):
+            if self.phase[unit] is Phase.FORWARD:
+                self._end_pass(unit)
+            if self._is_gathering(unit) and not in_backward:
+                self._free(unit)  # this forward was expected to need it
+
+    # ------------------------------------------------------------------ backward
+
+    def reach(self, unit: int, before: tuple[int, ...]) -> None:
+        self.changes["in_backward"] = True
+        self.phase[unit] = Phase.BACKWARD
+        self._make_room(0)
+        spec = self.spec.units[unit]
+        if spec.unshard_in_backward:
+            self._gather(unit)
+            self._copy_out(unit)
+        if spec.backward_prefetch is not None:
+            for other in spec.backward_prefetch:
+                self._gather(other, "prefetch")
+        else:
+            self._look_ahead(tuple(other for other in before if self.spec.units[other].unshard_in_backward))
+        self._use(unit)
+
+    def reach_end(self, unit: int) -> None:
+        self.changes["in_backward"] = True
+        self._leave_backward(unit)
+
+    def _leave_backward(self, unit: int) -> None:
+        self.phase[unit] = Phase.IDLE
+        spec = self.spec.units[unit]
+        if spec.sizes is None:
+            return
+        if spec.trainable:
+            self._used(unit)
+        if spec.reshard_after_backward:
+            self._free(unit)
+        if not spec.trainable:
+            return
+        if spec.gradient_sync:
+            self._reduce(unit)
+        else:
+            self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
+
+    def backward_ends(self, with_gradients: tuple[int, ...], last: bool) -> None:
+        for unit in reversed(range(len(self.where))):
+            spec = self.spec.units[unit]
+            if self.phase[unit] is Phase.BACKWARD or (unit in with_gradients and spec.gradient_sync):
+                self._leave_backward(unit)
+            elif spec.reshard_after_backward or self._is_gathering(unit):
+                self._free(unit)
+        self.changes["in_backward"] = False
+        if last:
+            self._end_reductions()
+            self.changes["ended"] = ()
+
+    def recompute(self, unit: int) -> None:
+        self._gather(unit)
+        self._copy_out(unit)
+        self._use(unit)
+
+    # ------------------------------------------------------------------ by hand
+
+    def unshard(self, unit: int, at_rest: bool) -> None:
+        if at_rest:
+            self._follow()
+        self._gather(unit)
+
+    def wait(self, unit: int) -> None:
+        self._copy_out(unit)
+
+    def reshard(self, unit: int) -> None:
+        self._free(unit)
+
+    def reduce(self) -> None:
+        for unit in reversed(range(len(self.where))):
+            spec = self.spec.units[unit]
+            if spec.sizes is not None and spec.trainable:
+                self._reduce(unit)
+        self._end_reductions()
+
+    # ------------------------------------------------------------------ gathers
+
+    def _follow(self) -> None:
+        """Whatever writes the shards, be it an optimizer, was queued before: no gather may overtake it."""
+        if self.spec.streams:
+            written = Mark("written", -1)
+            self._emit(Kind.QUEUED, -1, records=written)
+            self._emit(Kind.FOLLOW, -1, Stream.GATHER, waits=(written,))
+
+    def _gather(self, unit: int, why: str = "unshard") -> None:
+        spec, where = self.spec.units[unit], self.where[unit]
+        sizes = spec.sizes
+        if sizes is None or where not in (Where.SHARDED, Where.INNER):
+            return
+        inner = where is Where.INNER
+        self.where[unit] = Where.GATHERING_INNER if inner else Where.GATHERING
+        if spec.aliased:
+            return
+        gathered = Buffer("gathered", unit)
+        self._emit(
+            Kind.GATHER,
+            unit,
+            Stream.GATHER,
+            reads=(Buffer("kept" if inner else "shard", unit),),
+            writes=(gathered,),
+            takes=(gathered,),
+            # What was copied out before lay in memory of this stream, which is used again now. And what is kept was
+            # written by the compute stream.
+            waits=(Mark("copied", -1), *((Mark("kept", unit),) if inner else ())),
+            records=Mark("gathered", unit),
+            moves=sizes.kept_moves if inner else sizes.gather_moves,
+            why=why,
+        )
+
+    def _copy_out(self, unit: int) -> None:
+        where = self.where[unit]
+        if not self._is_gathering(unit):
+            return
+        self.where[unit] = Where.UNSHARDED
+        if self.spec.units[unit].aliased:
+            self._emit(Kind.COPY_OUT, unit)
+            return
+        gathered, unsharded = Buffer("gathered", unit), Buffer("unsharded", unit)
+        kept = (Buffer("kept", unit),) if where is Where.GATHERING_INNER else ()
+        self._emit(
+            Kind.COPY_OUT,
+            unit,
+            reads=(gathered,),
+            writes=(unsharded,),
+            takes=(unsharded,),
+            gives=(gathered, *kept),
+            waits=(Mark("gathered", unit),),
+            records=Mark("copied", -1),
+        )
+
+    def _use(self, unit: int) -> None:
+        """Forward or backward computes."""
+        if self.where[unit] is Where.UNSHARDED:
+            source = Buffer("shard" if self.spec.units[unit].aliased else "unsharded", unit)
+            self._emit(Kind.USE, unit, reads=(source,))
+
+    def _used(self, unit: int) -> None:
+        """Backward has computed gradients."""
+        gradients = Buffer("gradients", unit)
+        self._emit(Kind.USE, unit, writes=(gradients,), takes=(gradients,))
+
+    def _look_ahead(self, units: tuple[int, ...]) -> None:
+        """Begin to gather what comes next and, on CPU, small units after it: one's latency is longer than its work."""
+        room = 0 if self.spec.streams else self.spec.overlapped
+        for i, unit in enumerate(units):
+            sizes = self.spec.units[unit].sizes
+            if sizes is None or self.phase[unit] is not Phase.IDLE:
+                continue
+            room -= sizes.gathered
+            if i and room < 0:
+                return
+            self._gather(unit, "prefetch")
+
+    def _free(self, unit: int) -> None:
+        where = self.where[unit]
+        if where is Where.SHARDED:
+            return
+        self.where[unit] = Where.SHARDED
+        if self.spec.units[unit].aliased:
+            if where is Where.UNSHARDED:
+                self._emit(Kind.FREE, unit)
+            return
+        if where in (Where.GATHERING, Where.GATHERING_INNER):
+            self._emit(Kind.DISCARD, unit, gives=(Buffer("gathered", unit),), waits=(Mark("gathered", unit),))
+        if where is not Where.GATHERING:
+            kind = "unsharded" if where is Where.UNSHARDED else "kept"
+            self._emit(Kind.FREE, unit, gives=(Buffer(kind, unit),))
+
+    def _keep(self, unit: int) -> None:
+        if self.where[unit] is not Where.UNSHARDED or self.spec.units[unit].aliased:
+            return
+        self.where[unit] = Where.INNER
+        kept, unsharded = Buffer("kept", unit), Buffer("unsharded", unit)
+        self._emit(
+            Kind.KEEP,
+            unit,
+            reads=(unsharded,),
+            writes=(kept,),
+            takes=(kept,),
+            gives=(unsharded,),
+            records=Mark("kept", unit),
+        )
+
+    # ------------------------------------------------------------------ reductions
+
+    def _reduce(self, unit: int) -> None:
+        spec = self.spec.units[unit]
+        gradients, packed, reduced = (Buffer(kind, unit) for kind in ("gradients", "packed", "reduced"))
+        if spec.alone:
+            result = Buffer("shard gradients", unit)
+            self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients,))
+            return
+        for one in [one for one in self.reducing if one.unit == unit]:  # its module ran more than once
+            self.reducing.remove(one)
+            self._finish(self._to_replicas(one))
+        self._make_room(self._packed(unit))
+        self._emit(
+            Kind.PACK,
+            unit,
+            reads=(gradients,),
+            writes=(packed,),
+            takes=(packed,),
+            gives=(gradients,),
+            records=Mark("packed", unit),
+        )
+        self._emit(
+            Kind.REDUCE,
+            unit,
+            Stream.REDUCE,
+            reads=(packed,),
+            writes=(reduced,),
+            takes=(reduced,),
+            waits=(Mark("packed", unit),),
+            records=Mark("reduced", unit),
+            moves=self._sizes(unit).reduce_moves,
+        )
+        one = Reducing(unit, stored=spec.replicated and not spec.all_reduce)
+        self.reducing.append(self._to_replicas(one) if self.spec.streams else one)
+
+    def _to_replicas(self, one: Reducing) -> Reducing:
+        """After the reduce-scatter, begin to reduce over the replicas, if there are any that want it now."""
+        unit = one.unit
+        if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
+            return one
+        reduced, partial = Buffer("reduced", unit), Buffer("partial", unit)
+        self._emit(
+            Kind.ALL_REDUCE,
+            unit,
+            Stream.ALL_REDUCE,
+            reads=(reduced, partial),
+            writes=(reduced,),
+            waits=(Mark("reduced", unit),),
+            records=Mark("all-reduced", unit),
+            moves=self._sizes(unit).all_reduce_moves,
+        )
+        return Reducing(unit, to_replicas=True, released=one.released)
+
+    def _finish(self, one: Reducing) -> None:
+        """End a reduction: the sharded parameters have their gradients afterwards, or its result waits for more."""
+        unit = one.unit
+        reduced, partial = Buffer("reduced", unit), Buffer("partial", unit)
+        packed = () if one.released else (Buffer("packed", unit),)
+        stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
+        waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit),)
+        finished = Mark("finished", unit)
+        if one.stored:
+            self._emit(
+                Kind.STORE,
+                unit,
+                stream,
+                reads=(reduced, partial),
+                writes=(partial,),
+                takes=(partial,),
+                gives=(reduced,),
+                waits=waits,
+                records=finished,
+            )
+            if packed:
+                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
+            return
+        self._emit(Kind.FINISH, unit, stream, reads=(reduced,), writes=(reduced,), waits=waits, records=finished)
+        self._emit(
+            Kind.HAND_OVER,
+            unit,
+            reads=(reduced,),
+            writes=(Buffer("shard gradients", unit),),
+            gives=(*packed, reduced, partial),
+            waits=(finished,),
+        )
+
+    def _make_room(self, following: int) -> None:
+        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way."""
+        if self.spec.streams:
+            # One reduction overlaps with the next unit's backward, and its all-reduce with that after it.
+            if following:
+                for one in [one for one in self.reducing if one.released]:
+                    self.reducing.remove(one)
+                    self._finish(one)
+                self.reducing = [self._release(one) for one in self.reducing]
+            return
+        self.reducing = [self._to_replicas(one) for one in self.reducing]
+        under_way = following + sum(self._packed(one.unit) for one in self.reducing)
+        while self.reducing and under_way > self.spec.overlapped:
+            one = self.reducing.pop(0)
+            under_way -= self._packed(one.unit)
+            self._finish(one)
+
+    def _release(self, one: Reducing) -> Reducing:
+        packed = (Buffer("packed", one.unit),)
+        self._emit(Kind.RELEASE, one.unit, gives=packed, waits=(Mark("reduced", one.unit),))
+        return Reducing(one.unit, one.stored, one.to_replicas, released=True)
+
+    def _end_reductions(self) -> None:
+        self.reducing = [self._to_replicas(one) for one in self.reducing]
+        for one in self.reducing:
+            self._finish(one)
+        if self.reducing:
+            self._emit(Kind.SETTLE, -1)
+        self.reducing = []
+
+    def _packed(self, unit: int) -> int:
+        return self._sizes(unit).packed
+
+    def _sizes(self, unit: int) -> Sizes:
+        sizes = self.spec.units[unit].sizes
+        assert sizes is not None
+        return sizes
+
+    # ------------------------------------------------------------------ small things
+
+    def _emit(self, kind: Kind, unit: int, stream: Stream = Stream.COMPUTE, **more: Any) -> None:
+        self.operations.append(Operation(kind, unit, stream, **more))
+
+    def _is_gathering(self, unit: int) -> bool:
+        return self.where[unit] in (Where.GATHERING, Where.GATHERING_INNER)
+
+    def _modules_of(self, unit: int) -> int:
+        return (1 << self.spec.units[unit].modules) - 1
+
+    def _bit_of(self, module: int) -> int:
+        unit = self.spec.modules[module]
+        return 1 << sum(each == unit for each in self.spec.modules[:module])

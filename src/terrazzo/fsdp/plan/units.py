@@ -1,0 +1,59 @@
+"""What a plan is made from: of each unit its sizes and what the user has set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a unit's buffers on this rank, and what its collectives make a rank send on average."""
+
+    shard: int = 0
+    gathered: int = 0
+    unsharded: int = 0  # 0: the shards are the parameters
+    kept: int = 0
+    gradients: int = 0
+    packed: int = 0
+    reduced: int = 0
+    gather_moves: int = 0
+    kept_moves: int = 0  # a gather among the ranks of the smaller mesh
+    reduce_moves: int = 0
+    all_reduce_moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Modules whose parameters are gathered and reduced together."""
+
+    name: str
+    modules: int = 1
+    sizes: Sizes | None = None  # None: it has no parameters
+    trainable: bool = True
+    aliased: bool = False  # the unsharded parameters are the shards
+    alone: bool = False  # there is nobody to reduce with
+    replicated: bool = False  # reduced over replicas too
+    reshard_after_forward: bool = True
+    reshard_inner: bool = False  # to a smaller mesh
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    gradient_sync: bool = True
+    all_reduce: bool = True
+    forward_prefetch: tuple[int, ...] | None = None  # units; None: by the order of the last forward
+    backward_prefetch: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """All units of one root, in the order of its modules."""
+
+    units: tuple[UnitSpec, ...]
+    streams: bool  # whether the device has streams; otherwise the host waits for what it needs
+    modules: tuple[int, ...] = ()  # the unit of each module, where units have several
+    overlapped: int = 1 << 20  # bytes that may, on CPU, be gathered further ahead, and be under reduction
+    furthest: int = 4  # how many units ahead
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            counted = tuple(u for u, unit in enumerate(self.units) for _ in range(unit.modules))
+            object.__setattr__(self, "modules", counted)

@@ -1,0 +1,211 @@
+"""The parameters of a unit that share a dtype: one flat shard buffer, one flat unsharded buffer.
+
+*Shard buffer*: this rank's chunks, one after the other.  The sharded parameters are views of it, and it is the
+all-gather's input as it is (converted first, where the policy computes in another precision).  Its *epoch* moves
+whenever it is written to, by whomever: by operations (PyTorch counts them), by optimizers, by replacing the shards.
+
+*Unsharded buffer*: the parameters as forward sees them, each aligned for vector units.  Its storage is given back while
+the parameters are sharded and has new memory when they are gathered; the tensors, which autograd keeps, stay the same
+objects.  Where one rank holds everything in the right precision, the unsharded parameters simply are the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from terrazzo._torch.tensors import version_of
+from terrazzo.comm.axis import Axis
+from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
+from terrazzo.fsdp.run.direct import FIRST_TAG
+from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.memory import ReturnableMemory
+from terrazzo.fsdp.settings import Settings
+
+_ALIGNMENT = 64  # bytes
+
+
+class Bucket:
+    """Some parameters of one dtype, sharded on one mesh."""
+
+    def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
+        """Takes the parameters' values from their `unsharded_local`, and makes their sharded faces."""
+        self.params = tuple(params)
+        self.settings = settings
+        self.equal = False  # whether sections are padded to the same length on CPU too
+        self.plan = self.plan_over(settings.mesh.shard, self.params)
+        self.dtype = params[0].unsharded_local.dtype
+        self._attributes = [attributes_of(p.unsharded_local) for p in params]  # type: ignore[arg-type]
+        values = [p.unsharded_local.detach() for p in params]
+        self.shard = self._empty_shard(values[0].device)
+        self._epochs_before = 0  # of former buffers, and moves that no counter has seen
+        with torch.no_grad():
+            views = self.plan.own_views(self.shard)
+            if not self.is_meta:
+                torch._foreach_copy_(views, self.plan.own_chunks(values))
+        for param, view, attributes in zip(params, views, self._attributes, strict=True):
+            param.make_sharded(view, attributes)
+            param.unsharded_local = view  # lets go of the original
+        self._remember_shards()
+        self._buffer: Tensor | None = None
+        self.pieces: list[Tensor] = []  # the unsharded parameters as the plan fills them
+        self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
+        self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
+        self.aliased = False  # whether the unsharded parameters are the shards themselves
+
+    def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
+        """How `params` lie in sections over `axis`."""
+        equal = self.equal or self.settings.mesh.device.type != "cpu"
+        return FlatPlan([p.shape for p in params], [p.dim for p in params], axis.size, axis.index, equal, extra)
+
+    @property
+    def is_meta(self) -> bool:
+        return self.shard.device.type == "meta"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.settings.compute_dtype(self.dtype)
+
+    @property
+    def will_alias(self) -> bool:
+        """Whether the unsharded parameters can be the shards themselves."""
+        alone = self.plan.n == 1 and self.compute_dtype is self.dtype
+        return alone and self.settings.rest_device == self.settings.mesh.device
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Memory of the unsharded parameters, 0 if they are the shards themselves."""
+        return 0 if self.will_alias else self._layout()[1] * self.compute_dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of what a gather brings, until it is copied out."""
+        return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def epoch(self) -> int:
+        """Grows whenever the shard buffer is written to."""
+        # A parameter whose data were exchanged keeps a counter of its own.
+        return self._epochs_before + sum([version_of(p.sharded._local) for p in self.params])
+
+    def move_epoch(self) -> None:
+        """Somebody wrote to the shards whom PyTorch does not count."""
+        self._epochs_before += 1
+
+    # ------------------------------------------------------------------ unsharded parameters
+
+    def _layout(self) -> tuple[list[int], int]:
+        """Where each parameter begins in the unsharded buffer, and how long that is."""
+        step = max(1, _ALIGNMENT // self.compute_dtype.itemsize)
+        starts, end = [], 0
+        for param in self.params:
+            starts.append(end)
+            end += -(-prod(param.shape) // step) * step
+        return starts, end
+
+    def prepare(self) -> None:
+        """Make the unsharded faces, once there are values."""
+        if self._buffer is not None or self.is_meta:
+            return
+        self.aliased = self.will_alias
+        with torch.inference_mode(False), torch.no_grad():
+            if self.aliased:
+                self._buffer, locals_ = self.shard, self.plan.own_views(self.shard)
+            else:
+                starts, end = self._layout()
+                self._buffer = torch.empty(end, dtype=self.compute_dtype, device=self.settings.mesh.device)
+                locals_ = [
+                    self._buffer[start : start + prod(p.shape)].view(p.shape)
+                    for start, p in zip(starts, self.params, strict=True)
+                ]
+                self.pieces = self.plan.pieces(locals_)
+            for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
+                param.make_unsharded(local, attributes)
+            self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
+            self.free()
+
+    def _warning(self) -> str:
+        return (
+            f"{self.params[0].name!r}, a parameter sharded together with it, or a view of one was used after the "
+            "module had finished, when fully_shard had freed it: use it in the module's forward, or clone it there, or "
+            "keep the parameters with reshard_after_forward=False or unshard()"
+        )
+
+    def free(self) -> None:
+        """Give the unsharded parameters' memory back."""
+        if self._memory is not None:
+            self._memory.give_back()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory that `free` gives back."""
+        return self._memory is not None and self._memory.owns(tensor)
+
+    def to_send(self, buffer: Tensor) -> Tensor:
+        """This rank's section as it is gathered: on the device, in the precision that computes."""
+        dtype, device = self.compute_dtype, self.settings.mesh.device
+        if buffer.device != device:  # copied first and converted there, where that is quick
+            buffer = buffer.to(device, non_blocking=True)
+        return buffer if buffer.dtype is dtype else buffer.to(dtype)
+
+    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
+        """Make the parameters from what was gathered."""
+        if self._memory is not None:
+            self._memory.take_back()
+        plan.unpack(gathered, pieces)
+
+    def unsharded_locals(self) -> list[Tensor]:
+        """The unsharded parameters without history, for reading while they are there."""
+        return [p.unsharded_local.detach() for p in self.params]
+
+    # ------------------------------------------------------------------ shards that users replaced
+
+    def _empty_shard(self, device: torch.device) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(self.plan.own_size, dtype=self.dtype, device="meta")
+        shard = self.settings.empty_shard(self.plan.own_size, self.dtype)
+        return shard.zero_() if self.plan.padded else shard
+
+    def _remember_shards(self) -> None:
+        self._locals = [p.sharded._local for p in self.params]
+        self._pointers = [local.data_ptr() for local in self._locals]
+
+    def shards_intact(self) -> bool:
+        """Whether the sharded parameters still are the views of the shard buffer that they were."""
+        return [p.sharded._local.data_ptr() for p in self.params] == self._pointers
+
+    def use_equal_sections(self) -> None:
+        """Pad chunks, so that all ranks' sections are equally long."""
+        if not self.equal:
+            self.equal = True
+            self.plan = self.plan_over(self.settings.mesh.shard, self.params)
+            self._buffer, self.aliased = None, False
+            self.rebuild()
+            self.prepare()
+
+    def rebuild(self) -> None:
+        """Collect shards that now lie elsewhere (moved, materialised, loaded by assignment) in a new buffer."""
+        locals_ = [p.sharded._local.detach() for p in self.params]
+        dtype = locals_[0].dtype
+        changed, self.dtype = self.dtype is not dtype, dtype
+        epoch = self.epoch
+        self.shard = self._empty_shard(locals_[0].device)
+        with torch.no_grad():
+            views = self.plan.own_views(self.shard)
+            if not self.is_meta:
+                torch._foreach_copy_(views, locals_)
+            for param, view, attributes in zip(self.params, views, self._attributes, strict=True):
+                local = param.sharded._local
+                if local.device == view.device and local.dtype == view.dtype:
+                    local.data = view  # the tensor that an optimizer may know stays the same object
+                else:
+                    param.make_sharded(view, attributes)
+        self._remember_shards()
+        self._epochs_before += max(0, epoch + 1 - self.epoch)
+        if self._buffer is not None and (self.aliased or changed or self.will_alias):
+            self._buffer, self.aliased = None, False
+            self.prepare()

@@ -1,0 +1,194 @@
+"""From events to operations, and from operations to calls.
+
+The first time that something happens in some state, the planner is asked, and its operations are turned into a flat
+list of calls. From then on an event is one look into a dict, and the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from terrazzo.errors import CommError
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
+from terrazzo.fsdp.plan.planner import State, advance
+from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.run.streams import Streams
+from terrazzo.fsdp.run.unit import Unit
+from terrazzo.fsdp.run.watch import Watch
+
+Call = Callable[[], None]
+
+_MANY = 4096  # states that are remembered; modules that run in ever other orders make ever other states
+
+
+class Observer(Protocol):
+    """Somebody who wants to know what runs."""
+
+    def ran(self, operation: Operation, began: float) -> None:
+        """Called when the operation was done, or begun if it runs beside the host."""
+
+
+class _Node:
+    """A state, and what was found to follow it."""
+
+    __slots__ = ("following", "state")
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.following: dict[tuple[Any, ...], tuple[tuple[Call, ...], _Node, tuple[Operation, ...]]] = {}
+
+
+class Executor:
+    """Runs the plan of one root, whose units are in some state."""
+
+    def __init__(self, units: list[Unit], state: State, streams: Streams | None, watch: Watch) -> None:
+        self.units = units
+        self.streams = streams
+        self.watch = watch
+        self.observers: tuple[Observer, ...] = ()
+        self._epochs: dict[int, int] = {}  # of units, when observers heard of them last
+        self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
+        self._spec: Spec | None = None
+        self._order: tuple[int, ...] = ()
+        self._node = _Node(state)
+
+    @property
+    def state(self) -> State:
+        """In which the units are."""
+        return self._node.state
+
+    def plan_with(self, spec: Spec, order: tuple[int, ...]) -> None:
+        """Follow these from now on."""
+        self._spec, self._order = spec, order
+        self._node = self._node_of(self._node.state)
+
+    def use_streams(self, streams: Streams | None) -> None:
+        """Run on these from now on."""
+        self.streams = streams
+        self._nodes.clear()
+        self._node = _Node(self._node.state)
+
+    def _node_of(self, state: State) -> _Node:
+        assert self._spec is not None
+        key = (self._spec, self._order, state)
+        found = self._nodes.get(key)
+        if found is None:
+            if len(self._nodes) >= _MANY:
+                self._nodes.clear()
+            found = self._nodes[key] = _Node(state)
+        return found
+
+    def advance(self, event: tuple[Any, ...]) -> None:
+        """Do what follows an event."""
+        node = self._node
+        found = node.following.get(event)
+        if found is None:
+            assert self._spec is not None
+            operations, state = advance(self._spec, self._order, node.state, event)
+            calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
+            found = node.following[event] = (calls, self._node_of(state), operations)
+        try:
+            if self.observers:
+                self._run_observed(found[2])
+            else:
+                for call in found[0]:
+                    call()
+        except BaseException as error:
+            self.reset(gradients=node.state.in_backward)
+            if isinstance(error, CommError):
+                raise self.watch.explain(error) from error
+            raise
+        self._node = found[1]
+
+    def _run_observed(self, operations: tuple[Operation, ...]) -> None:
+        for unit in self.units:
+            self._observe_writes(unit)
+        for each in operations:
+            began = perf_counter()
+            call = self.call_of(each)
+            if call is not None:
+                call()
+            if each.kind is Kind.GATHER:
+                each = replace(each, epoch=self.units[each.unit].gathered_epoch)
+            for observer in self.observers:
+                observer.ran(each, began)
+
+    def _observe_writes(self, unit: Unit) -> None:
+        """Others write to the shards; observers hear of it before the next operation."""
+        known, epoch = self._epochs.get(unit.index), unit.epoch
+        self._epochs[unit.index] = epoch
+        if known is not None and known != epoch:
+            write = Operation(Kind.WRITE, unit.index, writes=(Buffer("shard", unit.index),), epoch=epoch)
+            for observer in self.observers:
+                observer.ran(write, perf_counter())
+
+    def reset(self, *, gradients: bool) -> None:
+        """After a failure: everything is sharded, and nothing under way."""
+        self._node = self._node_of(State.first(len(self.units)))
+        for unit in self.units:
+            try:
+                unit.reset(gradients=gradients)
+            except CommError:
+                pass  # that of another unit is on its way up, or the next collective tells
+
+    # ------------------------------------------------------------------ calls
+
+    def call_of(self, operation: Operation) -> Call | None:
+        """What carries an operation out; None if nothing has to be done."""
+        call = self._plain_call(operation)
+        if self.streams is not None:
+            if call is None and not operation.waits and operation.records is None:
+                return None
+            return self.streams.on_stream(operation, call)
+        return call
+
+    def _plain_call(self, operation: Operation) -> Call | None:
+        kind = operation.kind
+        if kind in (Kind.USE, Kind.QUEUED, Kind.FOLLOW, Kind.WRITE):
+            return None
+        if kind is Kind.SETTLE:
+            return self._settle
+        unit = self.units[operation.unit]
+        if kind is Kind.GATHER:
+            gather = unit.gather_kept if operation.reads[0].kind == "kept" else unit.gather
+            return _noted(gather, self.watch, unit, "unshard")
+        if kind is Kind.REDUCE:
+            return _noted(unit.reduce, self.watch, unit, "reduce")
+        if kind is Kind.COPY_OUT and any(buffer.kind == "kept" for buffer in operation.gives):
+            return unit.copy_out_kept
+        calls: dict[Kind, Call] = {
+            Kind.COPY_OUT: unit.copy_out,
+            Kind.FREE: unit.free,
+            Kind.KEEP: unit.keep,
+            Kind.DISCARD: unit.discard,
+            Kind.ACCUMULATE: unit.accumulate,
+            Kind.PACK: unit.pack,
+            Kind.ALL_REDUCE: unit.all_reduce,
+            Kind.STORE: unit.store,
+            Kind.RELEASE: unit.release,
+            Kind.FINISH: unit.finish,
+            Kind.HAND_OVER: unit.hand_over,
+        }
+        return calls[kind]
+
+    def _settle(self) -> None:
+        for unit in self.units:
+            unit.settle()
+
+
+def _noted(call: Call, watch: Watch, unit: Unit, what: str) -> Call:
+    def run() -> None:
+        watch.note(unit, what)
+        call()
+
+    return run
+
+
+def streams_for(device: torch.device) -> Streams | None:
+    """Those of an accelerator; None on CPU."""
+    return None if device.type == "cpu" else Streams(device)

@@ -1,0 +1,359 @@
+"""From gradients of unsharded parameters to gradients of sharded ones, bucket by bucket.
+
+One flat buffer takes the gradients of all trainable parameters of a bucket, whichever of them got one in this backward,
+so that ranks agree on the sizes.  Frozen parameters need no room.  The arithmetic is the reference's: gradients are
+accumulated and reduced in the reduce dtype, and handed over in the parameters' own.
+
+A parameter that some rank's data did not reach counts with zeros there, and one that no rank's data reached has no
+gradient, as on a single process: an optimizer leaves it alone.  So ranks have to agree about who was reached.  They do
+it within the reduction: every section ends with one element per parameter, one if this rank has a gradient and zero if
+not, and its sum says whether any has.  A rank that has all gradients need not even look.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
+from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.parameter import ShardedParameter
+from terrazzo.fsdp.run.bucket import Bucket
+from terrazzo.fsdp.run.comm import Comm
+from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.settings import AllReduceHook, Options
+
+
+class Gradients:
+    """Those of one bucket, on their way."""
+
+    def __init__(self, bucket: Bucket, options: Options) -> None:
+        self.bucket = bucket
+        self.options = options
+        self._trainable: tuple[ShardedParameter, ...] = ()
+        self._plan: FlatPlan | None = None
+        self._accumulated: dict[int, Tensor] = {}  # by position: sums in the reduce dtype, not reduced yet
+        self._packed: Tensor | None = None
+        self._pending: Pending[Tensor] | None = None
+        self._reduced: Tensor | None = None
+        self._partial: Tensor | None = None  # reduced over the shard axis, not yet over the replicas
+        self._held: list[Tensor] = []  # what an all-reduce reads
+        self._missing: list[int] = []  # positions without a gradient on this rank
+        self._divisor: float | None = None  # by which to divide in the end
+        self._op = "avg"
+        self._reached: tuple[Tensor, Any] | None = None  # what the sections ended with, and when it is on the host
+        self._copied: Any = None  # the event after which gradients are on the CPU
+
+    # ------------------------------------------------------------------ sizes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients are reduced."""
+        return self.bucket.settings.precision.reduce_dtype or self.bucket.compute_dtype
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to reduce with, nor a hook that wants to see what was reduced."""
+        mesh = self.bucket.settings.mesh
+        return mesh.shard.size == 1 and mesh.replicate is None and self.options.hook is None
+
+    @property
+    def reduce_bytes(self) -> int:
+        """What a rank sends, on average, for one reduce-scatter."""
+        plan = self.plan()
+        return 0 if plan is None else (plan.n - 1) * plan.total * self.dtype.itemsize // plan.n
+
+    @property
+    def all_reduce_bytes(self) -> int:
+        """What a rank sends, on average, to reduce over the replicas."""
+        plan, replicate = self.plan(), self.bucket.settings.mesh.replicate
+        if plan is None or replicate is None:
+            return 0
+        return 2 * (replicate.size - 1) * plan.own_size * self.dtype.itemsize // replicate.size
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the gradients as backward computes them."""
+        return sum(prod(p.shape) for p in self.bucket.params if p.requires_grad) * self.bucket.compute_dtype.itemsize
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the flat buffer."""
+        plan = self.plan()
+        return 0 if plan is None or self.alone else plan.total * self.dtype.itemsize
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Memory of what comes of it."""
+        plan = self.plan()
+        return 0 if plan is None or self.alone else plan.own_size * self.dtype.itemsize
+
+    def plan(self) -> FlatPlan | None:
+        """Where gradients lie; None if all parameters are frozen."""
+        trainable = tuple([p for p in self.bucket.params if p.requires_grad])
+        if trainable != self._trainable:
+            self._trainable = trainable
+            mesh = self.bucket.settings.mesh
+            extra = len(trainable) if mesh.size > 1 else 0
+            self._plan = self.bucket.plan_over(mesh.shard, trainable, extra) if trainable else None
+            self._accumulated.clear()
+        return self._plan
+
+    def replan(self) -> None:
+        """The bucket's sections lie otherwise now."""
+        self._trainable, self._plan = (), None
+
+    # ------------------------------------------------------------------ without communication
+
+    def any(self) -> bool:
+        """Whether backward left gradients, or there are some that were not reduced."""
+        return bool(self._accumulated) or any(p.unsharded_local.grad is not None for p in self.bucket.params)
+
+    def accumulate(self) -> None:
+        """Keep what backward computed for a later reduction, in the reduce dtype."""
+        self.plan()
+        for i, param in enumerate(self._trainable):
+            grad = param.unsharded_local.grad
+            if grad is not None and (grad.dtype is not self.dtype or i in self._accumulated):
+                param.unsharded_local.grad = None
+                known = self._accumulated.get(i)
+                if known is None:
+                    self._accumulated[i] = grad.to(self.dtype)
+                else:
+                    known.add_(grad)
+
+    def _take(self) -> list[Tensor | None]:
+        """The gradients of the trainable parameters, with what was accumulated; afterwards they have none."""
+        grads: list[Tensor | None] = []
+        for i, param in enumerate(self._trainable):
+            local = param.unsharded_local
+            grad = local.grad
+            if grad is not None:
+                local.grad = None
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+            if self._accumulated and i in self._accumulated:
+                known = self._accumulated.pop(i)
+                grad = known if grad is None else known.add_(grad)
+            grads.append(grad)
+        return grads
+
+    # ------------------------------------------------------------------ with communication
+
+    def pack(self) -> None:
+        """Copy what gradients there are to where the reduction wants them."""
+        plan = self.plan()
+        if plan is None:
+            return
+        grads = self._take()
+        device = self.bucket.settings.mesh.device
+        self._missing = [i for i, grad in enumerate(grads) if grad is None]
+        wholes = [
+            torch.zeros(param.shape, dtype=self.dtype, device=device) if grad is None else grad
+            for param, grad in zip(self._trainable, grads, strict=True)
+        ]
+        reached = None
+        if plan.extra:
+            reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
+            if self._missing:
+                reached[self._missing] = 0
+        self._packed = torch.empty(plan.total, dtype=self.dtype, device=device)
+        plan.pack(wholes, self._packed, reached)
+
+    def reduce(self, comm: Comm) -> None:
+        """Begin the reduce-scatter."""
+        plan, packed = self._plan, self._packed
+        if plan is None or packed is None:
+            return
+        mesh, options = self.bucket.settings.mesh, self.options
+        # Half precision has little range: sums of many gradients are divided before they can overflow.
+        early = self.dtype is torch.float16 and mesh.device.type != "cpu"
+        divisor = options.divisor if options.divisor is not None else mesh.size if early else None
+        if early and divisor is not None:
+            packed.div_(divisor)
+            divisor = None
+        self._divisor = divisor
+        self._op = "avg" if options.divisor is None and not early else "sum"
+        self._pending = comm.reduce(packed, plan, options.reduce_axis or mesh.shard, self._op, self.bucket.tag + 1)
+
+    def wait(self) -> None:
+        """Have what was begun last."""
+        if self._pending is not None:
+            self._reduced = self._pending.wait()
+            self._pending = None
+
+    def all_reduce(self, comm: Comm) -> None:
+        """Begin to reduce over the replicas what is reduced over the shards."""
+        self.wait()
+        replicate = self.bucket.settings.mesh.replicate
+        if self._reduced is None or replicate is None:
+            return
+        self._held = [self._reduced]  # memory of the stream that reduces over the shards, in use on this one now
+        if self._partial is not None:
+            self._held.append(self._partial)
+            self._reduced = self._reduced + self._partial
+            self._partial = None
+        self._pending = comm.all_reduce(self._reduced, replicate, self._op)
+
+    def store(self) -> None:
+        """Keep what is reduced over the shards until the replicas' turn comes."""
+        self.wait()
+        if self._reduced is not None:
+            self._partial = self._reduced if self._partial is None else self._partial.add_(self._reduced)
+            self._reduced = None
+
+    def release(self) -> None:
+        """Let go of the packed buffer."""
+        self._packed = None
+
+    def finish(self) -> None:
+        """Make of what was reduced what the sharded parameters get."""
+        self.wait()
+        plan, reduced, options = self._plan, self._reduced, self.options
+        if plan is None or reduced is None:
+            return
+        if self._divisor is not None:
+            reduced = reduced / self._divisor
+        if plan.extra:
+            gradients, reached = reduced[: -plan.extra], reduced[-plan.extra :]
+            if self._missing:
+                self._note_reached(reached)
+        else:
+            gradients = reduced
+        if options.hook is not None:
+            self._call_hook(options.hook, gradients)
+        self._reduced = self._at_rest(reduced)
+
+    def _note_reached(self, reached: Tensor) -> None:
+        """On an accelerator the host learns it later: at the end of backward, when gradients are handed over."""
+        if reached.device.type == "cpu":
+            self._reached = reached, None
+            return
+        there = torch.empty(reached.shape, dtype=reached.dtype, pin_memory=True).copy_(reached, non_blocking=True)
+        event = torch.get_device_module(reached.device.type).Event()
+        event.record()
+        self._reached = there, event
+
+    def _call_hook(self, hook: AllReduceHook, gradients: Tensor) -> None:
+        stream = self.options.hook_stream
+        if stream is None or self.bucket.settings.mesh.replicate is not None:
+            hook(gradients)
+            return
+        device = torch.get_device_module(gradients.device.type)
+        current = device.current_stream()
+        stream.wait_stream(current)
+        with device.stream(stream):
+            hook(gradients)
+        current.wait_stream(stream)
+
+    def _at_rest(self, reduced: Tensor) -> Tensor:
+        """In the dtype and on the device of the sharded parameters."""
+        settings, dtype = self.bucket.settings, self.bucket.dtype
+        if settings.rest_device == reduced.device:
+            return reduced.to(dtype)
+        resting = settings.empty_shard(reduced.numel(), dtype)
+        resting.copy_(reduced.to(dtype), non_blocking=settings.pinned)
+        if settings.pinned:
+            self._copied = torch.get_device_module(reduced.device.type).Event()
+            self._copied.record()
+        return resting
+
+    def hand_over(self) -> None:
+        """Give the sharded parameters their gradients."""
+        self.release()
+        self._held = []
+        reduced, self._reduced = self._reduced, None
+        if self._plan is None:
+            return
+        if self.alone:
+            self._hand_over_alone()
+        elif reduced is not None:
+            found: list[Tensor | None] = list(self._plan.own_views(reduced))
+            for i in self._unreached(found):
+                found[i] = None
+            self._accumulate_in_shards(found)
+
+    def _unreached(self, found: list[Tensor | None]) -> list[int]:
+        """Positions that no rank has a gradient for."""
+        if self._reached is None:
+            return [] if self._plan is None or self._plan.extra else self._missing
+        (reached, event), self._reached = self._reached, None
+        if event is not None:
+            event.synchronize()
+        counts = reached.tolist()
+        unreached = [i for i in self._missing if not counts[i] > 0]
+        if self.options.hook is not None:  # which may have reduced over further ranks
+            unreached = [i for i in unreached if not found[i].any()]  # type: ignore[union-attr]
+        return unreached
+
+    def _hand_over_alone(self) -> None:
+        """Nobody to reduce with: gradients become those of the sharded parameters as they are."""
+        grads = self._take()
+        found = [grad for grad in grads if grad is not None]
+        if self.options.divisor is not None and found:
+            torch._foreach_div_(found, self.options.divisor)
+        settings, dtype = self.bucket.settings, self.bucket.dtype
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if grad.dtype is not dtype or grad.device != settings.rest_device:
+                grad = grad.to(settings.rest_device, dtype)
+            grads[i] = grad.view(self._trainable[i].sharded._local.shape)
+        self._accumulate_in_shards(grads)
+
+    def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
+        """Add gradients to those of the sharded parameters, and call the hooks that users have put there."""
+        known, new, hooked = [], [], []
+        for param, grad in zip(self._trainable, grads, strict=True):
+            if grad is None:
+                continue
+            local = param.sharded._local
+            if gradient_hooks(local):
+                self.settle()
+                grad = _after_hooks(local, grad)
+            if local.grad is None:
+                local.grad = grad
+            else:
+                known.append(local.grad)
+                new.append(grad)
+            if accumulation_hooks(local):
+                hooked.append(local)
+        if known or hooked:
+            self.settle()
+        if known:
+            torch._foreach_add_(known, new)
+        for local in hooked:
+            for hook in list((accumulation_hooks(local) or {}).values()):
+                hook(local)
+
+    def discard(self) -> None:
+        """Wait for what is under way: other ranks wait for this one's messages, and the next must not meet them."""
+        pending, self._pending = self._pending, None
+        self._packed = self._reduced = self._reached = None
+        self._held = []
+        if pending is not None:
+            pending.wait()
+
+    def abandon(self) -> None:
+        """Forget the gradients of a backward that failed."""
+        self._accumulated.clear()
+        for param in self.bucket.params:
+            param.unsharded_local.grad = None
+
+    def settle(self) -> None:
+        """Wait until gradients that are copied to the CPU are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+
+def _after_hooks(local: Tensor, grad: Tensor) -> Tensor:
+    """What the hooks of a sharded parameter make of its gradient, as autograd would have them."""
+    for hook in list((gradient_hooks(local) or {}).values()):
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad

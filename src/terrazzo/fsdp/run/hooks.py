@@ -1,0 +1,138 @@
+"""Forward and backward of sharded modules, told to the root as events; and what is done to inputs and outputs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo._torch.autograd import in_backward
+from terrazzo._torch.compiling import disable_dynamo
+from terrazzo.fsdp.group import Group
+from terrazzo.fsdp.plan.planner import Event, Phase
+from terrazzo.fsdp.run.root import Root, root_of
+from terrazzo.fsdp.run.unit import Unit
+from terrazzo.fsdp.tree import has_tensor, map_tensors
+
+
+@disable_dynamo
+def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Have the parameters unsharded; returns the inputs as the module shall see them."""
+    root: Root = group.root if group.root is not None else root_of(group)
+    unit: Unit = group.unit
+    inside = in_backward()
+    if root.state.phase[unit.index] is Phase.BACKWARD:
+        if inside:  # a checkpoint recomputes
+            root.advance((Event.RECOMPUTE, unit.index))
+            return _cast_inputs(group, args, kwargs)
+        root.recover()
+    position = root.positions[module]
+    if root.state.outermost < 0:
+        root.begin_forward(position)
+        if root.streams is not None:
+            device = root.device
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device, non_blocking=True))
+    first = root.state.phase[unit.index] is Phase.IDLE and bool(unit.params)
+    if first and not inside:
+        root.enter(unit)
+    root.advance((Event.ENTER, position, inside))
+    args, kwargs = _cast_inputs(group, args, kwargs)
+    if first and torch.is_grad_enabled():
+        # A tensor of our own, whose gradient is complete when everything in this forward has had its backward.
+        watched = partial(_watched, partial(_after_backward, group))
+        args = map_tensors(args, watched)
+        if kwargs:
+            kwargs = map_tensors(kwargs, watched)
+    return args, kwargs
+
+
+@disable_dynamo
+def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
+    """Watch for backward, free the parameters if that is wanted; returns the outputs as others shall see them."""
+    root: Root = group.root
+    unit: Unit = group.unit
+    output_dtype = group.settings.precision.output_dtype
+    if output_dtype is not None:
+        outputs = map_tensors(outputs, lambda t: t.to(output_dtype) if t.is_floating_point() else t)
+    if unit.params:
+        # A parameter handed out, or a view of one, outlives the parameters' memory: others get a copy.
+        outputs = map_tensors(outputs, lambda t: t.clone() if unit.lends(t) else t)
+    state = root.state
+    if state.phase[unit.index] is Phase.BACKWARD:
+        return outputs
+    returns = keep = False
+    if torch.is_grad_enabled():
+        recomputing = in_backward()
+        announced = partial(_announced, partial(_before_backward, group, state.ended))
+        outputs = map_tensors(outputs, announced)
+        returns = not recomputing
+        # Where no output can be watched, backward may come unannounced, and would find no parameters.
+        keep = recomputing or not has_tensor(outputs)
+    position = root.positions[module]
+    root.advance((Event.LEAVE, position, returns, keep))
+    if state.outermost == position:
+        root.end_forward()
+    return outputs
+
+
+def forward_failed(group: Group, module: nn.Module) -> None:
+    """Forward raised."""
+    root: Root | None = group.root
+    if root is None:
+        return
+    position = root.positions[module]
+    if root.state.phase[group.unit.index] is Phase.FORWARD:
+        root.advance((Event.LEAVE, position, False, False))
+    if root.state.outermost in (position, -1):
+        root.end_forward(failed=True)
+
+
+def _cast_inputs(group: Group, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    precision = group.settings.precision
+    dtype = precision.param_dtype
+    if dtype is None or not precision.cast_forward_inputs:
+        return args, kwargs
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+
+def _watched(hook: Any, tensor: Tensor) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias
+
+
+def _announced(hook: Any, tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        if tensor.is_leaf:  # a parameter handed out: hooks on it would pile up
+            tensor = tensor.view_as(tensor)
+        tensor.register_hook(hook)
+    return tensor
+
+
+def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> None:
+    """Backward reaches an output of the modules; `before` are units that ran before, the latest first."""
+    root: Root = group.root
+    index: int = group.unit.index
+    if root.state.phase[index] is Phase.BACKWARD:
+        return
+    root.begin_backward()
+    with torch.no_grad():
+        root.advance((Event.REACH, index, before))
+
+
+def _after_backward(group: Group, grad: Tensor) -> None:
+    """Backward leaves the modules through an input."""
+    root: Root = group.root
+    unit: Unit = group.unit
+    if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
+        root.begin_backward()
+        with torch.no_grad():
+            root.advance((Event.REACH_END, unit.index))

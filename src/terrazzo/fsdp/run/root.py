@@ -1,0 +1,246 @@
+"""The root: what the units of one model share, and the beginnings and ends of its forwards and backwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo._torch.autograd import at_end_of_backward, in_backward
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.group import Group, group_of
+from terrazzo.fsdp.misuse import remark_on_single_group
+from terrazzo.fsdp.plan.planner import Event, State, Where
+from terrazzo.fsdp.plan.units import Spec, UnitSpec
+from terrazzo.fsdp.run.comm import Collectives, OwnComm
+from terrazzo.fsdp.run.direct import FIRST_TAG
+from terrazzo.fsdp.run.executor import Executor, streams_for
+from terrazzo.fsdp.run.unit import Unit
+from terrazzo.fsdp.run.watch import Watch
+
+# How many roots there were on these ranks: their messages have tags of their own.
+_roots: Counter[tuple[int, ...]] = Counter()
+
+
+class Root:
+    """The groups of a module and of all modules in it."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        device = groups[0].settings.mesh.device
+        self.streams = streams_for(device)
+        self.device = device
+        self.units: list[Unit] = [group.unit for group in groups]
+        self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None))
+        self.positions: dict[nn.Module, int] = {}  # of modules, as events number them
+        comm = Collectives(lambda: not self.watch.has_agreed)
+        where: list[Where] = []
+        for index, unit in enumerate(self.units):
+            where.append(_where_now(unit))
+            unit.index, unit.waits_at_once = index, self.streams is not None
+            unit.comm = OwnComm(comm, unit.options)
+            for module in unit.modules:
+                self.positions[module] = len(self.positions)
+        state = State.first(len(self.units))
+        state = State(tuple(where), state.phase, state.running)
+        self.executor = Executor(self.units, state, self.streams, self.watch)
+        self.is_last_backward = True
+        self._entered: list[int] = []  # units, in this forward
+        self._order: tuple[int, ...] = ()  # of the last one
+        self._changed = True
+
+    # ------------------------------------------------------------------ what is planned with
+
+    def changed(self) -> None:
+        """Somebody has changed what plans are made from."""
+        self._changed = True
+
+    def spec(self) -> Spec:
+        """What plans are made from."""
+        return Spec(tuple(self._unit_spec(unit) for unit in self.units), self.streams is not None)
+
+    def _unit_spec(self, unit: Unit) -> UnitSpec:
+        group = unit.groups[0]
+        replicate = unit.settings.mesh.replicate
+        return UnitSpec(
+            name=unit.name,
+            modules=len(unit.modules),
+            sizes=unit.sizes() if unit.params else None,
+            trainable=unit.trainable,
+            aliased=unit.aliased,
+            alone=unit.alone,
+            replicated=replicate is not None and replicate.size > 1,
+            reshard_after_forward=group.reshard_after_forward,
+            reshard_inner=group.reshard_inner,
+            reshard_after_backward=group.reshard_after_backward,
+            unshard_in_backward=group.unshard_in_backward,
+            gradient_sync=group.gradient_sync,
+            all_reduce=group.options.all_reduce,
+            forward_prefetch=_units_of(group.forward_prefetch),
+            backward_prefetch=_units_of(group.backward_prefetch),
+        )
+
+    @property
+    def state(self) -> State:
+        return self.executor.state
+
+    def advance(self, event: tuple[Any, ...]) -> None:
+        """Do what follows an event."""
+        if self._changed:
+            self._changed = False
+            self.executor.plan_with(self.spec(), self._order)
+        self.executor.advance(event)
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self, module: int) -> None:
+        """Once per forward of the outermost module: notice what happened to parameters since the last."""
+        if in_backward():
+            self.advance((Event.FORWARD, module, True, ()))
+            return
+        self._entered = []
+        if self.state.in_backward:
+            self.recover()
+        self.watch.settle()
+        where = self.state.where
+        replaced = [unit.replaced() for unit in self.units]
+        written = tuple(
+            [
+                unit.index
+                for unit, found in zip(self.units, replaced, strict=True)
+                if where[unit.index] is not Where.SHARDED and (found or unit.was_written())
+            ]
+        )
+        self.advance((Event.FORWARD, module, False, written))
+        try:
+            for unit, found in zip(self.units, replaced, strict=True):
+                if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
+                    self._changed |= unit.adopt(found)
+        except BaseException:
+            self.executor.reset(gradients=False)
+            raise
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+        self.watch.note(unit, "run")
+        if self.streams is None:
+            self._entered.append(unit.index)
+
+    def end_forward(self, failed: bool = False) -> None:
+        """The outermost forward has ended."""
+        inside = in_backward()
+        self.advance((Event.FORWARD_ENDS, inside))
+        if failed:
+            self.watch.forget()
+        elif not inside:
+            order = tuple(self._entered)
+            if order != self._order:
+                self._order, self._changed = order, True
+            self.watch.compare()
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        """Once per backward."""
+        if not self.state.in_backward:
+            self.watch.settle()
+            at_end_of_backward(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        with_gradients = tuple([unit.index for unit in self.units if unit.has_gradients()])
+        self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward))
+        self.watch.compare()
+
+    @torch.no_grad()
+    def reduce_now(self) -> None:
+        """Reduce, outside of any backward, what backwards have left unreduced."""
+        self.advance((Event.REDUCE,))
+
+    def recover(self) -> None:
+        """The last backward raised: nothing of it is of use."""
+        self._entered = []
+        self.watch.forget()
+        self.executor.reset(gradients=True)
+
+    def share_streams_of(self, other: Root) -> None:
+        """Communicate on the streams of another root."""
+        self.streams = other.streams
+        self.executor.use_streams(other.streams)
+
+    # ------------------------------------------------------------------ by hand
+
+    def unshard(self, unit: Unit) -> None:
+        """Begin to gather."""
+        at_rest = self.state.outermost < 0 and not self.state.in_backward
+        if unit.params and at_rest:
+            self.follow(unit)
+        self.advance((Event.UNSHARD, unit.index, at_rest))
+
+    def follow(self, unit: Unit, *, partly: bool = False) -> None:
+        """Follow what users did to a unit's parameters."""
+        found = unit.replaced()
+        if self.state.where[unit.index] is not Where.SHARDED and (found or unit.was_written()):
+            self.advance((Event.RESHARD, unit.index))
+        if self.state.where[unit.index] is Where.SHARDED:
+            self._changed |= unit.adopt(found, partly=partly)
+
+
+def _units_of(groups: list[Group] | None) -> tuple[int, ...] | None:
+    return None if groups is None else tuple(group.unit.index for group in groups)
+
+
+def _where_now(unit: Unit) -> Where:
+    """As the former root, which may have been a part of this one, left it."""
+    former = unit.groups[0].root
+    return Where.SHARDED if former is None else former.state.where[unit.index]
+
+
+def root_of(group: Group) -> Root:
+    """The root of a group; a group that has none yet becomes that of the modules in it."""
+    found: Root | None = group.root
+    return found if found is not None else _become_root(group)
+
+
+def _become_root(group: Group) -> Root:
+    if len(group.modules) > 1:
+        raise FSDPError(
+            f"the modules {[type(m).__name__ for m in group.modules]} were sharded together, but no module around "
+            "them was: call fully_shard on the module that contains them too"
+        )
+    module = group.modules[0]
+    groups: dict[int, Group] = {}
+    for name, inner in module.named_modules():
+        found = group_of(inner)
+        if found is not None:
+            if id(found) not in groups:
+                found.name = found.unit.name = name or type(module).__mro__[2].__name__  # not that of the FSDP class
+            groups[id(found)] = found
+    members = list(groups.values())
+    for each in members:
+        if each.root is not None and each.root.state.in_backward:
+            raise FSDPError(f"{each.name!r} is in the middle of a backward, and cannot become part of a larger model")
+    by_face = {id(p.sharded): p for each in members for p in each.params}
+    for name, parameter in module.named_parameters():
+        known = by_face.get(id(parameter))
+        if known is not None:
+            known.name = name
+    root = Root(members)
+    number = _roots[group.settings.mesh.shard.ranks]
+    _roots[group.settings.mesh.shard.ranks] += 1
+    for unit in root.units:
+        for i, bucket in enumerate(unit.buckets):
+            bucket.tag = FIRST_TAG + number % 4096 * (1 << 17) + unit.index % (1 << 13) * 16 + i % 8 * 2
+        for param in unit.params:
+            param.explain()
+    for each in members:
+        each.root = root
+        if each.auto_reshard:  # backward would gather the root's at once again
+            each.reshard_after_forward = each is not group
+    holding = [unit for unit in root.units if unit.params]
+    if len(holding) == 1 and holding[0].settings.mesh.size > 1:
+        remark_on_single_group(module, holding[0].sizes().unsharded)
+    return root

@@ -1,0 +1,57 @@
+"""Streams and marks of an accelerator. On CPU there are none: the host computes, and waits for what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from terrazzo.fsdp.plan.operations import Kind, Mark, Operation, Stream
+
+_WRITTEN = Mark("written", -1)
+
+
+class Streams:
+    """The streams beside the current one, which computes, and the marks on all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.get_device_module(device.type)
+        # What is waited for must not queue behind what computes.
+        self._beside: dict[Stream, Any] = {
+            stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
+        }
+        self._marks: dict[Mark, Any] = {}
+        self.post_optim_event: Any = None  # instead of all that was queued before
+
+    def on_stream(self, operation: Operation, call: Callable[[], None] | None) -> Callable[[], None]:
+        """`call`, on the operation's stream, between the marks that it waits for and the one that it records."""
+        device, marks, waits, records = self._device, self._marks, operation.waits, operation.records
+        beside = self._beside.get(operation.stream)
+
+        def run() -> None:
+            stream = beside if beside is not None else device.current_stream()
+            for mark in waits:
+                event = marks.get(mark)
+                if event is not None:
+                    stream.wait_event(event)
+            if call is not None:
+                if beside is None:
+                    call()
+                else:
+                    with device.stream(beside):
+                        call()
+            if records is not None:
+                event = device.Event()
+                event.record(stream)
+                marks[records] = event
+
+        return self._queued if operation.kind is Kind.QUEUED else run
+
+    def _queued(self) -> None:
+        """What the gather stream will follow: the user's event, once, or all that was queued up to now."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            event = self._device.Event()
+            event.record(self._device.current_stream())
+        self._marks[_WRITTEN] = event

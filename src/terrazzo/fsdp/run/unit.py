@@ -1,0 +1,401 @@
+"""A unit: groups whose parameters are gathered and reduced together, and what can be done to them.
+
+It does what it is told; in which state it is, and what is to be done when, the planner knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo._torch.modules import parameters_of
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.pending import Pending
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.group import Group
+from terrazzo.fsdp.offload import park_state_of
+from terrazzo.fsdp.parameter import ShardedParameter, as_parameter
+from terrazzo.fsdp.plan.units import Sizes
+from terrazzo.fsdp.run.bucket import Bucket
+from terrazzo.fsdp.run.comm import Collectives, Comm
+from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.gradients import Gradients
+from terrazzo.layout import Layout
+from terrazzo.tensor import DTensor
+from terrazzo.tensor.dtensor import WRITTEN
+
+
+class Unit:
+    """Parameters, their buffers, and where they are registered."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        first = groups[0]
+        self.settings, self.options, self.inner = first.settings, first.options, first.inner
+        self.modules = tuple(module for group in groups for module in group.modules)
+        self.params = tuple(param for group in groups for param in group.params)
+        self.name = ""
+        self.index = 0  # among the units of the root
+        self.comm: Comm = Collectives()
+        self.waits_at_once = False  # on the stream where a collective was begun, not where its result is used
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for param in self.params:
+            by_dtype.setdefault(param.unsharded_local.dtype, []).append(param)
+        self.buckets = tuple(Bucket(members, self.settings) for members in by_dtype.values())
+        self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
+        self._pending: list[Pending[Tensor]] = []
+        self.gathered_epoch = -1  # of the shards, when they were gathered last
+        self._kept: list[tuple[Tensor, FlatPlan, list[Tensor]]] = []  # over the smaller mesh
+        slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
+        self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
+        self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
+        self._prepared = False
+        self._sharded: list[Any] = [p.sharded for p in self.params]
+        self._unsharded: list[Any] = []
+        self._registered = self._sharded
+        self._register(self._sharded)
+        for group in groups:
+            group.unit = self
+
+    # ------------------------------------------------------------------ sizes
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the unsharded parameters are the shards themselves."""
+        return all(bucket.will_alias for bucket in self.buckets)
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to reduce gradients with."""
+        return all(gradients.alone for gradients in self.gradients)
+
+    def sizes(self) -> Sizes:
+        """What the planner, and reports, have to know."""
+        return Sizes(
+            shard=sum(bucket.shard.nbytes for bucket in self.buckets),
+            gathered=sum(bucket.gathered_bytes for bucket in self.buckets),
+            unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
+            kept=self._kept_bytes(),
+            gradients=sum(gradients.bytes for gradients in self.gradients),
+            packed=sum(gradients.packed_bytes for gradients in self.gradients),
+            reduced=sum(gradients.reduced_bytes for gradients in self.gradients),
+            gather_moves=self._gather_moves(self.settings.mesh.shard),
+            kept_moves=0 if self.inner is None else self._gather_moves(self.inner.axis),
+            reduce_moves=sum(gradients.reduce_bytes for gradients in self.gradients),
+            all_reduce_moves=sum(gradients.all_reduce_bytes for gradients in self.gradients),
+        )
+
+    def _kept_bytes(self) -> int:
+        if self.inner is None:
+            return 0
+        axis = self.inner.axis
+        return sum(b.plan_over(axis, b.params).own_size * b.compute_dtype.itemsize for b in self.buckets)
+
+    def _gather_moves(self, axis: Axis) -> int:
+        """What a rank sends, on average, for one gather."""
+        totals = [b.plan_over(axis, b.params).total * b.compute_dtype.itemsize for b in self.buckets]
+        return sum((axis.size - 1) * total // axis.size for total in totals)
+
+    # ------------------------------------------------------------------ registration
+
+    def _register(self, faces: list[Any]) -> None:
+        self._registered = faces
+        for parameters, name, i in self._direct:
+            parameters[name] = faces[i]
+        for module, name, i in self._indirect:
+            setattr(module, name, faces[i])
+
+    # ------------------------------------------------------------------ what users did to the parameters
+
+    @property
+    def epoch(self) -> int:
+        """Grows whenever shards are written to."""
+        return sum(bucket.epoch for bucket in self.buckets)
+
+    def move_epoch(self) -> None:
+        """Somebody wrote to the shards whom PyTorch does not count."""
+        for bucket in self.buckets:
+            bucket.move_epoch()
+
+    def replaced(self) -> dict[int, Any]:
+        """What users have registered in place of our parameters, by position."""
+        faces = self._registered
+        return {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
+
+    def was_written(self) -> bool:
+        """Whether shards are not what they were when they were gathered."""
+        return self.epoch != self.gathered_epoch or not all(bucket.shards_intact() for bucket in self.buckets)
+
+    def adopt(self, replaced: dict[int, Any], *, partly: bool = False) -> bool:
+        """Follow what users did to the parameters, which are sharded now; returns whether sizes may have changed.
+
+        Cheap when nothing happened, which is the rule: it runs before every forward of a root. With `partly` there may
+        be more to come: then parameters that do not fit together are left where they are.
+        """
+        if replaced:
+            for i, found in replaced.items():
+                self._adopt_one(self.params[i], found)
+            self._sharded = [p.sharded for p in self.params]
+            self._register(self._sharded)
+        changed = False
+        for bucket in self.buckets:
+            if replaced or not bucket.shards_intact():
+                self._prepared = False
+                if partly and not self._is_alike(bucket):
+                    continue
+                self._check_alike(bucket)
+                bucket.rebuild()
+                changed = True
+        for param in self.params:
+            if param.sharded.requires_grad is not param.requires_grad:
+                param.requires_grad = param.sharded.requires_grad
+                changed = True
+                if self._prepared:
+                    param.set_requires_grad(param.requires_grad)
+        if not self._prepared and not partly:
+            self._prepare()
+            changed = True
+        return changed
+
+    def _adopt_one(self, param: ShardedParameter, found: Any) -> None:
+        if found is param.sharded:
+            return
+        if isinstance(found, DTensor) and _is_same(found._layout, param.layout):
+            found._layout = param.layout  # meshes may be equal and yet have process groups of their own
+        else:
+            placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
+            raise FSDPError(
+                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape "
+                f"{tuple(found.shape)}; what takes its place has to be a DTensor of shape {tuple(param.layout.shape)} "
+                f"placed {list(param.layout.placements)} on the same mesh"
+            )
+        param.sharded = found
+
+    def _is_alike(self, bucket: Bucket) -> bool:
+        return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in bucket.params}) == 1
+
+    def _check_alike(self, bucket: Bucket) -> None:
+        locals_ = [(p.name, p.sharded._local) for p in bucket.params]
+        first = locals_[0]
+        if not self._is_alike(bucket):
+            name, other = next(
+                (n, x) for n, x in locals_ if (x.device.type, x.dtype) != (first[1].device.type, first[1].dtype)
+            )
+            raise FSDPError(
+                f"parameters that were sharded together now differ: {first[0]!r} is {first[1].dtype} on "
+                f"{first[1].device}, {name!r} is {other.dtype} on {other.device}; move or materialise all of them"
+            )
+        rest = bucket.settings.rest_device
+        device = first[1].device
+        if device.type not in (rest.type, "meta"):
+            raise FSDPError(
+                f"the sharded parameters {first[0]!r}, ... are on {device}, but rest on {rest} by their mesh and "
+                f"offload policy: move the module back to {rest}"
+            )
+
+    def _prepare(self) -> None:
+        """Precompute all that is the same in every step."""
+        self._sharded = [p.sharded for p in self.params]
+        self._registered = self._sharded
+        if any(bucket.is_meta for bucket in self.buckets):
+            return
+        for bucket in self.buckets:
+            bucket.prepare()
+        for param in self.params:
+            param.set_requires_grad(param.requires_grad)
+        if self.settings.parks_state:
+            for face in self._sharded:
+                park_state_of(face, self.settings)
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.sharded.__dict__[WRITTEN] = bucket.move_epoch
+        self._unsharded = [p.unsharded for p in self.params]
+        self._kept = []
+        self._prepared = True
+
+    def check_ready(self) -> None:
+        """Raise if there are no values yet."""
+        if self._prepared or not self.params:
+            return
+        names = [p.name for b in self.buckets if b.is_meta for p in b.params]
+        raise FSDPError(
+            f"parameters are still on the meta device: {names}; call module.to_empty(device=...) and give them "
+            "values (reset_parameters() of each module, or load a state dict) before the first forward"
+        )
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory of unsharded parameters, which goes when they are freed."""
+        local = tensor._local if isinstance(tensor, DTensor) else tensor
+        return any(bucket.owns(local) for bucket in self.buckets)
+
+    def use_equal_sections(self) -> None:
+        """For communication that wants them; parameters are sharded now."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            bucket.use_equal_sections()
+            gradients.replan()
+        self._prepared = False
+
+    # ------------------------------------------------------------------ gathers
+
+    def gather(self) -> None:
+        """Begin to collect the shards of all ranks."""
+        self.check_ready()
+        axis = self.settings.mesh.shard
+        self.gathered_epoch = self.epoch
+        self._pending = [
+            self.comm.gather(bucket.to_send(bucket.shard), bucket.plan, axis, bucket.tag)
+            for bucket in self.buckets
+            if not bucket.aliased
+        ]
+        self._wait_if_at_once()
+
+    def gather_kept(self) -> None:
+        """The same from what was kept over the smaller mesh."""
+        assert self.inner is not None
+        self._pending = [
+            self.comm.gather(buffer, plan, self.inner.axis, bucket.tag)
+            for bucket, (buffer, plan, _) in zip(self.buckets, self._kept, strict=True)
+        ]
+        self._wait_if_at_once()
+
+    def _wait_if_at_once(self) -> None:
+        if self.waits_at_once:
+            for one in self._pending:
+                one.wait()
+
+    def copy_out(self) -> None:
+        """Fill the unsharded parameters with what was gathered, and register them."""
+        self.check_ready()  # shards that are the parameters are not gathered
+        gathered = iter(self._pending)
+        for bucket in self.buckets:
+            if not bucket.aliased:
+                bucket.fill(next(gathered).wait(), bucket.plan, bucket.pieces)
+        self._pending = []
+        self._register(self._unsharded)
+
+    def copy_out_kept(self) -> None:
+        """The same where what was kept over the smaller mesh was gathered."""
+        for bucket, one, (_, plan, pieces) in zip(self.buckets, self._pending, self._kept, strict=True):
+            bucket.fill(one.wait(), plan, pieces)
+        self._pending = []
+        self._drop_kept()
+        self._register(self._unsharded)
+
+    def free(self) -> None:
+        """Give the unsharded parameters' memory back, and register the sharded ones."""
+        for bucket in self.buckets:
+            bucket.free()
+        self._drop_kept()
+        if self._registered is not self._sharded:
+            self._register(self._sharded)
+
+    def keep(self) -> None:
+        """Keep this rank's part over the smaller mesh, and free the rest."""
+        assert self.inner is not None
+        if not self._kept:
+            for bucket in self.buckets:
+                plan = bucket.plan_over(self.inner.axis, bucket.params)
+                pieces = plan.pieces(_without_history(bucket.unsharded_locals()))
+                self._kept.append((bucket.shard.new_empty(0), plan, pieces))
+        kept: list[tuple[Tensor, FlatPlan, list[Tensor]]] = []
+        faces: dict[int, Any] = {}
+        with torch.no_grad():
+            for bucket, (_, plan, pieces) in zip(self.buckets, self._kept, strict=True):
+                values = bucket.unsharded_locals()
+                buffer = values[0].new_zeros(plan.own_size) if plan.padded else values[0].new_empty(plan.own_size)
+                views = plan.own_views(buffer)
+                torch._foreach_copy_(views, plan.own_chunks(values))
+                kept.append((buffer, plan, pieces))
+                for param, view in zip(bucket.params, views, strict=True):
+                    layout = self.inner.layout(param.shape, param.dim)
+                    faces[id(param)] = as_parameter(view, layout, param.requires_grad, {})
+                bucket.free()
+        self._kept = kept
+        self._register([faces[id(p)] for p in self.params])
+
+    def _drop_kept(self) -> None:
+        if self._kept:
+            self._kept = [(buffer.new_empty(0), plan, pieces) for buffer, plan, pieces in self._kept]
+
+    def discard(self) -> None:
+        """Let go of a gather that nobody needs any more."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.wait()
+
+    # ------------------------------------------------------------------ gradients
+
+    def has_gradients(self) -> bool:
+        """Whether there are unsharded gradients."""
+        return self._prepared and any(gradients.any() for gradients in self.gradients)
+
+    def accumulate(self) -> None:
+        for gradients in self.gradients:
+            gradients.accumulate()
+
+    def pack(self) -> None:
+        for gradients in self.gradients:
+            gradients.pack()
+
+    def reduce(self) -> None:
+        for gradients in self.gradients:
+            gradients.reduce(self.comm)
+            if self.waits_at_once:
+                gradients.wait()
+
+    def all_reduce(self) -> None:
+        for gradients in self.gradients:
+            gradients.all_reduce(self.comm)
+            if self.waits_at_once:
+                gradients.wait()
+
+    def store(self) -> None:
+        for gradients in self.gradients:
+            gradients.store()
+
+    def release(self) -> None:
+        for gradients in self.gradients:
+            gradients.release()
+
+    def finish(self) -> None:
+        for gradients in self.gradients:
+            gradients.finish()
+
+    def hand_over(self) -> None:
+        for gradients in self.gradients:
+            gradients.hand_over()
+
+    def settle(self) -> None:
+        for gradients in self.gradients:
+            gradients.settle()
+
+    # ------------------------------------------------------------------ after a failure
+
+    def reset(self, *, gradients: bool) -> None:
+        """Have sharded parameters registered, whatever was under way; also forget `gradients` that are unsharded."""
+        self.discard()
+        for each in self.gradients:
+            each.discard()
+            if gradients:
+                each.abandon()
+        self.free()
+
+
+def _is_same(one: Layout, other: Layout) -> bool:
+    return one is other or (
+        (one.placements, one.shape, one.order) == (other.placements, other.shape, other.order)
+        and one.mesh == other.mesh
+    )
+
+
+def _without_history(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory, written to without anybody's version counter."""
+    return [t.data for t in tensors]

@@ -1,0 +1,201 @@
+"""Unsharded parameters are never older than the shards, whoever wrote those, with every setting of resharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from ranks import run_ranks
+from terrazzo.fsdp import FSDPModule
+from terrazzo.tensor import DTensor, Replicate, init_device_mesh
+
+
+def values_for(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """New values of every parameter, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) / 4 for name, p in model.named_parameters()}
+
+
+def like(value: Tensor, parameter: Any) -> Any:
+    """The value, placed as the parameter."""
+    if not isinstance(parameter, DTensor):
+        return value.clone()
+    whole = DTensor.from_local(value, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
+    return whole.redistribute(placements=parameter.placements)
+
+
+Params = dict[str, Any]  # those that an optimizer knows
+Writer = Callable[[Any, Params, int], None]
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes where no version counter sees it."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = p.to_local() if isinstance(p, DTensor) else p
+                local.detach().data.mul_(0.5).add_(0.1)
+
+
+def own_optimizer(model: Any, params: Params, seed: int) -> None:
+    ThroughData(params.values(), {}).step()
+
+
+def fused(model: Any, params: Params, seed: int) -> None:
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(params.values(), lr=0.1, fused=True).step()
+
+
+@torch.no_grad()
+def copy_in(model: Any, params: Params, seed: int) -> None:
+    for name, value in values_for(model, seed).items():
+        params[name].copy_(like(value, params[name]))
+
+
+@torch.no_grad()
+def into_data(model: Any, params: Params, seed: int) -> None:
+    for name, value in values_for(model, seed).items():
+        params[name].data.copy_(like(value, params[name]))
+
+
+def other_data(model: Any, params: Params, seed: int) -> None:
+    for name, value in values_for(model, seed).items():
+        params[name].data = like(value, params[name])
+
+
+def swap(model: Any, params: Params, seed: int) -> None:
+    """With an average that is kept beside."""
+    for name, value in values_for(model, seed).items():
+        average = like(value, params[name])
+        params[name].data, average.data = average.data, params[name].data
+
+
+@torch.no_grad()
+def operations(model: Any, params: Params, seed: int) -> None:
+    for p in params.values():
+        p.mul_(0.5)
+    torch._foreach_add_(list(params.values()), 0.25)
+    for p in params.values():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        local.mul_(2)
+
+
+def load(assign: bool) -> Writer:
+    def writer(model: Any, params: Params, seed: int) -> None:
+        values = values_for(model, seed)
+        model.load_state_dict({name: like(values[name], p) for name, p in params.items()}, assign=assign)
+
+    return writer
+
+
+def into_state_dict(model: Any, params: Params, seed: int) -> None:
+    """As checkpoints are loaded."""
+    values = values_for(model, seed)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(like(values[name], value))
+
+
+def emptied(model: Any, params: Params, seed: int) -> None:
+    values = values_for(model, seed)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in sharded(model).items():
+            p.copy_(like(values[name], p))
+
+
+def there_and_back(model: Any, params: Params, seed: int) -> None:
+    model.double()
+    with torch.no_grad():
+        for p in sharded(model).values():
+            p.mul_(0.5)
+    model.float()
+
+
+@torch.no_grad()
+def part_of_a_group(model: Any, params: Params, seed: int) -> None:
+    """Behind the group's back."""
+    sharded(model)
+    for block in model.blocks:
+        block.up._apply(lambda t: t * 0.5)
+
+
+WRITERS: dict[str, Writer] = {
+    "an optimizer of one's own": own_optimizer,
+    "a fused optimizer": fused,
+    "copy_": copy_in,
+    ".data.copy_": into_data,
+    ".data =": other_data,
+    "swapped .data": swap,
+    "operations": operations,
+    "load_state_dict": load(False),
+    "load_state_dict(assign=True)": load(True),
+    "into a state dict": into_state_dict,
+    "to_empty": emptied,
+    "double and float": there_and_back,
+    "_apply of a part": part_of_a_group,
+}
+
+
+def sharded(model: Any) -> Params:
+    """The parameters as they are between steps, by name."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def check_writers() -> None:
+    for name in WRITERS:
+        check_writer(name)
+
+
+def check_writer(name: str) -> None:
+    world = torch.distributed.get_world_size()
+    ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
+    if world == 4:
+        ways = [{"reshard_after_forward": 2}, {"mesh": init_device_mesh("cpu", (2, 2))}]
+    for options in ways:
+        for reshard_after_backward in (False, True):
+            if reshard_after_backward and options:
+                continue
+            where = f"{name}, {options}"
+            torch.manual_seed(0)
+            model: Any = Model()
+            reference = copy.deepcopy(model)
+            shard_blocks(model, **options)
+            model.set_reshard_after_backward(reshard_after_backward)
+            (x, y), (v, w) = batches(2)
+            params, theirs = sharded(model), dict(reference.named_parameters())
+            for seed in (1, 2):  # a rebuilt buffer is not the first one again
+                loss_of(model, mine(x), mine(y)).backward()
+                WRITERS[name](model, params, seed)
+                WRITERS[name](reference, theirs, seed)
+                torch.testing.assert_close(model(v), reference(v), msg=where)
+                with torch.no_grad():  # and parameters that a forward has left are not used again either
+                    WRITERS[name](model, params, seed + 10)
+                    WRITERS[name](reference, theirs, seed + 10)
+                    torch.testing.assert_close(model(v), reference(v), msg=where)
+                params, theirs = sharded(model), dict(reference.named_parameters())
+            model.zero_grad()  # they are sharded now
+            reference.zero_grad()
+            ours, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference))
+            loss_of(model, mine(v), mine(w)).backward()
+            loss_of(reference, v, w).backward()
+            ours.step()
+            other.step()
+            sharded(model)
+            assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_nothing_is_stale(world):
+    run_ranks(world, check_writers)
