@@ -42,18 +42,25 @@ class LoadSession:
     ) -> None:
         """Load into what `state_dict()` returns, in place, and hand it to `give_back`."""
         with operation("load", self.checkpoint_id, self.place.global_rank) as event:
-            if not self.together:
-                with self._explained():
-                    values = state_dict()
-                    self._read(self._local_plan(values))
-                    self._finish(values, give_back)
-            else:
-                try:
-                    with self.place.guarded():
-                        self._load_together(state_dict, give_back)
-                except StepFailed as failed:
-                    raise failed.error from failed.error.__cause__
+            try:
+                self._run(state_dict, give_back)
+            finally:
+                if isinstance(self.planner, DefaultLoadPlanner):
+                    self.planner.forget()
             event.bytes = getattr(self.reader, "bytes_read", 0)
+
+    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+        if not self.together:
+            with self._explained():
+                values = state_dict()
+                self._read(self._local_plan(values))
+                self._finish(values, give_back)
+            return
+        try:
+            with self.place.guarded():
+                self._load_together(state_dict, give_back)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
