@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 
-.PHONY: setup deepspeed test proofs demo bench lint types format clean
+.PHONY: setup deepspeed test proofs demo wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED)
 
@@ -32,15 +32,27 @@ test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
 
 # What takes too long for every change: random programs, the whole of PyTorch's op database, every way for a rank to
-# fail, and many thousands of damaged checkpoints.
+# fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
 proofs: $(READY)
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
 	$(BIN)/python -m tests.checkpoint.failing_matrix
 	$(BIN)/python -m tests.checkpoint.fuzz --cases 20000
+	$(BIN)/python tests/deepspeed/same.py
 
 demo: $(READY)
-	$(BIN)/python -m terrazzo.cli demo $(ARGS)
+	$(BIN)/python -m terrazzo demo $(ARGS)
+
+# dist/terrazzo-VERSION-py3-none-any.whl, which pip installs.
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build -t wheel -d dist
+
+# Does the wheel alone do what the installation instructions say?  In a new environment, away from the sources.
+try-wheel: wheel
+	rm -rf build/tried && $(PYTHON) -m venv build/tried
+	build/tried/bin/python -m pip --quiet --disable-pip-version-check install -c constraints.txt dist/*.whl
+	cd build && tried/bin/terrazzo --version && tried/bin/terrazzo demo --steps 12 --out tried/demo
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -53,21 +53,21 @@ def _operation(name: str, limit: float, function: Callable[..., Any], sharded: S
         return _each(function, *[Triple(torch.randn(8, 8), mesh, s) for s in sharded])
 
 
-_operation("add", 0.5, lambda a, b: a + b, [True, True])
-_operation("mm", 0.5, lambda a, w: a @ w, [True, False])
-_operation("relu", 0.5, lambda a: torch.relu(a), [True])
-_operation("transpose", 0.5, lambda a: a.transpose(0, 1), [True])
-_operation("softmax", 0.5, lambda a: torch.softmax(a, -1), [True])
-_operation("sum", 0.5, lambda a: a.sum(), [True])
-_operation("slice", 0.5, lambda a: a[:, 1:3], [True])
-_operation("cat", 0.5, lambda a, b: torch.cat([a, b], 1), [True, True])
-_operation("scalar_multiply", 0.45, lambda a: a * 2.0, [True])
+_operation("add", 0.4, lambda a, b: a + b, [True, True])
+_operation("mm", 0.4, lambda a, w: a @ w, [True, False])
+_operation("relu", 0.4, lambda a: torch.relu(a), [True])
+_operation("transpose", 0.4, lambda a: a.transpose(0, 1), [True])
+_operation("softmax", 0.4, lambda a: torch.softmax(a, -1), [True])
+_operation("sum", 0.4, lambda a: a.sum(), [True])
+_operation("slice", 0.4, lambda a: a[:, 1:3], [True])
+_operation("cat", 0.4, lambda a, b: torch.cat([a, b], 1), [True, True])
+_operation("scalar_multiply", 0.4, lambda a: a * 2.0, [True])
 _operation("view", 0.2, lambda a: a.view(64), [True])
 _operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
 _operation("dropout", 0.4, lambda a: F.dropout(a, 0.1), [True])
 
 
-@case(budget=Budget("overhead", 0.45))
+@case(budget=Budget("overhead", 0.4))
 def layer_norm(setting: Setting) -> Implementations:
     mesh = _mesh()
     return _each(
@@ -75,7 +75,7 @@ def layer_norm(setting: Setting) -> Implementations:
     )
 
 
-@case(budget=Budget("overhead", 0.45))
+@case(budget=Budget("overhead", 0.4))
 def linear(setting: Setting) -> Implementations:
     mesh = _mesh()
     x, w, b = (
@@ -86,7 +86,28 @@ def linear(setting: Setting) -> Implementations:
     return _each(F.linear, x, w, b)
 
 
-@case(budget=Budget("overhead", 0.1))
+@case(budget=Budget("overhead", 0.4))
+def cross_entropy(setting: Setting) -> Implementations:
+    mesh = _mesh()
+    return _each(F.cross_entropy, Triple(torch.randn(8, 8), mesh), Triple(torch.arange(8), mesh))
+
+
+@case(budget=Budget("overhead", 0.4))
+def batch_norm(setting: Setting) -> Implementations:
+    mesh = _mesh()
+    w, b = Triple(torch.ones(8), mesh, False), Triple(torch.zeros(8), mesh, False)
+    return _each(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), Triple(torch.randn(8, 8), mesh), w, b
+    )
+
+
+@case(budget=Budget("overhead", 0.4))
+def advanced_index(setting: Setting) -> Implementations:
+    mesh = _mesh()
+    return _each(lambda x, i: x[i], Triple(torch.randn(8, 8), mesh, False), Triple(torch.arange(4), mesh, False))
+
+
+@case(budget=Budget("overhead", 0.05))
 def forward_backward(setting: Setting) -> Implementations:
     mesh = _mesh()
 
@@ -121,11 +142,11 @@ def _optimizer(name: str, limit: float, **options: bool) -> None:
 
 
 _optimizer("adamw_foreach", 0.25, foreach=True)
-_optimizer("adamw_fused", 0.25, fused=True)
-_optimizer("adamw_loop", 0.35, foreach=False)
+_optimizer("adamw_fused", 0.2, fused=True)
+_optimizer("adamw_loop", 0.25, foreach=False)
 
 
-@case(repetitions=9, budget=Budget("overhead", 0.6))
+@case(repetitions=9, budget=Budget("overhead", 0.4))
 def clip_grad_norm(setting: Setting) -> Implementations:
     def clip(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
         return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import terrazzo
 from terrazzo.checkpoint import load, save
 from terrazzo.cli import app
 
@@ -134,3 +138,36 @@ def test_ops() -> None:
             source = (Path(__file__).parents[1] / "src" / file).read_text().splitlines()
             assert source[int(line) - 1].lstrip().startswith(("@", "def ")), row
     assert run("ops", "no such thing").exit_code == 2
+
+
+def test_help_and_version_without_waiting_for_torch() -> None:
+    script = (
+        "import sys\nfrom terrazzo.cli import main\nsys.argv = ['terrazzo', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'numpy', 'rich', 'terrazzo.checkpoint'} & set(sys.modules)"
+    )
+    for option in ("--help", "--version"):
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "COLUMNS": "100"}
+        done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        if option == "--version":
+            assert done.stdout == f"terrazzo {terrazzo.__version__} (PyTorch {torch.__version__.split('+')[0]})\n" or (
+                done.stdout.startswith(f"terrazzo {terrazzo.__version__} (PyTorch 2.")
+            )
+        else:
+            lines = [line.split("  ")[1:] for line in done.stdout.partition("Commands:")[2].splitlines() if line]
+            assert ["verify CHECKPOINT", "is every byte the one that was saved?"] == [p.strip() for p in lines[2] if p]
+
+
+def test_the_module_is_the_command_and_every_command_has_help() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "--version"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and done.stdout.startswith("terrazzo ")
+    names = [line.split()[0] for line in run("--help").stdout.partition("Commands:")[2].splitlines() if line]
+    assert {"ls", "convert", "ops", "train", "demo"} <= set(names)
+    for name in names:
+        shown = run(name, "--help")
+        assert shown.exit_code == 0 and f"{name} [OPTIONS]" in shown.stdout
+    assert run("no-such-command").exit_code == 2

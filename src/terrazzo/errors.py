@@ -271,6 +271,10 @@ class EngineConfigError(EngineError, ValueError):
     """A config with an option that is unknown, of the wrong type, or in contradiction to another one."""
 
 
+class EngineValueError(EngineError, ValueError):
+    """A value that does not fit what the engine trains."""
+
+
 class LossScaleError(EngineError, FloatingPointError):
     """Gradients overflow at the smallest loss scale."""
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,12 @@ from engine.runs import INPUTS, OUTPUTS, WIDTH, Block
 CASES = ("1-fp32", "1-fp16", "1-bf16-master", "2-bf16", "2-fp32-robin", "3-fp32-small", "3-fp16", "3-bf16")
 UNIVERSAL = ("1-fp32", "2-bf16", "3-fp32-small")  # of these `ds_to_universal` makes universal checkpoints
 STEPS, BEFORE = 6, 3  # a checkpoint is saved after BEFORE
+
+
+def deepspeed_is_installed() -> bool:
+    """The package, not a folder of that name."""
+    found = importlib.util.find_spec("deepspeed")
+    return found is not None and found.origin is not None
 
 
 def parsed(case: str) -> tuple[int, str, str]:

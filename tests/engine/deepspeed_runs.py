@@ -13,7 +13,6 @@ import os
 import sys
 from pathlib import Path
 
-import deepspeed
 import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
@@ -21,6 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import deepspeed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

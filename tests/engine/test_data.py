@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import config
 from ranks import run_ranks
 from terrazzo.engine import Curriculum, ResumableSampler, initialize
@@ -88,7 +87,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed")
 @pytest.mark.parametrize(("kind", "how"), SCHEDULES)
 def test_deepspeeds_own_difficulties_agree(kind, how):
     from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.deepspeed_cases import BEFORE, CASES, PIPELINE, STEPS, UNIVERSAL, parsed, pipeline_layers
+from engine.deepspeed_cases import (
+    BEFORE,
+    CASES,
+    PIPELINE,
+    STEPS,
+    UNIVERSAL,
+    deepspeed_is_installed,
+    parsed,
+    pipeline_layers,
+)
 from engine.runs import config, make_model, param_groups, train, weights
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, PerRank
@@ -25,7 +33,7 @@ from terrazzo.engine import initialize
 from terrazzo.errors import CheckpointError, EngineError
 
 needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
+    not deepspeed_is_installed(),
     reason="DeepSpeed is not installed: run make deepspeed, or pip install --no-build-isolation 'terrazzo[deepspeed]'",
 )
 

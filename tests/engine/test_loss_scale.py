@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.deepspeed_cases import deepspeed_is_installed
 from terrazzo.engine.loss_scale import DynamicLossScale
 from terrazzo.errors import LossScaleError
 
 overflows = st.lists(st.booleans(), max_size=40)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup installs it")
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="needs DeepSpeed: make setup installs it")
 @settings(deadline=None)  # the first example imports DeepSpeed
 @given(overflows, st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_like_deepspeeds(overflows, window, hysteresis, consecutive):

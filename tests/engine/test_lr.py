@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
 import torch
 
+from engine.deepspeed_cases import deepspeed_is_installed
 from terrazzo.engine.config import SchedulerConfig
 from terrazzo.engine.lr import make_scheduler
 from terrazzo.errors import EngineConfigError
@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed")
 @pytest.mark.parametrize(("kind", "params"), [(kind, params) for kind, cases in CASES.items() for params in cases])
 def test_deepspeeds_own_schedules_agree(kind, params):
     import deepspeed.runtime.lr_schedules as theirs

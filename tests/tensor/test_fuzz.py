@@ -18,6 +18,23 @@ def test_programs_are_as_on_one_device():
     assert not found, "\n\n".join(map(str, found[:3]))
 
 
+WERE_WRONG = [
+    ("v0 = leaf((3,), 'float32', Replicate(), grad=True)", "v0[False] = 7"),
+    (
+        "v0 = leaf((4, 4, 3), 'float32', Shard(2))",
+        "v0[True, [3], -4:7:3, ..., None].index_add_(-1, index([0], Replicate()), "
+        "leaf((1, 2, 3, 1), 'float32', Shard(0)))",
+    ),
+    ("v0 = leaf((4, 2), 'float32', Shard(0))", "copy.copy(v0.as_strided((2,), (1,))).abs_()"),
+    ("v0 = leaf((6, 3, 5), 'float32', Shard(2))", "torch.broadcast_to(v0, (2, 6, -1, -1)).conj_physical_()"),
+]
+
+
+def test_what_was_wrong_once():
+    found = [Finding(p, v.fault, v.at) for p, v in run([Program((4,), steps) for steps in WERE_WRONG]) if v.fault]
+    assert not found, "\n\n".join(map(str, found))
+
+
 @pytest.mark.parametrize(
     "steps, fault",
     [

@@ -497,3 +497,49 @@ def sequence_parallel(frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_block_with_sequence_parallelism_sends_once_each_way(frozen):
     run_ranks(4, sequence_parallel, frozen)
+
+
+INDICES: dict[str, Callable[..., Any]] = {
+    "x[i]": lambda x, i, j, k: x[i],
+    "x[:, j]": lambda x, i, j, k: x[:, j],
+    "x[i, j]": lambda x, i, j, k: x[i, j],
+    "x[i, :, k]": lambda x, i, j, k: x[i, :, k],
+    "x[..., k]": lambda x, i, j, k: x[..., k],
+    "x[i, j, k]": lambda x, i, j, k: x[i, j, k],
+}
+# Of the dims of `x` those that an index takes whole, and the cut of what cut indices pick of a tensor on every rank.
+TAKEN_WHOLE: dict[str, tuple[int, ...]] = {"x[i]": (1, 2), "x[:, j]": (0, 2), "x[i, j]": (2,), "x[i, :, k]": (1,)}
+PICKED = {"x[i]": 0, "x[:, j]": 1, "x[i, :, k]": 0, "x[..., k]": 2}
+
+
+def pick() -> list[str]:
+    mesh = init_device_mesh("cpu", (4,))
+    x = torch.randn(6, 5, 7, dtype=torch.float64)
+    indices = (torch.randint(-6, 6, (9,)), torch.randint(0, 5, (3, 9)), torch.randint(0, 7, (9,)))
+    problems = []
+    for name, function in INDICES.items():
+        leaf = x.clone().requires_grad_()
+        expected = function(leaf, *indices)
+        weights = torch.randn_like(expected)
+        (expected * weights).sum().backward()
+        for cut in (R, S[0], S[1], S[2]):
+            for cut_of_indices in (R, S[0]):
+                mine = distribute_tensor(x, mesh, [cut]).requires_grad_()
+                mine_of_indices = [distribute_tensor(i, mesh, [cut_of_indices]) for i in indices]
+                result, sent = counted(lambda f=function, m=mine, i=mine_of_indices: f(m, *i))
+                what = f"{name} of {cut} by {cut_of_indices}"
+                if not torch.equal(result.full_tensor(), expected):
+                    problems.append(f"{what}: other values")
+                (result * distribute_tensor(weights, mesh, [R])).sum().backward()
+                if not torch.allclose(mine.grad.full_tensor(), leaf.grad):
+                    problems.append(f"{what}: another gradient")
+                if cut == R and cut_of_indices == S[0] and name in PICKED:
+                    if sent or result.placements != (Shard(PICKED[name]),):
+                        problems.append(f"{what}: {result.placements}, {sent}")
+                elif cut_of_indices == R and (cut == R or cut.dim in TAKEN_WHOLE.get(name, ())) and sent:
+                    problems.append(f"{what}: {sent}")
+    return problems
+
+
+def test_what_indices_pick_is_cut_as_they_are():
+    assert run_ranks(4, pick) == [[]] * 4

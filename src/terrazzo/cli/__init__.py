@@ -1,40 +1,63 @@
 """`terrazzo`: look at checkpoints, check them, compare them, convert them; start runs.
 
-    terrazzo ls CHECKPOINT              what is in it
-    terrazzo show CHECKPOINT NAME       one value: shape, dtype, where its parts are, some of its numbers
-    terrazzo verify CHECKPOINT          is every byte the one that was saved?
-    terrazzo diff ONE OTHER             what differs
-    terrazzo convert FROM TO            to another format
-    terrazzo ops [NAME]                 how each operation on distributed tensors runs, and where that is written
-    terrazzo train RUN.toml             start a script on all ranks, and again when it crashes
-    terrazzo demo                       watch a run survive a crash, in about a minute
-
-Checkpoints may be of any format that terrazzo reads.  With `--json`, commands print one JSON document.  The
-exit status is 0 if all is well, 1 if a check or comparison finds something, 2 if a command cannot be carried
-out.
+The table below is what `terrazzo --help` shows.  A command's module, and PyTorch with it, is imported when it is used.
+The exit status is 0 if all is well, 1 if a check or comparison finds something, 2 if a command cannot be carried out.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from terrazzo.cli.convert import convert
-from terrazzo.cli.demo import demo
-from terrazzo.cli.inspect import diff, list_values, show, verify_checkpoint
-from terrazzo.cli.ops import ops
-from terrazzo.cli.train import train
+from terrazzo.cli.lazy import Lazy, LazyGroup
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-app.command("ls")(list_values)
-app.command("show")(show)
-app.command("verify")(verify_checkpoint)
-app.command("diff")(diff)
-app.command("convert")(convert)
-app.command("ops")(ops)
-app.command("train")(train)
-app.command("demo")(demo)
+_HELP = """Look at checkpoints, check them, compare them, convert them; start runs.
+
+Checkpoints may be of any format that terrazzo reads. With --json, commands print one JSON document. The exit status
+is 0 if all is well, 1 if a check or comparison finds something, 2 if a command cannot be carried out.
+"""
+
+
+class _Commands(LazyGroup):
+    table = {
+        "ls": Lazy("terrazzo.cli.inspect:list_values", "CHECKPOINT [PATTERN]", "what is in it"),
+        "show": Lazy("terrazzo.cli.inspect:show", "CHECKPOINT NAME", "one value: shape, dtype, parts, some numbers"),
+        "verify": Lazy("terrazzo.cli.inspect:verify_checkpoint", "CHECKPOINT", "is every byte the one that was saved?"),
+        "diff": Lazy("terrazzo.cli.inspect:diff", "ONE OTHER", "what differs"),
+        "convert": Lazy("terrazzo.cli.convert:convert", "FROM TO", "to another format"),
+        "ops": Lazy("terrazzo.cli.ops:ops", "[NAME]", "how operations on distributed tensors run, and where"),
+        "train": Lazy("terrazzo.cli.train:train", "RUN.toml", "start a script on all ranks, again when it crashes"),
+        "demo": Lazy("terrazzo.cli.demo:demo", "", "watch a run survive a crash, in about a minute"),
+    }
+
+
+app = typer.Typer(cls=_Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from terrazzo import __version__
+
+        typer.echo(f"terrazzo {__version__} (PyTorch {version('torch')})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# Typer would show the callback's docstring instead.
+_options.__doc__ = _HELP
 
 
 def main() -> None:
     """The entry point of the command `terrazzo`."""
-    app()
+    app(prog_name="terrazzo")

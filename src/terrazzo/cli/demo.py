@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from terrazzo.cli.screen import OUT, errors
-from terrazzo.demo.plan import plan_of
 
 
 def demo(
@@ -19,7 +18,8 @@ def demo(
     ),
 ) -> None:
     """Train on 4 local ranks, be killed while saving, resume on 2, and compare with a run that was left alone."""
-    from terrazzo.demo.story import tell  # here: other commands start without the engine
+    from terrazzo.demo.plan import plan_of
+    from terrazzo.demo.story import tell
 
     commands = context.find_root().command
 

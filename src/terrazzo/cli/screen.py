@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from terrazzo.checkpoint import Checkpoint
 from terrazzo.errors import TerrazzoError
+
+if TYPE_CHECKING:  # commands that open no checkpoint start without PyTorch
+    from terrazzo.checkpoint import Checkpoint
 
 OUT = Console()
 ERR = Console(stderr=True)

@@ -15,7 +15,7 @@ from terrazzo.engine.config import Batch, EngineConfig, read_config
 from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.lr import SchedulerLike
-from terrazzo.engine.optim import OptimizerLike
+from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import Ranks
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
@@ -30,6 +30,7 @@ def initialize(
     lr_scheduler: SchedulerLike | None = None,
     training_data: Dataset[Any] | None = None,
     *,
+    parameters: Parameters | None = None,
     config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     data_dim: str = "dp",
@@ -37,6 +38,7 @@ def initialize(
     loss_fn: LossFunction | None = None,
     pipeline_dim: str = "pp",
     tied: Mapping[str, str] | None = None,
+    init_weights: Callable[[nn.Module], Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     difficulties: Mapping[str, Any] | None = None,
 ) -> Engine:
@@ -60,6 +62,8 @@ def initialize(
         optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: see
             `config.optimizer`.
         lr_scheduler: Of that optimizer, or a function that makes one for an optimizer; None: see `config.scheduler`.
+        parameters: What `config.optimizer`, or a function, makes the optimizer of: parameters of the model, or param
+            groups; None: all that need gradients.
         training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
         config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
         mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
@@ -69,6 +73,8 @@ def initialize(
         pipeline_dim: For stages: the dim of `mesh` along which they lie.
         tied: For stages: names of parameters that are one in the whole model with a parameter of another stage, and its
             name there, as {"head.weight": "embed.weight"}.
+        init_weights: Of a model that was made on the meta device: gives the sharded model its values; None: each
+            module's `reset_parameters()`.
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
@@ -79,12 +85,12 @@ def initialize(
     if isinstance(model, nn.Module):
         if pipeline is not None or loss_fn is not None or tied is not None:
             raise EngineConfigError("pipeline, loss_fn or tied was passed, and model is no PipelineStage")
-        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization.stage)
+        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization)
         trained = model
     else:
-        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization.stage)
+        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
-    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks)
+    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights)
     curriculum = _curriculum(checked, difficulties)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
@@ -136,4 +142,11 @@ def _loader(
         len(data), batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum
     )
     engine.data_sampler = sampler
-    return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn)
+    sampling = engine.config.data_efficiency.data_sampling
+    return DataLoader(
+        data,
+        batch_sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=sampling.num_workers,
+        pin_memory=sampling.pin_memory,
+    )

@@ -1,8 +1,7 @@
 """What a training run is configured with: typed, checked, and written as DeepSpeed's JSON is.
 
 A key that is not known, a value of the wrong type and values that contradict each other are errors that name the key.
-Keys of DeepSpeed that only tune how it does its work, and so mean nothing here, are listed in `TUNING`; they are
-accepted and reported, because a config that trains there should train here.
+Every key of DeepSpeed's is understood: `deepspeed_keys` says what becomes of it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo.engine.translate import translate
 from terrazzo.errors import EngineConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -44,6 +44,8 @@ class ZeroConfig(_Section, frozen=True):
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
     wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
+    zero_hpz_partition_size: Count = 1  # in stage 3, neighbours among which backward gathers
+    mics_shard_size: Count | None = None  # how many ranks shard; the others replicate
     sub_group_size: Count = 1_000_000_000
     round_robin_gradients: bool = False
 
@@ -61,9 +63,50 @@ class Fp16Config(_Section, frozen=True):
 
 
 class Bf16Config(_Section, frozen=True):
-    """`bf16`: compute in bfloat16."""
+    """`bf16`: compute in bfloat16; with `check_grad_overflow` steps whose gradients are not finite are skipped."""
 
     enabled: bool = False
+    check_grad_overflow: bool = False
+
+
+class AutocastConfig(_Section, frozen=True):
+    """`torch_autocast`: forward runs under `torch.autocast`."""
+
+    enabled: bool = False
+    dtype: Literal["bfloat16", "bf16", "torch.bfloat16"] = "bfloat16"
+
+
+class FilesConfig(_Section, frozen=True):
+    """`tensorboard` and `csv_monitor`: write learning rate, loss and loss scale to `<output_path>/<job_name>`."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class WandbConfig(_Section, frozen=True):
+    """`wandb`: the same for Weights & Biases."""
+
+    enabled: bool = False
+    project: str | None = None
+    group: str | None = None
+    team: str | None = None
+
+
+class FlopsConfig(_Section, frozen=True):
+    """`flops_profiler`: count what forward of one step computes, by module."""
+
+    enabled: bool = False
+    profile_step: Count = 1
+    module_depth: int = -1
+    output_file: str | None = None
+
+
+class CommsConfig(_Section, frozen=True):
+    """`comms_logger`: count what is sent; `verbose` logs each collective."""
+
+    enabled: bool = False
+    verbose: bool = False
 
 
 class OptimizerConfig(_Section, frozen=True):
@@ -100,6 +143,8 @@ class DataSamplingConfig(_Section, frozen=True):
     """`data_sampling`: the order in which samples come."""
 
     enabled: bool = True
+    num_workers: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pin_memory: bool = False
     curriculum_learning: CurriculumConfig = CurriculumConfig()
 
 
@@ -151,15 +196,24 @@ class EngineConfig(_Section, frozen=True):
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
+    managed_gradient_accumulation: bool = True
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     gradient_clipping: Amount = 0.0
     zero_optimization: ZeroConfig = ZeroConfig()
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
+    torch_autocast: AutocastConfig = AutocastConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     sparse_gradients: bool = False
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
+    dataloader_drop_last: bool = False
+    tensorboard: FilesConfig = FilesConfig()
+    csv_monitor: FilesConfig = FilesConfig()
+    wandb: WandbConfig = WandbConfig()
+    flops_profiler: FlopsConfig = FlopsConfig()
+    comms_logger: CommsConfig = CommsConfig()
     steps_per_print: Count | None = None
     seed: int = 1234
 
@@ -176,51 +230,6 @@ class Batch(msgspec.Struct, frozen=True):
     accumulation: int
 
 
-# Keys of DeepSpeed that tell it how to work, not what to compute.
-TUNING: Final[Mapping[str, frozenset[str]]] = {
-    "": frozenset(
-        {
-            "wall_clock_breakdown",
-            "memory_breakdown",
-            "dump_state",
-            "prescale_gradients",
-            "gradient_predivide_factor",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            "disable_allgather",
-        }
-    ),
-    "zero_optimization": frozenset(
-        {
-            "allgather_bucket_size",
-            "allgather_partitions",
-            "contiguous_gradients",
-            "overlap_comm",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-        }
-    ),
-    "zero_optimization.offload_optimizer": frozenset(
-        {
-            "buffer_count",
-            "cpuadam_cores_perc",
-            "fast_init",
-            "nvme_path",
-            "pipeline_read",
-            "pipeline_write",
-            "ratio",
-            "super_offload",
-        }
-    ),
-    "zero_optimization.offload_param": frozenset({"buffer_count", "buffer_size", "max_in_cpu", "nvme_path"}),
-}
-
-
 def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[EngineConfig, list[str]]:
     """A checked config from what a user gives, and the keys in it that are without meaning here.
 
@@ -234,13 +243,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
         given = msgspec.to_builtins(config)
         ignored: list[str] = []
     else:
-        mapping = _as_mapping(config)
-        if "curriculum_learning" in mapping:
-            raise EngineConfigError(
-                "config: curriculum_learning at the top level is DeepSpeed's old form: describe it in "
-                "data_efficiency.data_sampling.curriculum_learning, and cut sequences to engine.curriculum_limits()"
-            )
-        given, ignored = _without_tuning(mapping)
+        given, ignored = translate(as_mapping(config))
     try:
         # Again for an EngineConfig: msgspec checks types when it converts, not when an object is made in Python.
         checked = msgspec.convert(given, EngineConfig)
@@ -250,7 +253,8 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     return checked, ignored
 
 
-def _as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """A config as it is written, from a mapping, JSON, or the path of a file with JSON."""
     if isinstance(config, Mapping):
         return dict(config)
     text = os.fspath(config)
@@ -263,23 +267,6 @@ def _as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     if not isinstance(loaded, dict):
         raise EngineConfigError(f"config: the JSON holds a {type(loaded).__name__}, not an object")
     return loaded
-
-
-def _without_tuning(given: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    ignored = []
-    kept: dict[str, Any] = {}
-    for key, value in given.items():
-        path = f"{section}.{key}" if section else key
-        if key in TUNING.get(section, ()):
-            ignored.append(path)
-        elif path in TUNING and isinstance(value, Mapping):
-            kept[key], inner = _without_tuning(value, path)
-            ignored += inner
-        elif path in ("bf16", "fp16") and isinstance(value, Mapping) and not value.get("enabled", False):
-            kept[key] = {inner: item for inner, item in value.items() if inner == "enabled"}
-        else:
-            kept[key] = value
-    return kept, ignored
 
 
 def _check(config: EngineConfig) -> None:
@@ -295,6 +282,15 @@ def _check(config: EngineConfig) -> None:
             f"config: sparse_gradients needs zero_optimization.stage 0, where every rank has whole gradients, "
             f"not {config.zero_optimization.stage}"
         )
+    if config.torch_autocast.enabled and (config.fp16.enabled or config.bf16.enabled):
+        raise EngineConfigError("config: torch_autocast.enabled beside fp16 or bf16; choose one precision")
+    zero = config.zero_optimization
+    if zero.zero_hpz_partition_size > 1 and zero.stage != 3:
+        raise EngineConfigError(f"config: zero_optimization.zero_hpz_partition_size needs stage 3, not {zero.stage}")
+    if zero.mics_shard_size is not None and zero.stage == 0:
+        raise EngineConfigError("config: zero_optimization.mics_shard_size needs stage 1, 2 or 3, not 0")
+    if config.gradient_allreduce_op == "sum" and zero.stage == 3:
+        raise EngineConfigError("config: gradient_allreduce_op 'sum' needs zero_optimization.stage 0, 1 or 2, not 3")
     _check_offload(config.zero_optimization)
     metrics = config.data_efficiency.data_sampling.curriculum_learning
     if metrics.enabled and not metrics.curriculum_metrics:

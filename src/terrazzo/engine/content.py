@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from torch import nn
@@ -33,13 +33,11 @@ from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_s
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import random_state
 from terrazzo.engine.stages import of_all_stages, without_copies
+from terrazzo.engine.trained import Trained
 from terrazzo.errors import StateNameError
 from terrazzo.layout import Shard
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.tensor import DTensor
-
-if TYPE_CHECKING:
-    from terrazzo.engine.engine import Engine
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -73,7 +71,7 @@ OWN_NAMES: Final = frozenset(
 )
 
 
-def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
+def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
     """Everything that a checkpoint of the engine holds."""
     check_client_names(client_state)
     reshard(engine.module)
@@ -84,7 +82,7 @@ def content(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: 
         "optimizer": without_copies(get_optimizer_state_dict(engine.module, engine.optimizer), engine.shared_params),
         "param_shapes": param_shapes(engine),
         "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
-        "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.stage),
+        "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.ranks.mesh.ndim),
         "shared_params": dict(engine.shared_params),
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
@@ -112,7 +110,7 @@ def check_client_names(client_state: Mapping[str, Any]) -> None:
         raise StateNameError(f"client_state uses names that are the engine's own: {', '.join(taken)}; rename them")
 
 
-def own_tensors(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any]:
+def own_tensors(engine: Trained, *, exclude_frozen: bool = False) -> dict[str, Any]:
     """The model's state, each shared parameter once."""
     state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
     return {name: value for name, value in state.items() if name not in engine.shared_params}
@@ -140,7 +138,7 @@ def buffer_names(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def param_shapes(engine: Engine) -> list[list[list[Any]]]:
+def param_shapes(engine: Trained) -> list[list[list[Any]]]:
     """Names and shapes of the trainable parameters, by param group of the optimizer."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     return [
@@ -153,24 +151,24 @@ def param_shapes(engine: Engine) -> list[list[list[Any]]]:
     ]
 
 
-def frozen_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+def frozen_parameters(engine: Trained) -> dict[str, nn.Parameter]:
     """By name."""
     named = engine.module.named_parameters()
     return {name: p for name, p in named if not p.requires_grad and name not in engine.shared_params}
 
 
-def _fragments(frozen: Mapping[str, nn.Parameter], stage: int) -> list[list[Any]]:
+def _fragments(frozen: Mapping[str, nn.Parameter], dims: int) -> list[list[Any]]:
     on_cpu = sum(p.device.type == "cpu" for p in frozen.values())
     if frozen:
         LOGGER.info("frozen parameters: %d on the CPU, %d on accelerators", on_cpu, len(frozen) - on_cpu)
-    return list(_cuts(frozen, stage))
+    return list(_cuts(frozen, dims))
 
 
-def _cuts(frozen: Mapping[str, nn.Parameter], stage: int) -> Iterator[list[Any]]:
+def _cuts(frozen: Mapping[str, nn.Parameter], dims: int) -> Iterator[list[Any]]:
     """Along which dim each is cut, and the lengths of the parts; of one that is tensor-parallel, in all its parts."""
     for name, p in frozen.items():
         if isinstance(p, DTensor):
-            by_data = 0 if stage > 0 else 1  # of the mesh dims, that along which fully_shard cuts
+            by_data = dims - 1  # of the mesh dims, that along which fully_shard cuts: the last of its own
             cut = p.placements[by_data]
             dim = cut.dim if isinstance(cut, Shard) else 0
             lengths = [p.shape[dim] if p.ndim else 1]

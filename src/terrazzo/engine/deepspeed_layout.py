@@ -13,7 +13,7 @@ import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -32,18 +32,16 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import content
+from terrazzo.engine.trained import Trained
 from terrazzo.errors import CheckpointExistsError, EngineError
 from terrazzo.tensor import DTensor
-
-if TYPE_CHECKING:
-    from terrazzo.engine.engine import Engine
 
 # What of a run's content DeepSpeed's files have under the same names.
 _TAKEN_OVER = ("buffer_names", "lr_scheduler", "skipped_steps", "global_steps", "global_samples")
 
 
 def save_in_deepspeed_layout(
-    engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool
+    engine: Trained, folder: Path, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool
 ) -> None:
     """Write `<folder>/<tag>` from all ranks together; an existing one is an error."""
     if engine.stage == 0 or engine.mp_world_size > 1:
@@ -91,7 +89,7 @@ def save_in_deepspeed_layout(
     plane.run_together(commit, f"committing {folder / tag}")
 
 
-def _layout(engine: Engine, state: Mapping[str, Any]) -> Layout:
+def _layout(engine: Trained, state: Mapping[str, Any]) -> Layout:
     shapes = [dict(pairs) for pairs in state["param_shapes"]]
     frozen = None if state["frozen_param_shapes"] is None else dict(state["frozen_param_shapes"])
     kept = state["optimizer"]["state"]
@@ -125,7 +123,7 @@ def _each_ranks(client_state: Mapping[str, Any], plane: ControlPlane) -> dict[st
     return shown
 
 
-def _config(engine: Engine) -> dict[str, Any]:
+def _config(engine: Trained) -> dict[str, Any]:
     """The config, with what DeepSpeed would have worked out."""
     config = msgspec.to_builtins(engine.config)
     return {
@@ -139,7 +137,7 @@ def _config(engine: Engine) -> dict[str, Any]:
 class _Gathered:
     """The tensors of a run, from all of its ranks."""
 
-    def __init__(self, engine: Engine, kept: Mapping[str, Mapping[str, Any]], *, keeps_model: bool) -> None:
+    def __init__(self, engine: Trained, kept: Mapping[str, Mapping[str, Any]], *, keeps_model: bool) -> None:
         self._model = engine.module_state_dict()
         self._kept = kept
         self._keeps_model = keeps_model

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from terrazzo.comm import collectives
-from terrazzo.engine.config import EngineConfig
-from terrazzo.engine.content import module_state_dict
+from terrazzo.engine.config import Batch, EngineConfig
+from terrazzo.engine.content import buffer_names, module_state_dict
 from terrazzo.engine.gradients import prepare_gradients
 from terrazzo.engine.loss_scale import loss_scale_of
+from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
-from terrazzo.engine.optim import OptimizerLike, make_optimizer
+from terrazzo.engine.monitors import monitors_of, watcher
+from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks, compute_dtype, shard_model
+from terrazzo.engine.placing import Ranks, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
+from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
 from terrazzo.engine.sparse import SparseEmbeddings
@@ -52,6 +56,9 @@ class Engine:
         global_steps: optimizer steps, the skipped ones included.
         skipped_steps: those in which gradients overflowed, so that nothing was changed.
         global_samples: samples trained on, on all ranks.
+        step_applied: whether the last `step` changed the parameters.
+        watchers: called with the engine after each optimizer step, as monitors are.
+        flops, comms: reports that the config asks for, or None.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class Engine:
         lr_scheduler: SchedulerLike | None,
         config: EngineConfig,
         ranks: Ranks,
+        parameters: Parameters | None = None,
+        init_weights: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -73,9 +82,10 @@ class Engine:
         self.shared_params = _shared_names(whole) | (self.pipeline.tied.first if self.pipeline is not None else {})
         self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
         for part in model.parts if isinstance(model, Pipeline) else [whole]:
-            shard_model(part, config, ranks, self.sparse.weights if self.sparse is not None else set())
+            ignored = self.sparse.weights if self.sparse is not None else set()
+            shard_model(part, config, ranks, ignored, init_weights)
         self.module: Any = whole
-        self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names)
+        self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
         self.training_dataloader: DataLoader[Any] | None = None
         self.data_sampler: ResumableSampler | None = None
@@ -89,48 +99,124 @@ class Engine:
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        self._norm: float | None = None
+        self.step_applied = False
+        self.watchers: list[Callable[[Engine], None]] = []
+        self.losses = Losses(self)
+        self.flops, self.comms = self._reports(whole)
+        self._boundary: bool | None = None  # set by hand
+        self._syncing = True  # not inside `no_sync`
+        self._overflowed = False
+        self._norm: Tensor | None = None
+        if self.pipeline is None:
+            self.losses.watch(whole)
+
+    def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
+        """What the config asks to be told."""
+        first = dist.get_rank() == 0
+        if first and (found := monitors_of(self.config)):
+            self.watchers.append(watcher(found))
+        flops = None
+        if first and self.config.flops_profiler.enabled:
+            flops = FlopsReport(module, self.config.flops_profiler)
+            self.watchers.append(lambda engine: flops.end_step(engine.global_steps))
+        return flops, CommsReport(self.config.comms_logger) if self.config.comms_logger.enabled else None
 
     # ------------------------------------------------------------------ a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._refuse_in_pipeline("forward")
-        if self.random_ltd is not None:
-            self.random_ltd.begin_forward(self.global_steps)
+        if self.config.torch_autocast.enabled:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
         return self(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of this micro-batch's mean loss, and add them to those of the micro-batches before.
 
-        Returns the loss as it enters the step, divided by the number of micro-batches.
+        `loss.backward()` does the same, except in float16, where the loss has to be scaled first: see `scale`.
+
+        Args:
+            loss: of this rank's micro-batch.
+            retain_graph: as `Tensor.backward` has it.
+            scale_wrt_gas: divide by the number of micro-batches; without it the loss is a share of the step's already.
+
+        Returns:
+            The loss as it enters the step.
         """
         self._refuse_in_pipeline("backward")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
-        self.module.set_is_last_backward(boundary or self.stage >= 2)
-        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
-        self.module.set_reshard_after_backward(boundary or self.stage == 3)
-        share = loss / self.batch.accumulation
-        # The scale may be beyond float16, in which the loss may be.
-        (share.float() * self.loss_scale.value).backward()
-        return share.detach()
+        self._prepare_backward()
+        share = loss / self.batch.accumulation if scale_wrt_gas else loss
+        with self.losses.own_backward():
+            # The scale may be beyond float16, in which the loss may be.
+            (share.float() * self.loss_scale.value).backward(retain_graph=retain_graph)
+        share = share.detach()
+        self.losses.add(share)
+        return share
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a `backward()` of one's own."""
+        self._refuse_in_pipeline("scale")
+        self.losses.scaled = True
+        return loss.float() * self.loss_scale.value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last before the optimizer steps."""
+        """Whether the micro-batch at hand is the last before the optimizer steps.
+
+        Without `managed_gradient_accumulation` only `step` knows.
+        """
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return False
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
-    def step(self) -> None:
-        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide by hand whether the next micro-batch is the last before the optimizer steps; None: by counting."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients add up on each rank, and are not reduced; not in stages 2 and 3, which keep only shards."""
+        if self.stage >= 2:
+            raise EngineError(f"no_sync() needs whole gradients on every rank, and ZeRO stage {self.stage} shards them")
+        if not self._syncing:
+            raise EngineError("no_sync() inside no_sync()")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed.
+
+        Args:
+            lr_kwargs: what the lr scheduler's `step` takes besides.
+        """
         self._refuse_in_pipeline("step")
-        boundary = self.is_gradient_accumulation_boundary()
+        if not self._syncing:
+            raise EngineError("step() inside no_sync(): gradients have not been reduced")
+        boundary = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += 1
+        self.step_applied = False
         if boundary:
-            self._end_step()
+            self.losses.reduce_rest()
+            self._end_step(lr_kwargs or {})
+
+    def _prepare_backward(self) -> None:
+        """Say what is to become of this micro-batch's gradients, before its forward and again before its backward."""
+        boundary = self.is_gradient_accumulation_boundary()
+        sync = (boundary or self.stage >= 2) and self._syncing
+        self.losses.expect(sync)
+        self.module.set_requires_gradient_sync(sync)
+        self.module.set_is_last_backward(sync)
+        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
+        self.module.set_reshard_after_backward(boundary or self.stage == 3)
 
     def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """One step of a model that is cut into stages: forward, backward, and the optimizer's step.
@@ -146,8 +232,10 @@ class Engine:
         pipeline = self._needs_pipeline("train_batch")
         loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
-        self._end_step()
-        return self._averaged(pipeline.total(loss))
+        total = self._averaged(pipeline.total(loss))
+        self.losses.add(total)
+        self._end_step({})
+        return total
 
     def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode, on every rank; takes what `train_batch` takes."""
@@ -158,7 +246,7 @@ class Engine:
         return collectives.all_reduce(loss, self.ranks.data, "avg")
 
     @torch.no_grad()
-    def _end_step(self) -> None:
+    def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         if self.sparse is not None:
             self.sparse.reduce(self.ranks.data)
         copies: set[nn.Parameter] = set()
@@ -168,12 +256,17 @@ class Engine:
         prepared = prepare_gradients(
             self.optimizer,
             uncounted=copies,
-            scale=self.loss_scale.value,
+            scale=self.gradient_scale,
             limit=self.config.gradient_clipping,
-            may_overflow=self.config.fp16.enabled,
+            may_overflow=self.config.fp16.enabled or self.config.bf16.check_grad_overflow,
             combine=None if self.pipeline is None else self.pipeline.total_norm,
         )
         self._norm = prepared.norm
+        samples = self.batch.total
+        if not self.config.managed_gradient_accumulation:
+            samples = self.losses.backwards * self.batch.micro * self.dp_world_size
+        self.losses.end_step()
+        self.step_applied, self._overflowed = not prepared.overflow, prepared.overflow
         if prepared.overflow:
             self.skipped_steps += 1
             LOGGER.warning(
@@ -182,12 +275,12 @@ class Engine:
         else:
             self.optimizer.step()
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad(set_to_none=True)
         if self.config.fp16.enabled:
             self.loss_scale.update(prepared.overflow)
         self.global_steps += 1
-        self.global_samples += self.batch.total
+        self.global_samples += samples
         if self.data_sampler is not None:
             self.data_sampler.end_step()
         if self.random_ltd is not None:
@@ -195,6 +288,8 @@ class Engine:
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
+        for told in list(self.watchers):
+            told(self)
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -206,6 +301,10 @@ class Engine:
         return self.pipeline
 
     # ------------------------------------------------------------------ checkpoints
+
+    def buffer_names(self) -> list[str]:
+        """Of the buffers that are part of the model's state."""
+        return buffer_names(self.module)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's state by the names of the unwrapped model; parameters are distributed, and in float32."""
@@ -289,9 +388,33 @@ class Engine:
 
     # ------------------------------------------------------------------ asking
 
+    @property
+    def step_loss(self) -> float | None:
+        """The mean loss of the last step, of this rank's samples; None if the engine did not see it."""
+        return None if self.losses.last is None else float(self.losses.last)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped because its gradients overflowed."""
+        return self._overflowed
+
+    def reshard(self) -> None:
+        """Have every parameter registered as its shard."""
+        reshard(self.module)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradients wait for the optimizer."""
+        return not self.losses.pending
+
+    @property
+    def gradient_scale(self) -> float:
+        """By what the gradients that have added up so far are too large."""
+        return self.losses.gradient_scale(self.loss_scale.value, self.batch.accumulation)
+
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not needed."""
-        return self._norm
+        """The norm of the last step's gradients before clipping; None if it was not needed.  It is waited for here."""
+        return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
@@ -323,6 +446,21 @@ class Engine:
     def train_batch_size(self) -> int:
         """Samples of a step, on all ranks."""
         return self.batch.total
+
+    def set_train_batch_size(self, total: int, micro: int | None = None) -> None:
+        """Change the number of micro-batches of a step, or their size; between two steps."""
+        micro = self.batch.micro if micro is None else micro
+        accumulation, rest = divmod(total, micro * self.dp_world_size)
+        if rest or not accumulation:
+            raise EngineConfigError(
+                f"a batch of {total} is no number of micro-batches of {micro} on {self.dp_world_size} ranks"
+            )
+        if self.pipeline is not None or self.data_sampler is not None:
+            raise EngineError("the batch size is fixed: the pipeline's schedule, or the order of the data, rests on it")
+        if not self.between_steps:
+            raise EngineError("the batch size changes between steps: gradients have been added up already")
+        self.batch = Batch(total, micro, accumulation)
+        self.micro_steps = self.global_steps * accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one forward on one rank."""

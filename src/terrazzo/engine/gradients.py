@@ -16,7 +16,7 @@ from terrazzo.tensor import DTensor
 class Prepared:
     """What was found out about a step's gradients."""
 
-    norm: float | None  # before clipping; None if nobody needed it
+    norm: torch.Tensor | None  # before clipping, on the device; None if nobody needed it
     overflow: bool  # then they are of no use
 
 
@@ -27,11 +27,14 @@ def prepare_gradients(
     limit: float,
     may_overflow: bool,
     uncounted: Collection[torch.Tensor],
-    combine: Callable[[float], float] | None,
+    combine: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Prepared:
     """Divide the gradients by the loss scale, and clip their norm.
 
+    The host waits for the norm only where gradients may overflow: then it decides what happens next.
+
     Args:
+        scale: by what the gradients are too large.
         limit: of the norm; 0 for none.
         may_overflow: whether to look for gradients that are not finite.
         uncounted: parameters whose gradients are not part of the norm.
@@ -39,24 +42,27 @@ def prepare_gradients(
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [p.grad for p in trained]
-    norm: float | None = None
-    factor = 1.0 / scale
+    norm: torch.Tensor | None = None
+    factor: float | torch.Tensor = 1.0 / scale
     if limit or may_overflow:
         norm = _norm([p.grad for p in trained if p not in uncounted] if uncounted else gradients)
         if combine is not None:
             norm = combine(norm)
-        norm /= scale
+        norm = norm / scale
         if may_overflow and not math.isfinite(norm):
             return Prepared(norm, overflow=True)
         if limit:
-            factor *= min(limit / (norm + 1e-6), 1.0)
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+            factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
+    if gradients and not (isinstance(factor, float) and factor == 1.0):
+        locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(locals_[0].device, locals_[0].dtype)
+        torch._foreach_mul_(locals_, factor)
     return Prepared(norm, overflow=False)
 
 
-def _norm(gradients: list[torch.Tensor]) -> float:
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if not gradients:
-        return 0.0
+        return torch.zeros(())
     norm = get_total_norm(gradients)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

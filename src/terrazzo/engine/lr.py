@@ -140,6 +140,12 @@ _KNOWN: dict[str, Callable[..., Scheduler]] = {
 }
 
 
+def _pytorchs(name: str) -> Callable[..., Scheduler] | None:
+    """A scheduler of PyTorch's by its name."""
+    found = getattr(torch.optim.lr_scheduler, name, None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler) else None
+
+
 def make_scheduler(
     given: SchedulerLike | None, described: SchedulerConfig | None, optimizer: torch.optim.Optimizer
 ) -> Scheduler | None:
@@ -150,10 +156,12 @@ def make_scheduler(
         return given(optimizer) if callable(given) else given
     if described is None:
         return None
-    kind = _KNOWN.get(described.type)
+    kind = _KNOWN.get(described.type) or _pytorchs(described.type)
     if kind is None:
-        raise EngineConfigError(f"config: scheduler.type {described.type!r} is none of {', '.join(_KNOWN)}")
+        raise EngineConfigError(
+            f"config: scheduler.type {described.type!r} is none of {', '.join(_KNOWN)}, and none of PyTorch's"
+        )
     try:
         return kind(optimizer, **described.params)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise EngineConfigError(f"config: scheduler.params do not fit {described.type}: {error}") from error

@@ -10,25 +10,40 @@ import torch
 from terrazzo.errors import EngineConfigError
 
 
-class Schedule:
-    """Sets the rates of an optimizer's param groups, as a function of the steps taken."""
+class Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """Sets the rates of an optimizer's param groups, as a function of the steps taken.
+
+    One of PyTorch's schedulers, for who asks; but it counts from -1, before the first step, as DeepSpeed's do.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> None:
+        # Not that of the base class, which takes a step at once and writes `initial_lr` into the param groups.
         self.optimizer = optimizer
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.last_batch_iteration = last_batch_iteration
         self._apply()
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]  # there it is an attribute
+        """The steps taken, as PyTorch's schedulers name them."""
+        return self.last_batch_iteration
 
     def rates(self) -> list[float]:
         """The rate of each param group at this step."""
         raise NotImplementedError
 
-    def get_last_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The same."""
+        return list(self.rates())
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
         """The rates in use."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self) -> None:
-        """One optimizer step has been taken."""
-        self.last_batch_iteration += 1
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """One optimizer step has been taken; or so many, and one more."""
+        steps = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = steps
         self._apply()
 
     def _apply(self) -> None:

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from terrazzo.engine.config import OptimizerConfig
+from terrazzo.engine.optimizers import Lamb, Lion
 from terrazzo.errors import EngineConfigError, EngineError
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion}
+
+# As optimizers take them: parameters, or param groups.
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 # What DeepSpeed's own classes of these names take, and PyTorch's do not need to be told.
 _DEEPSPEED_ONLY = ("torch_adam", "adam_w_mode")
 
 
 def make_optimizer(
-    given: OptimizerLike | None, described: OptimizerConfig | None, model: nn.Module, before: Mapping[int, str]
+    given: OptimizerLike | None,
+    described: OptimizerConfig | None,
+    model: nn.Module,
+    before: Mapping[int, str],
+    parameters: Parameters | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of a sharded model.
 
     Args:
         before: the names of the parameters by the `id`s that they had before the model was sharded; an optimizer that
             was built then is given the parameters that took their places.
+        parameters: those to train, or param groups, from before the model was sharded; None: all that need gradients.
     """
     if given is not None and described is not None:
         raise EngineConfigError("an optimizer was passed, and config.optimizer describes another; keep one of them")
     if isinstance(given, torch.optim.Optimizer):
         _rebind(given, model, before)
         return given
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = _chosen(parameters, model, before)
     if given is not None:
         return given(trainable)
     if described is None:
@@ -38,7 +50,7 @@ def make_optimizer(
     return _from_description(described, trainable)
 
 
-def _from_description(described: OptimizerConfig, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch.optim.Optimizer:
     arguments = dict(described.params)
     name = described.type
     if name.lower() in ("adam", "adamw"):
@@ -48,7 +60,7 @@ def _from_description(described: OptimizerConfig, trainable: list[nn.Parameter])
         arguments.setdefault("weight_decay", 0.0)
         for key in _DEEPSPEED_ONLY:
             arguments.pop(key, None)
-    kind = getattr(torch.optim, name, None)
+    kind = _OWN.get(name.lower()) or getattr(torch.optim, name, None) or getattr(torch.optim, name.capitalize(), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
         raise EngineConfigError(f"config: optimizer.type {described.type!r} is no optimizer of torch.optim")
     if "betas" in arguments:
@@ -59,6 +71,34 @@ def _from_description(described: OptimizerConfig, trainable: list[nn.Parameter])
         raise EngineConfigError(f"config: optimizer.params do not fit {name}: {error}") from error
 
 
+def _chosen(parameters: Parameters | None, model: nn.Module, before: Mapping[int, str]) -> list[Any]:
+    """What the optimizer is built of: parameters of the sharded model, or groups of them."""
+    if parameters is None:
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    given: list[Any] = list(parameters)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    if not given or not isinstance(given[0], dict):
+        return [p for p in _replaced(given, now, before, "model_parameters") if p.requires_grad]
+    groups = []
+    for number, group in enumerate(given):
+        inside = group["params"]
+        inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
+        replaced = _replaced(inside, now, before, f"param group {number}")
+        groups.append({**group, "params": [p for p in replaced if p.requires_grad]})
+    return [group for group in groups if group["params"]]
+
+
+def _replaced(
+    parameters: list[nn.Parameter], now: Mapping[str, nn.Parameter], before: Mapping[int, str], where: str
+) -> list[nn.Parameter]:
+    """The sharded parameters in the places of those that they were made from."""
+    here = {id(p) for p in now.values()}
+    strangers = [tuple(p.shape) for p in parameters if id(p) not in before and id(p) not in here]
+    if strangers:
+        raise EngineError(f"{where} holds parameters of other models, of shapes {strangers}")
+    return [p if id(p) in here else now[before[id(p)]] for p in parameters]
+
+
 def _rebind(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[int, str]) -> None:
     """Put the sharded parameters in the places of those that they were made from."""
     if optimizer.state:
@@ -67,7 +107,4 @@ def _rebind(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[
         )
     now = dict(model.named_parameters(remove_duplicate=False))
     for number, group in enumerate(optimizer.param_groups):
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in before]
-        if strangers:
-            raise EngineError(f"param group {number} of the optimizer holds parameters of other models: {strangers}")
-        group["params"] = [now[before[id(p)]] for p in group["params"]]
+        group["params"] = _replaced(group["params"], now, before, f"param group {number} of the optimizer")

@@ -187,10 +187,10 @@ class Pipeline:
         """The sum over the stages of this pipeline."""
         return collectives.all_reduce(value, self.axis)
 
-    def total_norm(self, norm: float) -> float:
+    def total_norm(self, norm: Tensor) -> Tensor:
         """The norm of all stages' gradients, from that of this rank's."""
-        square = torch.tensor(norm, dtype=torch.float64, device=self.axis.device_type) ** 2
-        return float(self.total(square)) ** 0.5
+        square = norm.to(self.axis.device_type, torch.float64) ** 2
+        return self.total(square).sqrt()
 
 
 def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:

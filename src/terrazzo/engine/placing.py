@@ -12,8 +12,9 @@ always works on the parameters' own shards, in float32 also where the model comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
-from terrazzo.engine.config import EngineConfig
+from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
@@ -40,7 +41,7 @@ class Ranks:
     model_parallel: int  # those of all stages
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, stage: int) -> Ranks:
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
         """From the user's mesh, whose dims have these names; None: all ranks, in a pipeline if there is one."""
         if not dist.is_initialized():
             _initialise()
@@ -59,17 +60,23 @@ class Ranks:
         data_mesh = mesh if mesh.ndim == 1 else mesh[data_dim]
         data = axis_of(data_mesh, 0)
         pipeline = None if pipeline_dim is None else axis_of(mesh[pipeline_dim], 0)
-        shard_mesh = data_mesh if stage > 0 else _replicas(data_mesh)
+        sharding = 1 if zero.stage == 0 else zero.mics_shard_size or data.size
+        if data.size % sharding:
+            raise EngineConfigError(
+                f"config: zero_optimization.mics_shard_size {sharding} does not divide {data.size} data-parallel ranks"
+            )
+        hybrid = zero.stage == 0 or sharding < data.size
+        shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
         return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
 
 
-def _replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks, each a replica: the second dim, along which fully_shard cuts, has one rank."""
+def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
+    """The same ranks in two dims: those along the first replicate, `sharding` along the second shard."""
     if mesh.mesh_dim_names is None:
-        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, sharding), mesh_dim_names=("replicate", "shard"))
     name = mesh.mesh_dim_names[0]
     # Split, not made anew: it stays part of the mesh on which parameters may be tensor-parallel.
-    return split(mesh, 0, (mesh.size(), 1), (f"{name}_replicate", f"{name}_shard"))
+    return split(mesh, 0, (mesh.size() // sharding, sharding), (f"{name}_replicate", f"{name}_shard"))
 
 
 def _initialise() -> None:
@@ -91,12 +98,28 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
-def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
-    """Give every rank the first one's values, and hand the model to `fully_shard` as the stage says."""
+def shard_model(
+    model: nn.Module,
+    config: EngineConfig,
+    ranks: Ranks,
+    ignored: set[nn.Parameter],
+    init_weights: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Give every rank the first one's values, and hand the model to `fully_shard` as the stage says.
+
+    A model on the meta device gets its values once it is sharded, so no rank ever holds all of it.
+    """
     if compute_dtype(config) is not torch.float32:
         _prepare_precision(model)
-    _same_everywhere(model, ranks.data)
-    reshard = None if config.zero_optimization.stage == 3 else False
+    unmade = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if unmade and any(not p.is_meta for p in model.parameters()):
+        raise EngineConfigError(f"some of the model is on the meta device, and some is not: {', '.join(unmade[:4])}")
+    if not unmade:
+        _same_everywhere(model, ranks.data)
+    zero = config.zero_optimization
+    reshard: bool | int | None = None if zero.stage == 3 else False
+    if 1 < zero.zero_hpz_partition_size < ranks.data.size:
+        reshard = zero.zero_hpz_partition_size
     chosen = gathered_together(model, config.zero_optimization.wrap, all_classes=ranks.pipeline is None)
     for module in (*chosen, model):
         fully_shard(
@@ -107,6 +130,32 @@ def shard_model(model: nn.Module, config: EngineConfig, ranks: Ranks, ignored: s
             reshard_after_forward=reshard,
             ignored_params=ignored,
         )
+        if config.gradient_allreduce_op == "sum":
+            module.set_reduce_scatter_divide_factor(1.0)  # type: ignore[operator]
+
+    if unmade:
+        resting = "cpu" if isinstance(_offload(config), CPUOffloadPolicy) else ranks.mesh.device_type
+        _make_values(model, set(unmade), torch.device(resting), init_weights)
+
+
+def _make_values(
+    model: nn.Module, names: set[str], device: torch.device, init_weights: Callable[[nn.Module], Any] | None
+) -> None:
+    """Give a sharded model memory, and values: each rank draws its parts of what one device would draw."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    speechless = [name for name, module in owners.items() if not hasattr(module, "reset_parameters")]
+    if init_weights is None and speechless:
+        raise EngineConfigError(
+            "the model is on the meta device, and modules have no reset_parameters() to give values to "
+            f"{', '.join(sorted(speechless)[:4])}: pass initialize(init_weights=function of the model)"
+        )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        if init_weights is not None:
+            init_weights(model)
+            return
+        for module in dict.fromkeys(owners[name] for name in sorted(names)):
+            module.reset_parameters()  # type: ignore[operator]
 
 
 def _precision(config: EngineConfig) -> MixedPrecisionPolicy:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,8 @@ from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
+from terrazzo.engine.trained import Trained
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
-
-if TYPE_CHECKING:
-    from terrazzo.engine.engine import Engine
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -47,7 +45,7 @@ _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
 def save_engine(
-    engine: Engine,
+    engine: Trained,
     save_dir: str | os.PathLike[str],
     tag: str | None,
     client_state: Mapping[str, Any],
@@ -59,7 +57,7 @@ def save_engine(
     timeout: timedelta | None = None,
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
-    if engine.micro_steps % engine.batch.accumulation:
+    if not engine.between_steps:
         raise EngineError(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
             f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
@@ -144,7 +142,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
 
 @paused_collector()  # once, not for each of the many small values
 def load_engine(
-    engine: Engine, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
+    engine: Trained, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
     """Load a checkpoint into the engine, as far as is asked for; returns the client state."""
     reader = reader_for(path)
@@ -198,7 +196,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _module_targets(
-    engine: Engine, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
+    engine: Trained, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What of the model to load in place, and which tensors are copies of others because they once were shared."""
     state = own_tensors(engine)
@@ -229,7 +227,7 @@ def _module_targets(
     return {name: value for name, value in state.items() if name in stored}, copies
 
 
-def _param_groups(engine: Engine, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _param_groups(engine: Trained, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The stored param groups, without parameters of other stages, and without options that are not known here.
 
     They need not be as many as those of this run: each parameter finds its options by its name.
@@ -250,13 +248,13 @@ def _renamed(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     return {names.get(name, name): entry for name, entry in entries.items()}
 
 
-def _tied(engine: Engine) -> dict[str, str]:
+def _tied(engine: Trained) -> dict[str, str]:
     """Parameters that are here, and stored by another stage under its name for them."""
     return {} if engine.pipeline is None else engine.pipeline.tied.first
 
 
 @torch.no_grad()
-def _finish_module(engine: Engine, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
+def _finish_module(engine: Trained, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
     """Tensors have been filled where they are; hand over the rest."""
     state = own_tensors(engine)
     for name, source in copies.items():
@@ -266,7 +264,7 @@ def _finish_module(engine: Engine, loaded: Mapping[str, Any], copies: Mapping[st
         engine.module.load_state_dict(extra, strict=False)
 
 
-def _restore_parts(engine: Engine, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
+def _restore_parts(engine: Trained, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
     parts: dict[str, Any] = {"data_sampler": engine.data_sampler, "random_ltd": engine.random_ltd}
     if lr_scheduler:
         parts["lr_scheduler"] = engine.lr_scheduler

@@ -112,6 +112,13 @@ class CopiedView(DTensor):
         _local_slot.__set__(self, local)
         object.__setattr__(self, "__class__", DTensor)
 
+    def __copy__(self) -> DTensor:
+        """Of `copy.copy`: it shares the copy as well."""
+        rebuild, parts = self.__reduce_ex__(4)
+        result: DTensor = rebuild(*parts)
+        mark_alias(result, self)
+        return result
+
     def detach(self) -> DTensor:
         """It shares the copy, and whatever that must be kept from."""
         result = super().detach()

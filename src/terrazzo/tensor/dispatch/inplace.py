@@ -59,7 +59,7 @@ def run_in_place(
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
         if plan is not None and stays and takes_empty_shards(spec, plan, call.func, loc, kw, inplace=True):
-            run = in_place_route(plan)
+            run = in_place_route(call.name, plan)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))
     functional = _functional(call)

@@ -21,7 +21,7 @@ from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.routes import cast_fresh
-from terrazzo.tensor.dispatch.spec import Call, OneArgument, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, run_again, wrap
 from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask, normal
 from terrazzo.tensor.ops.table import handler, rule
@@ -107,9 +107,71 @@ def _full(value: Any, like: Layout) -> Any:
     return value
 
 
+def index_by_integers(input: Any, indices: Sequence[Any]) -> Any:
+    """`input` indexed by tensors of integers; None stands for a dim that is taken whole."""
+    return input[tuple(slice(None) if i is None else i for i in indices)]
+
+
+@rule("index_by_integers")
+def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | None:
+    """Dims taken whole keep their shards, and what is picked is cut as the indices are."""
+    given = [i for i in indices if i is not None]
+    joined = broadcast_shapes(*[i.shape for i in given])
+    of_joined = [input.ndim + k for k in range(len(joined))]
+    whole = [d for d in range(input.ndim) if d >= len(indices) or indices[d] is None]
+    at = [d for d, i in enumerate(indices) if i is not None]
+    # The dims of indices that stand apart go to the front.
+    before = [d for d in whole if d < at[0]] if at == list(range(at[0], at[-1] + 1)) else []
+    out = [*before, *of_joined, *[d for d in whole if d not in before]]
+    sizes = dict(enumerate(input.shape)) | dict(zip(of_joined, joined, strict=True))
+    own = [
+        tuple(
+            f if n == sizes[f] else None for f, n in zip(of_joined[len(joined) - len(i.shape) :], i.shape, strict=True)
+        )
+        for i in given
+    ]
+
+    def localize(chosen: Chosen) -> LocalFunction:
+        layout = chosen.ins[0]
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            local, parts = loc
+            if not local.numel():
+                _check_bounds([slice(None) if i is None else i for i in parts], layout)
+            return _own_strides(index_by_integers(local, parts))
+
+        return run
+
+    return Spec(
+        [tuple(d if d in whole else None for d in range(input.ndim)), *own],
+        [tuple(out)],
+        [tuple(sizes[f] for f in out)],
+        linear=[(0,)],
+        localize=localize,
+    )
+
+
+def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
+    """The index as `index_by_integers` takes it; None if it holds anything else."""
+    mesh = target._layout.mesh
+    indices: list[Any] = []
+    for i in expanded(tuple(items), target._layout.ndim):
+        if isinstance(i, slice) and i == slice(None):
+            indices.append(None)
+        elif isinstance(i, DTensor) and i._layout.mesh is mesh and not is_mask(i):
+            indices.append(i)
+        else:
+            return None
+    return indices
+
+
 def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
     """Index tensors: dims taken whole keep their shards when no mask or index touches them."""
     layout = target._layout
+    indices = _integers(target, index)
+    if indices is not None:
+        picked_there: DTensor = run_again(index_by_integers, (target, indices), {})
+        return picked_there
     items = [_full(i, layout) for i in index]
     items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
     touched: set[int] = set()
@@ -132,8 +194,8 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
         dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
         local = cast_fresh(local, dims, layout.mesh) if dims else local
     if not local.numel():
-        _check_bounds(items, layout)  # of a part without elements C++ picks anything
-    picked = local[tuple(items)]
+        _check_bounds(items, layout)
+    picked = _own_strides(local[tuple(items)])
     # Where each kept dim went is read off a probe on the meta device: strides name the source dim.
     shape, out_dims = _probe(layout.shape, items)
     placed = [p if not p.is_shard() else _moved_shard(p, out_dims) for p in kept.placements]
@@ -141,12 +203,18 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
 
 
 def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
+    """For a part without elements, of which C++ picks anything."""
     d = 0
     for i in expanded(tuple(items), layout.ndim):
         if isinstance(i, torch.Tensor) and not is_mask(i):
             n = layout.shape[d]
             check_bounds(torch.where(i < 0, i + n, i), n, "index")
         d += consumes(i)
+
+
+def _own_strides(picked: torch.Tensor) -> torch.Tensor:
+    """What was picked, in memory as a new tensor is: without elements C++ gives it strides of 0, as if it repeated."""
+    return picked if picked.numel() else picked.clone(memory_format=torch.contiguous_format)
 
 
 def layout_device(target: DTensor) -> torch.device:
@@ -206,6 +274,8 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
 @handler("__setitem__")
 def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
+    if index is False:
+        return  # which C++ does not even look at
     if not isinstance(target, DTensor):
         raise DTensorError(
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"

@@ -1,0 +1,50 @@
+"""A command line whose commands are imported when they are used: help and version wait for nothing."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """Where a command's function is, and the line that the list of commands shows."""
+
+    function: str  # "module:name"
+    arguments: str
+    line: str
+    passes_on: bool = False  # what it does not know, as `terrazzo run` does for the script
+
+
+class LazyGroup(TyperGroup):
+    """Knows its commands by a table.  To be subclassed with that table."""
+
+    table: ClassVar[Mapping[str, Lazy]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the table's order."""
+        return list(self.table)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command; None if there is none of that name."""
+        entry = self.table.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, name = entry.function.partition(":")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        settings: dict[str, Any] = {}
+        if entry.passes_on:
+            settings["context_settings"] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+        alone.command(cmd_name, **settings)(getattr(importlib.import_module(module), name))
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The table, which needs no import, each line whole."""
+        rows = [(f"{name} {entry.arguments}".rstrip(), entry.line) for name, entry in self.table.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows, col_max=36)

@@ -1,0 +1,69 @@
+"""DeepSpeed's surface over `terrazzo.engine`: a script runs with `import terrazzo.deepspeed as deepspeed`.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, model=model, training_data=data)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+Names, arguments and results are DeepSpeed's; what they do is the engine's.
+"""
+
+from typing import Any
+
+from terrazzo.deepspeed import checkpointing, comm, ops, pipe, runtime, utils, zero
+from terrazzo.deepspeed.accelerator import get_accelerator
+from terrazzo.deepspeed.api import add_config_arguments, initialize
+from terrazzo.deepspeed.comm import init_distributed
+from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from terrazzo.deepspeed.engine import DeepSpeedEngine
+from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
+from terrazzo.deepspeed.pipe import PipelineModule
+from terrazzo.deepspeed.pipe.engine import PipelineEngine
+from terrazzo.deepspeed.utils import OnDevice, log_dist, logger
+from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
+
+__version__ = "0.19.8"
+"""Of the DeepSpeed whose surface this is."""
+
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
+    "RepeatingLoader",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+ABSENT = {
+    "init_inference": "inference is not part of it: use the model itself",
+    "tp_model_init": "cut the model with terrazzo.tensor.parallel.parallelize_module",
+    "moe": "experts are not divided among ranks: write the layer in PyTorch, every rank has all experts",
+    "DeepSpeedHybridEngine": "there is no engine that generates",
+    "DeepSpeedTransformerLayer": "PyTorch's layers are used",
+    "linear": "use peft",
+    "sequence": "use terrazzo.tensor.experimental.context_parallel",
+    "inference": "inference is not part of it: use the model itself",
+    "compression": "DeepSpeed 0.19 has removed it",
+}
+"""What DeepSpeed has and this has not, and what there is instead."""
+
+
+def __getattr__(name: str) -> Any:
+    why = f": {ABSENT[name]}" if name in ABSENT else "; docs/deepspeed.md lists what there is"
+    raise AttributeError(f"terrazzo.deepspeed has no {name}{why}")

@@ -1,0 +1,133 @@
+"""`initialize` and the arguments of scripts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from terrazzo.deepspeed.comm import init_distributed, initialize_mesh_device
+from terrazzo.deepspeed.engine import DeepSpeedEngine, Results, results_of
+from terrazzo.deepspeed.optimizer import NoOptimizer
+from terrazzo.deepspeed.pipe.engine import PipelineEngine
+from terrazzo.deepspeed.pipe.module import PipelineModule
+from terrazzo.engine import initialize as make_engine
+from terrazzo.engine.config import as_mapping
+from terrazzo.engine.lr import SchedulerLike
+from terrazzo.engine.optim import OptimizerLike, Parameters
+from terrazzo.errors import EngineConfigError
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Results:
+    """Make a training engine, as `deepspeed.initialize` does.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> settings = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    >>> engine, optimizer, _, _ = initialize(model=model, model_parameters=model.parameters(), config=settings)
+    >>> loss = engine(torch.ones(2, 4)).square().mean()
+    >>> _ = engine.backward(loss)
+    >>> engine.step()
+    >>> engine.global_steps, optimizer.param_groups[0]["lr"]
+    (1, 0.1)
+
+    Args:
+        args: With `deepspeed_config`, the path of the config, as `add_config_arguments` has it.
+        model: What to train; a `PipelineModule` makes a `PipelineEngine`.
+        optimizer: Of the model's parameters, or a function that makes one of parameters; before the config's.
+        model_parameters: What the optimizer trains: parameters or param groups.
+        training_data: What the data loader reads.
+        lr_scheduler: Of the optimizer, or a function that makes one of it; before the config's.
+        distributed_port: Where ranks meet, if nothing says where.
+        mpu: Not supported: pass a model that `terrazzo.tensor.parallel` has cut, to `terrazzo.engine.initialize`.
+        dist_init_required: Whether to initialise `torch.distributed`; None: if it is not.
+        collate_fn: Makes a batch of samples.
+        config: A mapping, JSON, or a path.
+        mesh_param: The data-parallel and sequence-parallel sizes; the second has to be 1.
+        config_params: The same as `config`.
+
+    Returns:
+        The engine, its optimizer, the data loader and the lr scheduler; None for those that there are not.
+    """
+    if model is None:
+        raise EngineConfigError("initialize needs a model")
+    if mpu is not None:
+        raise EngineConfigError(
+            "mpu is not supported: cut the model with terrazzo.tensor.parallel.parallelize_module, and pass it with "
+            "its mesh to terrazzo.engine.initialize"
+        )
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if mesh_param is not None:
+        initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
+    given = as_mapping(_only_config(args, config, config_params))
+    if optimizer is not None:  # DeepSpeed prefers what is passed to what is described
+        given.pop("optimizer", None)
+    elif "optimizer" not in given:
+        optimizer = NoOptimizer
+    if lr_scheduler is not None:
+        given.pop("scheduler", None)
+    if optimizer is NoOptimizer and lr_scheduler is None:
+        given.pop("scheduler", None)
+    if isinstance(model, PipelineModule):
+        core = make_engine(
+            model.as_stage(given),
+            optimizer,
+            lr_scheduler,
+            config=given,
+            parameters=model_parameters,
+            pipeline=model.schedule,
+            loss_fn=model.loss,
+            mesh=model.mesh,
+            tied=model.tied,
+        )
+        return results_of(PipelineEngine(core, given, training_data, collate_fn))
+    core = make_engine(model, optimizer, lr_scheduler, config=given, parameters=model_parameters)
+    return results_of(DeepSpeedEngine(core, given, training_data, collate_fn))
+
+
+def _only_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The config that was given, in one of the three ways."""
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if not given:
+        raise EngineConfigError("there is no config: pass config=, or --deepspeed_config")
+    if len(given) > 1:
+        raise EngineConfigError(f"a config was passed as {' and as '.join(given)}; pass one")
+    return next(iter(given.values()))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Have a parser take `--deepspeed` and `--deepspeed_config`.
+
+    >>> parser = add_config_arguments(argparse.ArgumentParser())
+    >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"]).deepspeed_config
+    'ds.json'
+    """
+    group = parser.add_argument_group("DeepSpeed", "the training engine")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the engine's config, as JSON")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", help=argparse.SUPPRESS)
+    return parser

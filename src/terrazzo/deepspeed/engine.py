@@ -1,0 +1,321 @@
+"""`DeepSpeedEngine`: the engine as an `nn.Module` with DeepSpeed's methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
+from terrazzo.deepspeed.live import forget, remember
+from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
+from terrazzo.deepspeed.settings import SETTINGS, setting
+from terrazzo.deepspeed.utils.sharded import whole
+from terrazzo.engine import Engine
+from terrazzo.engine.lr import Scheduler
+
+Results = tuple["DeepSpeedEngine", DeepSpeedOptimizer | None, DataLoader[Any] | None, Scheduler | None]
+
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+
+
+class DeepSpeedEngine(nn.Module):
+    """Trains a model; made by `terrazzo.deepspeed.initialize`.
+
+    What is not found here is asked of the engine that does the work, then of the model.
+
+    Attributes:
+        core: the `terrazzo.engine.Engine` that does the work.
+        module: the model, sharded.
+        optimizer: that of the model; None if there is none.
+        training_dataloader: of the data that `initialize` was given.
+        config: as it was given.
+    """
+
+    def __init__(
+        self,
+        core: Engine,
+        config: Mapping[str, Any],
+        training_data: Dataset[Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        super().__init__()
+        self.core = core
+        self.module: Any = core.module
+        self.config = dict(config)
+        self.collate_fn = collate_fn
+        self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else DeepSpeedOptimizer(core)
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        remember(core)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or name in ("core", "module"):
+                raise
+        if name in SETTINGS:
+            return lambda: setting(self.config, name)
+        for other in (self.core, self.module):
+            if hasattr(other, name):
+                return getattr(other, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, nor has the model")
+
+    # ------------------------------------------------------------------ a step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.core(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of a micro-batch's mean loss; returns it divided by the number of micro-batches."""
+        return self.core.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch, and after the last one let the optimizer step."""
+        self.core.step(lr_kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the model."""
+        return self.core.step_applied
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within, gradients are not reduced; in stages 0 and 1."""
+        return self.core.no_sync()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Within, gradients of several backwards add up, and are reduced at its end."""
+        self.core.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.core.set_gradient_accumulation_boundary(None)
+
+    # ------------------------------------------------------------------ data
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's part of a dataset; that of evaluation is not shuffled.
+
+        Without `num_local_io_workers` this process reads the data itself.
+        """
+        return make_loader(
+            dataset,
+            batch_size=batch_size or self.core.batch.micro,
+            rank=self.core.ranks.data.index,
+            ranks=self.core.ranks.data.size,
+            shuffle=route == ROUTE_TRAIN,
+            drop_last=bool(setting(self.config, "dataloader_drop_last")),
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            workers=num_local_io_workers or 0,
+        )
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any], Any]) -> None:
+        """Have every batch of the training data changed by a function."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches."""
+        self.core.set_train_batch_size(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the size of a micro-batch."""
+        self.core.set_train_batch_size(
+            micro_batch_size * self.core.batch.accumulation * self.core.dp_world_size, micro=micro_batch_size
+        )
+
+    # ------------------------------------------------------------------ saving
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole state of the run; True."""
+        self.core.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters).result()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Resume; returns the checkpoint's path and the client state, or None twice."""
+        path, client_state = self.core.load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        return (None, None) if path is None else (path, client_state)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state; parameters are distributed, and in float32."""
+        state = self.core.module_state_dict(exclude_frozen_parameters)
+        named = {prefix + name: value for name, value in state.items()}
+        if destination is None:
+            return named
+        destination.update(named)
+        return destination
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole model in the precision of forward, as `torch.save` does; call it on all ranks.
+
+        In stage 3 False, and nothing is saved, without `stage3_gather_16bit_weights_on_model_save`.
+        """
+        if self.core.stage == 3 and not setting(self.config, "zero_gather_16bit_weights_on_model_save"):
+            return False
+        gathered: dict[str, Any] = {}
+        for name, value in self.core.module_state_dict(exclude_frozen_parameters).items():
+            first = self.core.shared_params.get(name)
+            if first in gathered:
+                gathered[name] = gathered[first]
+            elif isinstance(value, Tensor):
+                tensor = whole(value).cpu()  # from all ranks, which therefore all come here
+                trained = name not in self.core.buffer_names() and tensor.is_floating_point()
+                gathered[name] = tensor.to(self.core.dtype) if trained else tensor
+            else:
+                gathered[name] = value
+        if dist.get_rank() == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(gathered, os.path.join(save_dir, save_filename))
+        dist.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # ------------------------------------------------------------------ asking
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each param group."""
+        groups = self.core.optimizer.param_groups
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """The type of each param group, if it says one."""
+        return [group.get("type", 0.0) for group in self.core.optimizer.param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The sizes of a step: of all, of a micro-batch, and how many of these."""
+        return self.core.batch.total, self.core.batch.micro, self.core.batch.accumulation
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that see different data."""
+        return self.core.ranks.data.index
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """In what the model computes, and in what gradients add up."""
+        return self.core.dtype, torch.float32
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether each rank keeps its part of the gradients."""
+        return self.core.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether each rank keeps its part of the parameters."""
+        return self.core.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is on the CPU."""
+        return self.core.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether there is a curriculum."""
+        return self.core.config.data_efficiency.data_sampling.curriculum_learning.enabled
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers see random parts of the tokens."""
+        return self.core.random_ltd is not None
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+        """Load the model from a checkpoint's `module`, or from a state dict."""
+        state = checkpoint.get("module", checkpoint)
+        set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
+
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied."""
+        return self.core.loss_scale.value
+
+    @property
+    def cur_scale(self) -> float:
+        """The same."""
+        return self.core.loss_scale.value
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that see different data."""
+        return self.core.ranks.data.group
+
+    # ------------------------------------------------------------------ the rest
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """Have `torch.compile` compile the model's forward."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return getattr(self, "_compiled", False)
+
+    def empty_partition_cache(self) -> None:
+        """Have every parameter registered as its shard."""
+        self.core.reshard()
+
+    def destroy(self) -> None:
+        """The engine is no longer used."""
+        forget(self.core)
+
+
+def _shared(name: str) -> property:
+    """An attribute that is the core's, for reading and for writing."""
+    return property(lambda self: getattr(self.core, name), lambda self, value: setattr(self.core, name, value))
+
+
+for _name in ("global_steps", "global_samples", "micro_steps", "skipped_steps", "lr_scheduler"):
+    setattr(DeepSpeedEngine, _name, _shared(_name))
+
+
+def results_of(engine: DeepSpeedEngine) -> Results:
+    """What `initialize` returns."""
+    return engine, engine.optimizer, engine.training_dataloader, engine.core.lr_scheduler

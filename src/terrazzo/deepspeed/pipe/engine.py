@@ -1,0 +1,86 @@
+"""`PipelineEngine`: one call trains a whole batch, read from an iterator of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from terrazzo._torch.dispatching import tree_map
+from terrazzo.deepspeed.dataloader import RepeatingLoader
+from terrazzo.deepspeed.engine import DeepSpeedEngine
+from terrazzo.engine import Engine
+from terrazzo.errors import EngineError
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a `PipelineModule`.  Micro-batches are pairs of inputs and labels."""
+
+    def __init__(
+        self,
+        core: Engine,
+        config: Mapping[str, Any],
+        training_data: Dataset[Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        super().__init__(core, config, training_data, collate_fn)
+        self._batches: Iterator[Any] | None = None
+        if self.training_dataloader is not None:
+            self._batches = RepeatingLoader(self.training_dataloader)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on `gradient_accumulation_steps` micro-batches; the mean loss, on every rank."""
+        if data_iter is not None:
+            self._batches = data_iter
+        inputs, labels = self._read(self._batches)
+        self.module.train()
+        return self.core.train_batch(*inputs, target=labels)
+
+    def eval_batch(self, data_iter: Iterator[Any], *, compute_loss: bool = True, **options: Any) -> Tensor:
+        """The mean loss of `gradient_accumulation_steps` micro-batches, on every rank."""
+        wanted = {name: value for name, value in options.items() if value not in (None, False)}
+        if not compute_loss or wanted.keys() - {"reduce_output", "bcast_loss"}:
+            raise EngineError(f"eval_batch gives the mean loss alone; {', '.join(wanted) or 'compute_loss=False'}")
+        inputs, labels = self._read(data_iter)
+        return self.core.eval_batch(*inputs, target=labels)
+
+    def _read(self, batches: Iterator[Any] | None) -> tuple[tuple[Any, ...], Any]:
+        """The inputs and the labels of a whole batch; nothing on stages that need neither."""
+        first, last = self.is_first_stage(), self.is_last_stage()
+        if not (first or last):
+            return (), None
+        if batches is None:
+            raise EngineError("train_batch needs data_iter=, or training_data= in initialize")
+        # DeepSpeed's stages read on their own, too: a rank with one of the ends reads, the others do not.
+        pairs = [next(batches) for _ in range(self.core.batch.accumulation)]
+        inputs = self._joined([pair[0] for pair in pairs]) if first else ()
+        labels = self._joined([pair[1] for pair in pairs]) if last else None
+        return inputs if isinstance(inputs, tuple) else (inputs,), labels
+
+    def _joined(self, parts: list[Any]) -> Any:
+        parts = [tuple(part) if isinstance(part, list) else part for part in parts]
+        joined = tree_map(lambda *tensors: torch.cat(tensors).to(self.core.device), *parts)
+        return joined
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage takes the inputs."""
+        return bool(self.module.stage_id == 0)
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage computes the loss."""
+        return bool(self.module.stage_id == self.module.num_stages - 1)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """What `train_batch` reads from."""
+        self._batches = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """What `train_batch` reads from, again and again."""
+        self._batches = RepeatingLoader(loader)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Is the schedule's business."""
+        raise EngineError("a PipelineEngine has no forward of its own: call train_batch or eval_batch")

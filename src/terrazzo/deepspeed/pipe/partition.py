@@ -1,0 +1,48 @@
+"""Where a sequence of layers is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def uniform(items: int, parts: int) -> list[int]:
+    """Bounds of parts with equally many items, the first ones one more.
+
+    >>> uniform(5, 2)
+    [0, 3, 5]
+    """
+    size, rest = divmod(items, parts)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + size + (part < rest))
+    return bounds
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Bounds of parts whose weights differ least, each with an item where there are enough.
+
+    >>> balanced([4, 1, 1, 4], 2)
+    [0, 2, 4]
+    """
+    items = len(weights)
+    if items <= parts:
+        return uniform(items, parts)
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # By number of parts and end: the largest and the smallest weight of the best cut so far, and where it is cut.
+    best: list[dict[int, tuple[int, int, int]]] = [{end: (sums[end], sums[end], 0) for end in range(1, items + 1)}]
+    for count in range(1, parts):
+        row = {}
+        for end in range(count + 1, items + 1):
+            options = []
+            for start in range(count, end):
+                largest, smallest, _ = best[-1][start]
+                weight = sums[end] - sums[start]
+                options.append((max(largest, weight), min(smallest, weight), start))
+            row[end] = min(options, key=lambda option: (option[0] - option[1], -option[2]))
+        best.append(row)
+    bounds = [items]
+    for row in reversed(best):
+        bounds.append(row[bounds[-1]][2])
+    return bounds[::-1]

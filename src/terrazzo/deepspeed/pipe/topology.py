@@ -1,0 +1,43 @@
+"""Which rank is where: the axes along which ranks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+
+class ProcessTopology:
+    """Ranks along named axes, the last varying fastest.
+
+    >>> ProcessTopology(axes=["pipe", "data"], dims=[2, 2]).get_rank(pipe=1, data=0)
+    2
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+
+    def get_axis_names(self) -> list[str]:
+        """Of the axes."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """How many ranks lie along an axis; 0 if there is none of that name."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return prod(self.dims)
+
+    def get_rank(self, **coordinates: int) -> int:
+        """The rank at a place."""
+        rank = 0
+        for axis, size in zip(self.axes, self.dims, strict=True):
+            rank = rank * size + coordinates[axis]
+        return rank
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages of a pipeline, each trained by ranks that see different data."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])

@@ -1,0 +1,1 @@
+"""Modules that scripts import from inside DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Curricula, by the names of DeepSpeed's modules."""

@@ -1,0 +1,75 @@
+"""What DeepSpeed's engine can be asked about its config: the method, the key, and what it is where nobody says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
+    "wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "memory_breakdown": ("memory_breakdown", False),
+    "dump_state": ("dump_state", False),
+    "steps_per_print": ("steps_per_print", None),
+    "optimizer_name": ("optimizer.type", None),
+    "optimizer_params": ("optimizer.params", None),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "scheduler_name": ("scheduler.type", None),
+    "scheduler_params": ("scheduler.params", None),
+    "dataloader_drop_last": ("dataloader_drop_last", False),
+    "communication_data_type": ("communication_data_type", None),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "dynamic_loss_scale": ("fp16.loss_scale", 0),
+    "fp16_auto_cast": ("fp16.auto_cast", False),
+    "data_efficiency_config": ("data_efficiency", {}),
+    "data_sampling_config": ("data_efficiency.data_sampling", {}),
+    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", {}),
+    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {}),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
+    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
+    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
+    "flops_profiler_detailed": ("flops_profiler.detailed", True),
+    "flops_profiler_output_file": ("flops_profiler.output_file", None),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+    "zero_reduce_scatter": ("zero_optimization.reduce_scatter", True),
+    "zero_overlap_comm": ("zero_optimization.overlap_comm", False),
+    "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
+    "zero_offload_param": ("zero_optimization.offload_param", None),
+    "zero_sub_group_size": ("zero_optimization.sub_group_size", 1_000_000_000),
+    "zero_reduce_bucket_size": ("zero_optimization.reduce_bucket_size", 500_000_000),
+    "zero_allgather_bucket_size": ("zero_optimization.allgather_bucket_size", 500_000_000),
+    "zero_contiguous_gradients": ("zero_optimization.contiguous_gradients", True),
+    "zero_round_robin_gradients": ("zero_optimization.round_robin_gradients", False),
+    "zero_max_live_parameters": ("zero_optimization.stage3_max_live_parameters", 1_000_000_000),
+    "zero_max_reuse_distance": ("zero_optimization.stage3_max_reuse_distance", 1_000_000_000),
+    "zero_prefetch_bucket_size": ("zero_optimization.stage3_prefetch_bucket_size", 50_000_000),
+    "zero_param_persistence_threshold": ("zero_optimization.stage3_param_persistence_threshold", 100_000),
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        False,
+    ),
+    "zero_ignore_unused_parameters": ("zero_optimization.ignore_unused_parameters", True),
+    "zero_hpz_partition_size": ("zero_optimization.zero_hpz_partition_size", 1),
+    "zero_quantized_weights": ("zero_optimization.zero_quantized_weights", False),
+    "zero_quantized_gradients": ("zero_optimization.zero_quantized_gradients", False),
+    "torch_autocast_enabled": ("torch_autocast.enabled", False),
+}
+
+
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """What a config says to the question of this name.
+
+    >>> setting({"zero_optimization": {"overlap_comm": True}}, "zero_overlap_comm")
+    True
+    """
+    path, default = SETTINGS[name]
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return not value if name == "dynamic_loss_scale" else value

@@ -1,0 +1,93 @@
+"""`deepspeed.utils`: whole parameters, gradients and optimizer states, and what scripts use besides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from terrazzo.deepspeed.dataloader import RepeatingLoader
+from terrazzo.deepspeed.utils.sharded import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+
+logger = logging.getLogger("terrazzo.deepspeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; None or -1: on all."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if ranks is None or rank in ranks or -1 in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+class OnDevice:
+    """A context in which modules are made on a device, and of a dtype.
+
+    >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
+    ...     layer = nn.Linear(2, 2)
+    >>> layer.weight.device.type, layer.weight.dtype
+    ('meta', torch.bfloat16)
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device = dtype, torch.device(device) if enabled else None
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._device is not None:
+            self._device.__exit__(kind, error, traceback)
+            torch.set_default_dtype(self._before)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any]) -> list[nn.Module]:
+    """The modules of these classes; which are gathered together is said by `zero_optimization.wrap`."""
+    names = tuple(c if isinstance(c, str) else c.__name__ for c in leaf_module_classes)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+__all__ = [
+    "OnDevice",
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_modules",
+]

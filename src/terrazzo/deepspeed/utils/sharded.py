@@ -1,0 +1,152 @@
+"""Parameters, gradients and optimizer states by the parameter: whole on every rank, or this rank's part.
+
+Functions that give or take what is whole are called on all ranks.  Gradients are there between `backward` and `step`,
+and are given as they enter the step, without the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo.deepspeed.live import as_sharded, engine_of
+from terrazzo.errors import EngineValueError
+from terrazzo.tensor import DTensor, distribute_tensor
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor with all of its parts."""
+    detached = tensor.detach()
+    return detached.full_tensor().clone() if isinstance(detached, DTensor) else detached.clone()
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Give a tensor new values, of which every rank has all."""
+    if tuple(value.shape) != tuple(target.shape):
+        raise EngineValueError(f"a value of shape {tuple(value.shape)} for a tensor of shape {tuple(target.shape)}")
+    plain = value.detach().to(target.device, target.dtype)
+    if isinstance(target, DTensor):
+        plain = distribute_tensor(plain, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(plain)
+
+
+@torch.no_grad()
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _copy_part(target: Tensor, value: Tensor) -> None:
+    local = _part(target)
+    local.copy_(value.to(local.device, local.dtype).reshape(local.shape))
+
+
+def _state(param: Tensor, name: str) -> Tensor | None:
+    engine = engine_of(param)
+    found = None if engine is None else engine.optimizer.state.get(param, {}).get(name)
+    return found if isinstance(found, Tensor) else None
+
+
+def _scale(param: Tensor) -> float:
+    engine = engine_of(param)
+    return 1.0 if engine is None else engine.gradient_scale
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    """The whole parameter, in the precision in which it is trained."""
+    param = as_sharded(param)
+    return whole(param).float()
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Give the parameter new values."""
+    param = as_sharded(param)
+    copy_into(param, value)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole gradient, averaged over the ranks; None if there is none."""
+    param = as_sharded(param)
+    return None if param.grad is None else whole(param.grad) / _scale(param)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Replace the gradient."""
+    param = as_sharded(param)
+    if param.grad is None:
+        raise EngineValueError("the parameter has no gradient: set it between backward and step")
+    copy_into(param.grad, value * _scale(param))
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The whole of something that the optimizer keeps, such as `exp_avg`; None before its first step."""
+    param = as_sharded(param)
+    found = _state(param, optim_state_key)
+    return None if found is None else whole(found)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Replace it."""
+    param = as_sharded(param)
+    copy_into(_needed(param, optim_state_key), value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor:
+    """This rank's part of the parameter."""
+    param = as_sharded(param)
+    return _part(param.detach()).clone()
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Give this rank's part new values."""
+    param = as_sharded(param)
+    _copy_part(param.detach(), value)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient; None if there is none."""
+    param = as_sharded(param)
+    return None if param.grad is None else _part(param.grad) / _scale(param)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Replace this rank's part of the gradient."""
+    param = as_sharded(param)
+    if param.grad is None:
+        raise EngineValueError("the parameter has no gradient: set it between backward and step")
+    _copy_part(param.grad, value * _scale(param))
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of something that the optimizer keeps; None before its first step."""
+    param = as_sharded(param)
+    found = _state(param, optim_state_key)
+    return None if found is None else _part(found).clone()
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Replace this rank's part."""
+    param = as_sharded(param)
+    _copy_part(_needed(param, optim_state_key), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace gradients by what a function makes of them."""
+    for param in param_list:
+        found = safe_get_full_grad(param)
+        if found is not None:
+            safe_set_full_grad(param, update_func(found, param))
+
+
+def _needed(param: Tensor, name: str) -> Any:
+    found = _state(param, name)
+    if found is None:
+        raise EngineValueError(f"the optimizer keeps no {name!r} of this parameter; it may not have stepped yet")
+    return found

@@ -1,0 +1,6 @@
+"""`deepspeed.zero`: models that are made for sharding, and parameters that are whole for a while."""
+
+from terrazzo.deepspeed.zero.gathered import GatheredParameters
+from terrazzo.deepspeed.zero.init import Init, register_external_parameter
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]

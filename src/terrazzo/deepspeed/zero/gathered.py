@@ -1,0 +1,113 @@
+"""Parameters that are whole for a while, for reading and for writing.
+
+Between steps a parameter is a DTensor, of which each rank holds a part.  While it is gathered, every operation on it is
+carried out on the whole tensor instead; afterwards each rank takes its part of what one rank has made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrazzo._torch.dispatching import tree_map
+from terrazzo.deepspeed.live import as_sharded, reshard_all
+from terrazzo.deepspeed.utils.sharded import copy_into, whole
+from terrazzo.tensor import DTensor
+
+
+class GatheredParameters:
+    """Have parameters whole within, on every rank.
+
+    >>> model = nn.Linear(2, 2)
+    >>> with GatheredParameters(model.weight, modifier_rank=0):
+    ...     _ = nn.init.ones_(model.weight)
+    >>> model.weight.sum().item()
+    4.0
+
+    Args:
+        params: One, or several.
+        modifier_rank: Whose values all ranks have afterwards; None: what is written within is lost, as with DeepSpeed.
+        fwd_module: Without meaning.
+        enabled: Without it nothing happens.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._given = {id(p): p for p in given if isinstance(p, Tensor)} if enabled else {}
+        self._writer = modifier_rank
+        self._whole: list[tuple[Any, Tensor]] = []  # sharded parameters, gathered
+
+    def __enter__(self) -> None:
+        # While gradients are accumulated the user may hold the unsharded parameter, in the place of the sharded one.
+        shards = {number: as_sharded(p) for number, p in self._given.items()}
+        sharded = {id(p): p for p in shards.values() if isinstance(p, DTensor)}
+        if sharded:
+            reshard_all()
+        for number, parameter in sharded.items():
+            gathered = whole(parameter)
+            self._whole.append((parameter, gathered))
+            _faces[number] = nn.Parameter(gathered, parameter.requires_grad)
+            parameter.__class__ = _Gathered
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        gathered, self._whole = self._whole, []
+        for parameter, _ in gathered:
+            parameter.__class__ = DTensor
+            del _faces[id(parameter)]
+        if self._writer is None or error is not None or not dist.is_initialized():
+            return
+        for parameter, tensor in gathered:
+            dist.broadcast(tensor, src=self._writer)
+            copy_into(parameter, tensor)
+        for parameter in self._given.values():
+            if not gathered:  # nothing is sharded yet
+                dist.broadcast(parameter.detach(), src=self._writer)
+
+
+_faces: dict[int, nn.Parameter] = {}
+"""What is seen in the place of a parameter that is gathered, by the parameter's id."""
+
+
+class _Gathered(DTensor):
+    """The class of a parameter while it is gathered: it behaves as the whole, plain one."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        # These PyTorch looks up to find out what kind of tensor it has.
+        if name in ("__class__", "__torch_function__", "__torch_dispatch__"):
+            return object.__getattribute__(self, name)
+        return getattr(_faces[id(self)], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: _faces[id(x)] if type(x) is _Gathered else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _as_the_face(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_faces[id(self)], name)(*args, **kwargs)
+
+    return method
+
+
+# Python looks these up in the class.
+for _name in ("__repr__", "__format__", "__len__", "__iter__", "__bool__", "__int__", "__float__", "__index__"):
+    setattr(_Gathered, _name, _as_the_face(_name))
+for _name in ("__contains__", "__deepcopy__", "__reduce_ex__", "__array__"):
+    setattr(_Gathered, _name, _as_the_face(_name))
+
+__all__ = ["GatheredParameters"]

@@ -1,0 +1,371 @@
+"""Every key of DeepSpeed's config, and what becomes of it here.
+
+    done       it means here what it means there
+    mapped     it is said in other words, which `terrazzo.engine.translate` finds
+    harmless   it tells DeepSpeed how to work, and not what to compute; it is accepted, and said once
+    refused    what it asks for is not to be had; the reason is in the error, unless it asks for nothing
+
+`docs/deepspeed.md` shows this table; a test asks DeepSpeed itself for its keys, and finds them all here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Fate = Literal["done", "mapped", "harmless", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What becomes of a key, why, and with which values a refused one asks for nothing."""
+
+    fate: Fate
+    why: str
+    nothing: tuple[Any, ...] = (None, False)
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for what is refused."""
+        if isinstance(value, dict):
+            return value.get("enabled", bool(value)) is not False
+        return all(value is not other and value != other for other in self.nothing)
+
+
+def _done(why: str = "") -> Key:
+    return Key("done", why)
+
+
+def _mapped(why: str) -> Key:
+    return Key("mapped", why)
+
+
+def _harmless(why: str) -> Key:
+    return Key("harmless", why)
+
+
+def _refused(why: str, *nothing: Any) -> Key:
+    return Key("refused", why, (None, False, *nothing))
+
+
+_BUCKETS = "what travels together follows from `zero_optimization.wrap`"
+_FP32 = "parameters, gradients and optimizer states are float32"
+_NVME = "state rests in memory"
+_GONE = "DeepSpeed 0.19 has removed it"
+_LAUNCHER = "it belongs to DeepSpeed's launcher"
+
+_TOP = {
+    "train_batch_size": _done(),
+    "train_micro_batch_size_per_gpu": _done(),
+    "gradient_accumulation_steps": _done(),
+    "managed_gradient_accumulation": _done("false: every `step()` ends a step"),
+    "gradient_clipping": _done(),
+    "gradient_allreduce_op": _done("`mean` or `sum`"),
+    "steps_per_print": _done("not whole or infinite: never"),
+    "optimizer.type": _done("Adam, AdamW, Adagrad, Lamb, Lion, Muon, and the names of `torch.optim`"),
+    "optimizer.params": _done(),
+    "optimizer.legacy_fusion": _harmless("there are no fused kernels of its own"),
+    "scheduler.type": _done("DeepSpeed's five, and the names of `torch.optim.lr_scheduler`"),
+    "scheduler.params": _done(),
+    "communication_data_type": _done("in what gradients are reduced"),
+    "seq_parallel_communication_data_type": _harmless("there is no sequence parallelism"),
+    "dataloader_drop_last": _done("of `terrazzo.deepspeed`'s loaders; the engine's own never ends"),
+    "seed": _done("terrazzo's own: of the order of the data"),
+    "sparse_gradients": _done("DeepSpeed 0.19 has removed the key"),
+    "prescale_gradients": _harmless("gradients are averaged in one go"),
+    "gradient_predivide_factor": _harmless("gradients are averaged in one go"),
+    "disable_allgather": _harmless(_BUCKETS),
+    "zero_allow_untested_optimizer": _harmless("any optimizer of PyTorch's works"),
+    "zero_force_ds_cpu_optimizer": _harmless("any optimizer of PyTorch's works"),
+    "wall_clock_breakdown": _harmless("torch.profiler shows more"),
+    "memory_breakdown": _harmless("torch.profiler shows more"),
+    "dump_state": _harmless("print the engine's config"),
+    "log_level": _harmless("the loggers are Python's: `terrazzo.engine`, `terrazzo.deepspeed`"),
+    "disable_python_gc": _harmless("the garbage collector is the program's"),
+    "vocabulary_size": _harmless("DeepSpeed only warns about it"),
+    "timers": _harmless("torch.profiler shows more"),
+    "data_parallel_size": _harmless("it follows from the ranks"),
+    "sequence_parallel_size": _refused("use terrazzo.tensor.experimental.context_parallel", 1),
+    "use_data_before_expert_parallelism": _harmless("there is no expert parallelism"),
+    "expert_parallel": _refused("experts are not divided among ranks: leave it out, every rank has all of them"),
+    "hybrid_engine": _refused("there is no engine that generates"),
+    "weight_quantization": _refused("weights are not quantized"),
+    "pipeline": _harmless("`PipelineModule` is told the same"),
+    "autotuning": _refused(_LAUNCHER),
+    "datastates_ckpt": _refused(
+        "checkpoints are terrazzo's; `save_checkpoint(async_op=True)` writes in the background"
+    ),
+    "elasticity": _refused(_GONE + "; a checkpoint resumes on any number of ranks"),
+    "nebula": _refused(_GONE),
+    "compression_training": _refused(_GONE),
+    "amp": _refused(_GONE + "; use `bf16`, `fp16` or `torch_autocast`"),
+    "quantize_training": _refused(_GONE),
+    "eigenvalue": _refused(_GONE),
+    "sparse_attention": _refused(_GONE),
+    "graph_harvesting": _refused(_GONE),
+    "progressive_layer_drop": _refused(_GONE),
+    "curriculum_learning": _refused(
+        "the old form of a curriculum: describe it in data_efficiency.data_sampling.curriculum_learning, and cut "
+        "sequences to engine.curriculum_limits()"
+    ),
+}
+
+_ZERO = {
+    "stage": _done(),
+    "wrap": _done("terrazzo's own: class names of modules that are gathered together"),
+    "sub_group_size": _done("for checkpoints in DeepSpeed's layout"),
+    "round_robin_gradients": _done("for checkpoints in DeepSpeed's layout"),
+    "zero_hpz_partition_size": _mapped("`reshard_after_forward` of so many ranks"),
+    "mics_shard_size": _mapped("HSDP: so many ranks shard, the others replicate; " + _GONE),
+    "mics_hierarchical_params_gather": _harmless(_GONE),
+    "cpu_offload": _mapped("`offload_optimizer.device`"),
+    "cpu_offload_param": _mapped("`offload_param.device`"),
+    "cpu_offload_use_pin_memory": _harmless("see `offload_optimizer.pin_memory`"),
+    "ignore_unused_parameters": _harmless("a parameter that no rank used has no gradient"),
+    "leaf_module": _harmless("see `wrap`"),
+    "zero_quantized_weights": _refused("parameters are sent as they are"),
+    "zero_quantized_nontrainable_weights": _refused("parameters are sent as they are"),
+    "zero_quantized_gradients": _refused("gradients are sent as they are"),
+    "zeropp_loco_param": _refused(_GONE),
+    "zenflow": _refused("the optimizer steps with all gradients"),
+    "elastic_checkpoint": _harmless("every checkpoint is"),
+    "load_from_fp32_weights": _harmless("weights are loaded in float32"),
+    "pipeline_loading_checkpoint": _harmless("ranks read what they need"),
+    "compute_grad_norm": _harmless("the norm is computed where it is needed"),
+    "enable_sanity_checks": _harmless("checks are always on"),
+    "log_trace_cache_warnings": _harmless("there is no such cache"),
+    "save_muon_momentum_buffer_in_memory": _harmless("it is a state like others"),
+    "memory_efficient_linear": _harmless("PyTorch's is"),
+    "override_module_apply": _harmless("`apply` sees shards"),
+    "legacy_stage1": _harmless("there is one stage 1"),
+    **{
+        key: _harmless(_BUCKETS)
+        for key in (
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "allgather_sequential",
+            "contiguous_gradients",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "model_persistence_threshold",
+            "module_granularity_threshold",
+            "overlap_comm",
+            "param_persistence_threshold",
+            "parameter_alignment",
+            "prefetch_bucket_size",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "stage3_allgather_sequential",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "use_all_reduce_for_fetch_params",
+            "use_multi_rank_bucket_allreduce",
+        )
+    },
+    **{
+        key: _harmless("`save_16bit_model` of `terrazzo.deepspeed` asks for it; nothing else does")
+        for key in (
+            "gather_16bit_weights_on_model_save",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+        )
+    },
+    "offload_optimizer.device": _done("`none` or `cpu`"),
+    "offload_optimizer.pin_memory": _done(),
+    "offload_param.device": _done("`none` or `cpu`"),
+    "offload_param.pin_memory": _done(),
+    **{
+        f"offload_optimizer.{key}": _harmless(_NVME)
+        for key in ("buffer_count", "cpuadam_cores_perc", "fast_init", "nvme_path", "pipeline_read", "pipeline_write")
+    },
+    "offload_optimizer.ratio": _harmless("all of it is offloaded"),
+    "offload_optimizer.super_offload": _harmless("all of it is offloaded"),
+    **{f"offload_param.{key}": _harmless(_NVME) for key in ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")},
+}
+
+_PRECISION = {
+    "fp16.enabled": _done(),
+    "fp16.loss_scale": _done(),
+    "fp16.initial_scale_power": _done(),
+    "fp16.loss_scale_window": _done(),
+    "fp16.hysteresis": _done(),
+    "fp16.consecutive_hysteresis": _done(),
+    "fp16.min_loss_scale": _done(),
+    "fp16.auto_cast": _harmless("inputs are always cast"),
+    "fp16.fp16_master_weights_and_grads": _refused(_FP32),
+    "bf16.enabled": _done(),
+    "bf16.check_grad_overflow": _done("here off unless it is asked for: the host waits for it in every step"),
+    "bf16.immediate_grad_update": _harmless("gradients are reduced as they come"),
+    "bf16.bf16_master_weights_and_grads": _refused(_FP32),
+    "bf16.bf16_optimizer_states": _refused(_FP32),
+    "bfloat16": _mapped("`bf16`"),
+    "torch_autocast.enabled": _done(),
+    "torch_autocast.dtype": _done("`bfloat16`; for float16 use `fp16`"),
+    "torch_autocast.lower_precision_safe_modules": _harmless("parameters are sent in float32"),
+    "data_types.grad_accum_dtype": _harmless("gradients add up in float32"),
+    "data_types.param_dtype": _refused("see `bf16` and `fp16`", "fp32", "float32", "auto"),
+    "data_types.buffer_dtype": _refused("buffers keep their dtype", "auto"),
+    "data_types.keep_in_fp32_modules": _refused("`bf16` and `fp16` are for the whole model", "auto"),
+}
+
+_REPORTS = {
+    "tensorboard.enabled": _done("through torch.utils.tensorboard"),
+    "tensorboard.output_path": _done(),
+    "tensorboard.job_name": _done(),
+    "csv_monitor.enabled": _done(),
+    "csv_monitor.output_path": _done(),
+    "csv_monitor.job_name": _done(),
+    "wandb.enabled": _done("through wandb"),
+    "wandb.group": _done(),
+    "wandb.team": _done(),
+    "wandb.project": _done(),
+    "comet": _refused("there is no monitor for it: use engine.watchers"),
+    "flops_profiler.enabled": _done("through torch.utils.flop_counter, of one forward"),
+    "flops_profiler.profile_step": _done(),
+    "flops_profiler.module_depth": _done(),
+    "flops_profiler.output_file": _done(),
+    "flops_profiler.recompute_fwd_factor": _harmless("only forward is counted"),
+    "flops_profiler.top_modules": _harmless("all modules are shown"),
+    "flops_profiler.detailed": _harmless("the report has one form"),
+    "comms_logger.enabled": _done("see `comm.log_summary`"),
+    "comms_logger.verbose": _done("log every collective"),
+    "comms_logger.prof_all": _harmless("all are counted"),
+    "comms_logger.prof_ops": _harmless("all are counted"),
+    "comms_logger.debug": _harmless("the report has one form"),
+}
+
+_DATA = {
+    "enabled": _done(),
+    "seed": _done(),
+    "data_sampling.enabled": _done(),
+    "data_sampling.num_epochs": _harmless("the order has no end"),
+    "data_sampling.num_workers": _done("processes that load data"),
+    "data_sampling.pin_memory": _done(),
+    "data_sampling.dynamic_batching": _refused("batches are of one size"),
+    "data_sampling.curriculum_learning.enabled": _done(),
+    "data_sampling.curriculum_learning.curriculum_metrics": _done(
+        "`difficulties=` of `terrazzo.engine.initialize` has the values; files of DeepSpeed's analysis are not read"
+    ),
+    "data_sampling.curriculum_learning.data_cluster_path": _harmless("there are no clusters"),
+    "data_routing.enabled": _done(),
+    "data_routing.random_ltd.enabled": _done(),
+    "data_routing.random_ltd.random_ltd_layer_id": _done("layers of the longest `nn.ModuleList`"),
+    "data_routing.random_ltd.hidden_state_order": _done(),
+    "data_routing.random_ltd.random_ltd_schedule": _done(),
+    "data_routing.random_ltd.layer_token_lr_schedule": _refused("the learning rate is the scheduler's"),
+    **{
+        f"data_routing.random_ltd.{key}": _harmless("it is seen in the model and the data")
+        for key in (
+            "attention_mask",
+            "consumed_layer_tokens",
+            "global_batch_size",
+            "micro_batch_size",
+            "model_mask_name",
+            "model_type",
+            "random_ltd_layer_num",
+            "sample_idx",
+            "total_layer_num",
+        )
+    },
+}
+
+_OTHERS = {
+    **{
+        f"activation_checkpointing.{key}": _harmless("inputs of checkpointed functions stay where they are")
+        for key in (
+            "contiguous_memory_optimization",
+            "cpu_checkpointing",
+            "number_checkpoints",
+            "partition_activations",
+            "profile",
+            "synchronize_checkpoint_boundary",
+        )
+    },
+    **{
+        f"aio.{key}": _harmless(_NVME)
+        for key in ("block_size", "intra_op_parallelism", "overlap_events", "queue_depth", "single_submit", "use_gds")
+    },
+    "checkpoint.tag_validation": _harmless("tags are always compared"),
+    "checkpoint.load_universal": _harmless("such checkpoints are recognised"),
+    "checkpoint.use_node_local_storage": _refused("all ranks see the checkpoint's folder"),
+    "checkpoint.parallel_write": _harmless("every rank writes its part"),
+    "checkpoint.type": _harmless("checkpoints are terrazzo's"),
+    "checkpoint.writer": _harmless("checkpoints are terrazzo's"),
+    "compile.deepcompile": _refused("use engine.compile(), which is torch.compile"),
+    **{
+        f"compile.{key}": _harmless("it is for `deepcompile`")
+        for key in (
+            "autoep_non_moe",
+            "debug_log",
+            "double_buffer",
+            "free_activation",
+            "free_activation_threshold",
+            "keep_all_input_tensors",
+            "keep_int_input_tensors",
+            "offload_activation",
+            "offload_activation_pin_memory",
+            "offload_opt_states",
+            "offload_parameters",
+            "passes",
+            "symmetric_memory",
+            "sync_after_allgather",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_before_reduce",
+        )
+    },
+    "tensor_parallel.autotp_size": _refused("cut the model with terrazzo.tensor.parallel.parallelize_module", 0, 1),
+    **{
+        f"tensor_parallel.{key}": _harmless("it is for `autotp_size`")
+        for key in (
+            "dtype",
+            "injection_policy_tuple",
+            "keep_module_on_host",
+            "kernel_inject",
+            "partition_config",
+            "preset_model",
+            "replace_with_kernel_inject",
+            "tensor_parallel",
+            "tp",
+            "tp_overlap_comm",
+            "vocab_parallel_ce_backend",
+            "vocab_parallel_lm_head",
+        )
+    },
+}
+
+KEYS: Final[dict[str, Key]] = {
+    **_TOP,
+    **{f"zero_optimization.{key}": entry for key, entry in _ZERO.items()},
+    **_PRECISION,
+    **_REPORTS,
+    **{f"data_efficiency.{key}": entry for key, entry in _DATA.items()},
+    **_OTHERS,
+}
+
+SECTIONS: Final = frozenset(path[:i] for path in KEYS for i in range(len(path)) if path[i] == ".")
+"""What holds further keys."""
+
+AUTO: Final[dict[str, Any]] = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+}
+"""What `"auto"` is where no Trainer of Transformers has filled it: the defaults of the Trainer's arguments.
+
+None is what is not given; every other `"auto"` is left to the engine as well.
+"""

@@ -1,0 +1,54 @@
+"""What saving and loading know of the engine: the parts of a run that a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from terrazzo.engine.config import Batch, EngineConfig
+from terrazzo.engine.loss_scale import LossScale
+from terrazzo.engine.lr import Scheduler
+from terrazzo.engine.pipeline import Pipeline
+from terrazzo.engine.placing import Ranks
+from terrazzo.engine.random_ltd import RandomLTD
+from terrazzo.engine.sampler import ResumableSampler
+from terrazzo.engine.sparse import SparseEmbeddings
+
+
+class Trained(Protocol):
+    """A run: its model, the optimizer and all that counts.  `Engine` is one."""
+
+    module: Any
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Scheduler | None
+    data_sampler: ResumableSampler | None
+    random_ltd: RandomLTD | None
+    sparse: SparseEmbeddings | None
+    pipeline: Pipeline | None
+    loss_scale: LossScale
+    shared_params: dict[str, str]
+    config: EngineConfig
+    batch: Batch
+    ranks: Ranks
+    stage: Any
+    dtype: torch.dtype
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradients wait for the optimizer."""
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks see different data."""
+
+    @property
+    def mp_world_size(self) -> int:
+        """How many ranks hold parts of one model."""
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state."""

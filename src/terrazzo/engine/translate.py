@@ -1,0 +1,118 @@
+"""From a config as DeepSpeed's JSON has it to the engine's own sections, by the table of `deepspeed_keys`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.engine.deepspeed_keys import AUTO, KEYS, SECTIONS
+from terrazzo.errors import EngineConfigError
+
+
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The keys that the engine has, and the names of those that mean nothing here.
+
+    What is in neither table is left for the engine's own check, which names it.
+
+    >>> translate({"train_batch_size": 8.0, "zero_optimization": {"stage": 3, "overlap_comm": True}})
+    ({'train_batch_size': 8, 'zero_optimization': {'stage': 3}}, ['zero_optimization.overlap_comm'])
+    """
+    ignored: list[str] = []
+    kept = _section(_renamed(given), "", ignored)
+    return kept, ignored
+
+
+def _section(given: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        full = f"{path}.{name}" if path else name
+        entry = KEYS.get(full)
+        if value == "auto" and isinstance(value, str) and (entry is None or entry.fate == "done"):
+            value = AUTO.get(full)
+            if value is None:
+                continue
+        if entry is None:
+            if full in SECTIONS and value is None:
+                continue
+            kept[name] = _section(value, full, ignored) if full in SECTIONS and isinstance(value, Mapping) else value
+            if full in SECTIONS and kept[name] == {}:
+                del kept[name]
+        elif entry.fate == "harmless":
+            ignored.append(full)
+        elif entry.fate == "refused":
+            if entry.asks(value):
+                raise EngineConfigError(f"config: {full} is not supported: {entry.why}")
+            ignored.append(full)
+        else:
+            kept[name] = _plain(value, full)
+    return kept
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Whole numbers as integers, as JSON cannot always have them; `"auto"` inside as the table has it."""
+    if isinstance(value, Mapping):
+        inside = {name: _plain(item, f"{path}.{name}") for name, item in value.items()}
+        return {name: item for name, item in inside.items() if item is not None or value[name] is None}
+    if isinstance(value, str) and value == "auto" and path.startswith(("optimizer.params", "scheduler.params")):
+        return AUTO.get(path)
+    if isinstance(value, float) and path not in _FLOATS and not path.startswith(("optimizer.", "scheduler.")):
+        if value.is_integer():
+            return int(value)
+        if path == "steps_per_print":  # infinite, as Transformers says
+            return None
+    return value
+
+
+_FLOATS = frozenset({"gradient_clipping", "fp16.loss_scale", "fp16.min_loss_scale"})
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said in other words."""
+    config = dict(given)
+    if "bfloat16" in config:
+        config.setdefault("bf16", config["bfloat16"])
+        del config["bfloat16"]
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        config["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        config["zero_optimization"] = _renamed_zero(zero)
+    if isinstance(config.get("data_efficiency"), Mapping):
+        config["data_efficiency"] = _renamed_metrics(config["data_efficiency"])
+    for name in ("fp16", "bf16"):
+        section = config.get(name)
+        if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
+            # What follows from it is of no interest then, and may be unfilled.
+            config[name] = {key: value for key, value in section.items() if key == "enabled"}
+    if "communication_data_type" in config:
+        names = {"float16": "fp16", "half": "fp16", "bfp16": "bf16", "bfloat16": "bf16", "float32": "fp32"}
+        wanted = config["communication_data_type"]
+        config["communication_data_type"] = names.get(wanted, wanted) if isinstance(wanted, str) else wanted
+    return config
+
+
+def _renamed_zero(given: Mapping[str, Any]) -> dict[str, Any]:
+    zero = dict(given)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if zero.pop(old, False):
+            zero.setdefault(new, {"device": "cpu"})
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, ...) is None:
+            del zero[name]
+    if zero.get("mics_shard_size") in (-1, None):
+        zero.pop("mics_shard_size", None)
+    return zero
+
+
+def _renamed_metrics(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a curriculum's metrics, only how they grow: the values of the samples are passed to `initialize`."""
+    efficiency = copy.deepcopy(dict(given))
+    sampling = efficiency.get("data_sampling") or {}
+    metrics = (sampling.get("curriculum_learning") or {}).get("curriculum_metrics") or {}
+    for name, metric in metrics.items():
+        if metric.pop("difficulty_type", "value") != "value":
+            raise EngineConfigError(f"config: curriculum_metrics.{name}.difficulty_type is value, percentiles are not")
+        for key in ("index_to_sample_path", "index_to_metric_path", "clustering_type"):
+            metric.pop(key, None)
+    return efficiency

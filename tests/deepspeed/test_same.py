@@ -1,0 +1,36 @@
+"""Scripts see the same under DeepSpeed and under terrazzo; all ten of them in `make proofs`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from engine.deepspeed_cases import deepspeed_is_installed
+from ranks import run_ranks
+
+HERE = Path(__file__).parent
+IN_THE_SUITE = ["gpt", "lora", "by_hand", "pipeline"]
+
+
+def load(name: str):
+    """A module beside this one; `deepspeed` as a package's name is taken."""
+    spec = importlib.util.spec_from_file_location(f"deepspeed_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_ours(names: list[str], folder: str) -> dict[str, list[float]]:
+    import terrazzo.deepspeed as ours
+
+    return load("scripts").run(ours, names, Path(folder))
+
+
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
+def test_scripts_see_the_same(tmp_path):
+    same = load("same")
+    theirs = same.run("real", IN_THE_SUITE, tmp_path)
+    ours = run_ranks(2, check_ours, IN_THE_SUITE, str(tmp_path), timeout=120)[0]
+    assert set(same.differences(theirs, ours)) == set(IN_THE_SUITE)

@@ -1,0 +1,320 @@
+"""A script for DeepSpeed runs with another import, and trains as one process with PyTorch alone does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import terrazzo.deepspeed as deepspeed
+from engine.deepspeed_cases import deepspeed_is_installed
+from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
+from ranks import run_ranks
+from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
+
+STEPS = 5
+
+
+def mine(x, y, micro=0, of=1):
+    """This rank's part of a whole batch."""
+    size = len(x) // dist.get_world_size() // of
+    first = (micro * dist.get_world_size() + dist.get_rank()) * size
+    return x[first : first + size], y[first : first + size]
+
+
+def check_script(folder: str) -> None:
+    expected = torch.tensor(train_plainly(STEPS)[0])
+    path = f"{folder}/ds.json"
+    if dist.get_rank() == 0:
+        with open(path, "w") as file:
+            json.dump(config(2), file)
+    dist.barrier()
+    args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed_config", path])
+    deepspeed.init_distributed()
+    model = make_model()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args=args, model=model, model_parameters=[p for p in model.parameters() if p.requires_grad]
+    )
+    assert loader is None and isinstance(engine, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    losses = []
+    for x, y in batches(STEPS):
+        loss = loss_of(engine, *mine(x, y))
+        engine.backward(loss)
+        engine.step()
+        assert engine.was_step_applied()
+        losses.append(averaged(loss))
+    torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-5)
+    assert scheduler.get_last_lr() == engine.get_lr() == [optimizer.param_groups[0]["lr"]]
+    assert engine.global_steps == STEPS and engine.zero_optimization_stage() == 2
+    assert engine.shift.shape == (7,) and "module.head.weight" in dict(engine.named_parameters())
+    assert engine.get_global_grad_norm() > 0 and not optimizer.overflow and engine.loss_scale() == 1
+    assert engine.zero_reduce_bucket_size() == 500_000_000 and engine.get_batch_info() == (8, 4, 1)
+    with pytest.raises(AttributeError, match="nor has the model"):
+        engine.nothing_of_that_name  # noqa: B018
+    assert engine.save_checkpoint(folder, client_state={"mine": 3}) is True
+    assert engine.load_checkpoint(folder)[1] == {"mine": 3}
+    assert engine.load_checkpoint(f"{folder}/none") == (None, None)
+    assert engine.save_16bit_model(folder, "whole.bin") is True
+    stored = torch.load(f"{folder}/whole.bin", weights_only=True)
+    fresh = make_model(3)
+    fresh.load_state_dict(stored)
+    torch.testing.assert_close(loss_of(fresh, *mine(x, y)), loss_of(engine, *mine(x, y)))
+    assert stored["mix.weight"].data_ptr() == stored["again.weight"].data_ptr()
+    engine.destroy()
+
+
+def test_a_usual_script(tmp_path):
+    run_ranks(2, check_script, str(tmp_path))
+
+
+def check_direct_backward() -> None:
+    """`loss.backward()`, in every stage and with accumulation, also where the loss has terms beside the model's."""
+    expected = None
+    for stage in (0, 1, 2, 3):
+        for way in ("engine", "direct", "by hand", "no_sync"):
+            if way == "no_sync" and stage > 1:
+                continue
+            engine, *_ = deepspeed.initialize(model=make_model(), config=config(stage, gradient_accumulation_steps=2))
+            losses = []
+            for x, y in batches(STEPS):
+                total = torch.zeros(())
+                for micro in (0, 1):
+                    if way == "by hand":
+                        engine.set_gradient_accumulation_boundary(micro == 1)
+                    part = mine(x, y, micro, 2)
+                    if way == "no_sync" and micro == 0:
+                        with engine.no_sync():
+                            engine.backward(loss := loss_of(engine, *part))
+                    else:
+                        loss = loss_of(engine, *part)
+                        _ = loss.backward() if way == "direct" else engine.backward(loss)
+                    total += loss.detach() / 2
+                    if way in ("engine", "direct"):
+                        engine.step()
+                        assert engine.was_step_applied() is (micro == 1)
+                if way in ("by hand", "no_sync"):
+                    engine.set_gradient_accumulation_boundary(True)
+                    engine.step()
+                    engine.set_gradient_accumulation_boundary(None)
+                losses.append(averaged(total))
+            assert engine.global_steps == STEPS
+            expected = losses if expected is None else expected
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(expected), torch.tensor(train_plainly(STEPS)[0]), rtol=1e-5, atol=1e-5)
+
+
+def check_wrong_backward() -> None:
+    x, y = mine(*next(batches(1)))
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config(2, gradient_accumulation_steps=2))
+    engine.backward(loss_of(engine, x[:2], y[:2]))
+    engine.step()
+    loss_of(engine, x[2:], y[2:]).backward()
+    with pytest.raises(EngineError, match="use one of them"):
+        engine.step()
+    half, *_ = deepspeed.initialize(model=make_model(), config=config(1, fp16={"enabled": True, "loss_scale": 64}))
+    with pytest.raises(EngineError, match=r"engine.scale\(loss\).backward"):
+        loss_of(half, x, y).backward()
+    direct = [p.grad for p in half.module.parameters()]
+    assert all(grad is None for grad in direct)
+    for way in ("scale", "backward"):
+        half, *_ = deepspeed.initialize(model=make_model(), config=config(1, fp16={"enabled": True, "loss_scale": 64}))
+        loss = loss_of(half, x, y)
+        _ = half.scale(loss).backward() if way == "scale" else half.backward(loss)
+        grad = deepspeed.utils.safe_get_full_grad(half.module.head.weight)
+        first = grad if way == "scale" else first  # noqa: F821
+        torch.testing.assert_close(grad, first)
+    sharded, *_ = deepspeed.initialize(model=make_model(), config=config(3))
+    with pytest.raises(EngineError, match="stage 3 shards"), sharded.no_sync():
+        pass
+    whole, *_ = deepspeed.initialize(model=make_model(), config=config(0))
+    with whole.no_sync():
+        whole.backward(loss_of(whole, x, y))
+        with pytest.raises(EngineError, match="inside no_sync"):
+            whole.step()
+
+
+def test_loss_backward_gives_the_right_gradients_or_an_error():
+    run_ranks(2, check_direct_backward, timeout=120)
+    run_ranks(2, check_wrong_backward)
+
+
+def check_whole_tensors() -> None:
+    rank = dist.get_rank()
+    x, y = next(batches(1))
+    for stage in (0, 3):
+        plain = make_model()
+        loss_of(plain, x, y).backward()
+        theirs = dict(plain.named_parameters())
+        options = {**config(stage), "gradient_clipping": 0.0, "scheduler": {"type": "WarmupLR", "params": {}}}
+        engine, *_ = deepspeed.initialize(model=make_model(), config=options)
+        utils, named = deepspeed.utils, dict(engine.module.named_parameters())
+        assert utils.safe_get_full_optimizer_state(named["head.weight"], "exp_avg") is None
+        engine.backward(loss_of(engine, *mine(x, y)))
+        for name, p in named.items():
+            assert torch.equal(utils.safe_get_full_fp32_param(p), theirs[name])
+            if p.requires_grad:
+                torch.testing.assert_close(utils.safe_get_full_grad(p), theirs[name].grad)
+        weight = named["head.weight"]
+        utils.safe_set_full_grad(weight, torch.ones(3, 7))
+        assert utils.safe_get_local_grad(weight).eq(1).all()
+        engine.step()
+        torch.testing.assert_close(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.full((3, 7), 0.1))
+        utils.safe_set_full_optimizer_state(weight, torch.zeros(3, 7), "exp_avg")
+        assert utils.safe_get_local_optimizer_state(weight, "exp_avg").eq(0).all()
+        utils.safe_set_full_fp32_param(weight, torch.arange(21.0).reshape(3, 7))
+        assert torch.equal(weight.full_tensor(), torch.arange(21.0).reshape(3, 7))
+        with pytest.raises(EngineValueError, match="of shape"):
+            utils.safe_set_full_fp32_param(weight, torch.zeros(2))
+        with pytest.raises(EngineValueError, match="no gradient"):
+            utils.safe_set_full_grad(weight, torch.ones(3, 7))
+
+        with deepspeed.zero.GatheredParameters([weight, named["head.bias"]], modifier_rank=1):
+            assert weight.data.numpy().shape == (3, 7) and engine.module.head.weight is weight
+            if rank == 1:
+                nn.init.constant_(weight, 2.0)
+                engine.module.head.bias.data[1:] = 5.0
+        assert type(weight).__name__ == "DTensor" and weight.full_tensor().eq(2).all()
+        assert named["head.bias"].full_tensor()[1:].eq(5).all()
+        with deepspeed.zero.GatheredParameters(weight):
+            assert (weight + 1).sum().item() == 63 and len(weight) == 3 and weight.tolist()[0][0] == 2
+        x1, y1 = mine(x, y)
+        plain.load_state_dict({name: p.full_tensor() for name, p in named.items()}, strict=False)
+        torch.testing.assert_close(loss_of(engine, x1, y1), loss_of(plain, x1, y1))  # forward has seen it all
+
+
+def test_whole_parameters_gradients_and_states():
+    run_ranks(2, check_whole_tensors)
+
+
+def check_around() -> None:
+    with pytest.raises(AttributeError, match="write the layer in PyTorch"):
+        deepspeed.moe  # noqa: B018
+
+    x, y = mine(*next(batches(1)))
+    no_optimizer = {key: value for key, value in config(3).items() if key not in ("optimizer", "scheduler")}
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=make_model(), config=no_optimizer)
+    assert optimizer is None and scheduler is None
+    with torch.no_grad():
+        torch.testing.assert_close(engine(x), make_model()(x))
+    engine.backward(loss_of(engine, x, y))
+    with pytest.raises(EngineError, match="without an optimizer"):
+        engine.step()
+    with pytest.raises(EngineConfigError, match="there is no config"):
+        deepspeed.initialize(model=make_model())
+    with pytest.raises(EngineConfigError, match="and as config_params"):
+        deepspeed.initialize(model=make_model(), config=config(0), config_params=config(0))
+    with pytest.raises(EngineError, match="other models"):
+        deepspeed.initialize(model=make_model(), model_parameters=nn.Linear(2, 2).parameters(), config=config(0))
+
+    # What is passed comes before what the config describes; a scheduler may be PyTorch's.
+    model = make_model()
+    passed = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.5)
+    rates = torch.optim.lr_scheduler.LambdaLR(passed, lambda step: 1 / (step + 1))
+    data = TensorDataset(torch.randn(11, 6), torch.randn(11, 3))
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model, optimizer=passed, lr_scheduler=rates, training_data=data, config=config(1)
+    )
+    assert optimizer.optimizer is passed and scheduler is rates
+    seen = 0
+    for a, b in loader:
+        engine.backward(loss_of(engine, a, b))
+        engine.step()
+        seen += len(a)
+    assert seen == 6 and len(loader) == 2 and engine.get_lr() == [0.5 / 3]
+    repeating = deepspeed.utils.RepeatingLoader(loader)
+    assert len([next(repeating) for _ in range(5)]) == 5
+    with pytest.raises(EngineError, match="call engine.step"):
+        optimizer.step()
+    groups = [{"params": [model.head.weight], "lr": 0.25}, {"params": [model.embed.weight]}]
+    model = make_model()
+    groups = [{"params": [model.head.weight], "lr": 0.25}, {"params": model.embed.parameters()}]
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups,
+        config={**no_optimizer, "optimizer": {"type": "Lion", "params": {"lr": 1}}},
+    )
+    assert [(len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [(1, 0.25), (2, 1)]
+    later = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = engine.module.blocks[0].up.weight.full_tensor()
+    engine.backward(loss_of(engine, x, y))
+    engine.step()
+    later.step()
+    assert torch.equal(engine.module.blocks[0].up.weight.full_tensor(), before)  # trained only what it was told
+    assert engine.get_lr() == [0.025, 0.1]
+    engine.set_train_batch_size(16)
+    assert engine.gradient_accumulation_steps() == 2 and engine.get_mom() == [(0.9, 0.99)] * 2
+    assert deepspeed.get_accelerator().device_name() == "cpu" and deepspeed.comm.get_rank() == dist.get_rank()
+    assert deepspeed.comm.get_all_ranks_from_group() == [0, 1]
+
+
+def test_what_scripts_use_besides():
+    run_ranks(2, check_around)
+
+
+class Part(nn.Module):
+    def __init__(self, seed: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def pipeline_layers():
+    tied = [deepspeed.pipe.TiedLayerSpec("t", Part, 3, 6, 6, tied_weight_attr=["linear.weight", "linear.bias"])] * 2
+    layers = [deepspeed.pipe.LayerSpec(Part, seed, 6, 6) for seed in (0, 1)]
+    return [tied[0], *layers, lambda x: x * 2, tied[1], nn.Linear(6, 3)]
+
+
+def check_pipeline(folder: str) -> list[float]:
+    runs = []
+    x, y = next(batches(1))
+    for stages in (1, 2):
+        torch.manual_seed(9)
+        model = deepspeed.PipelineModule(
+            pipeline_layers(), num_stages=stages, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=2
+        )
+        options = {**config(1), "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=options
+        )
+
+        def micro_batches(x, y, stages=stages):
+            pairs = zip(x.chunk(2), y.chunk(2), strict=True)
+            return (mine(a, b) if stages == 1 else (a, b) for a, b in pairs)  # alone, a stage's ranks differ in data
+
+        losses = [float(engine.train_batch(micro_batches(x, y))) for x, y in batches(STEPS)]
+        losses.append(float(engine.eval_batch(micro_batches(x, y))))
+        runs.append(losses)
+    torch.testing.assert_close(torch.tensor(runs[0]), torch.tensor(runs[1]), rtol=1e-5, atol=1e-6)
+    engine.save_checkpoint(folder, "t")
+    with pytest.raises(EngineError, match="call train_batch"):
+        engine(x)
+    return runs[0]
+
+
+def test_pipelines(tmp_path):
+    run_ranks(2, check_pipeline, str(tmp_path))
+
+
+def test_layers_are_cut_as_deepspeed_cuts_them():
+    from terrazzo.deepspeed.pipe.partition import balanced, uniform
+
+    if not deepspeed_is_installed():
+        pytest.skip("DeepSpeed is not installed")
+    import deepspeed.runtime.utils as theirs
+
+    generator = torch.Generator().manual_seed(0)
+    for items in range(1, 9):
+        for parts in range(1, 5):
+            assert uniform(items, parts) == list(theirs.partition_uniform(items, parts)) or items < parts
+            for _ in range(4):
+                weights = torch.randint(0, 5, (items,), generator=generator).tolist()
+                if items >= parts:
+                    assert balanced(weights, parts) == list(theirs.partition_balanced(weights, parts)), weights
