@@ -39,9 +39,10 @@ def load(
     A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
     asked in the order of their keys, so they may communicate.
 
-    Ranks do not wait for each other, and an error stays on the rank that has it.  Only a planner with a global step of
-    its own (`create_global_plan`) or a storage reader that is not terrazzo's (one without `plans_alone`) brings the
-    ranks together: then `load` is collective, and an error of one rank is the same `CheckpointException` on all.
+    Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  Only a
+    planner with a global step of its own (`create_global_plan`) or a storage reader that is not terrazzo's (one
+    without `plans_alone`) brings the ranks together: then `load` is collective, and an error of one rank is the same
+    `CheckpointException` on all.
 
     Unlike PyTorch's, ranks may pass different keys; a key that the checkpoint lacks is an error on the rank
     that asked; and all keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`

@@ -46,7 +46,7 @@ class FsspecStore(Store):
 
             fs, folder = fsspec.url_to_fs(self._url, **settings)
         else:
-            folder = fs._strip_protocol(self._url)
+            folder = self._url.partition("://")[2] or self._url
         self._fs: Any = fs
         self._folder: str = folder.rstrip("/")
 
