@@ -28,8 +28,9 @@ $(TRIED_DEEPSPEED): $(READY)
 	    "tests that run it will be skipped; 'make deepspeed' tries again" >&2
 	touch $@
 
+# Two processes, each with ranks of its own, since much of the time one only waits; a file's tests stay together.
 test: $(READY) $(TRIED_DEEPSPEED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What takes too long for every change: random programs, the whole of PyTorch's op database, every way for a rank to
 # fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.

@@ -99,7 +99,7 @@ class Outcome:
         return f"=== rank {self.rank} {what.rstrip()}{output}"
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Calls `fn(*args)` on each of `world` persistent ranks and returns their results in rank order.
 
     `fn` is a module-level function, `world` one of 1, 2, 4. If any rank does not return, raises `RanksFailed` with
@@ -126,7 +126,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     return [outcome.value for outcome in outcomes]
 
 
-def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Outcome]:
+def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Outcome]:
     """Calls `fn(*args)` on `world` new ranks, whose failures and deaths are results like any other.
 
     Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds.

@@ -111,13 +111,13 @@ def test_missing_files_and_unknown_versions(path: Path) -> None:
     file.write_bytes(content)
     manifest = path / "manifest.terrazzo"
     data = bytearray(manifest.read_bytes())
-    data[8] = 2
+    data[8] = 3
     import xxhash
 
     data[56:64] = xxhash.xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
     manifest.write_bytes(data)
     for attempt in (lambda: load({"s": state(False)}, checkpoint_id=path), lambda: verify(path)):
-        with pytest.raises(CheckpointFormatError, match="version 2"):
+        with pytest.raises(CheckpointFormatError, match="version 3"):
             attempt()
 
 

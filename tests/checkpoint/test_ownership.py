@@ -9,10 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
 from terrazzo.checkpoint.native.coverage import check_coverage
-from terrazzo.checkpoint.native.manifest import Manifest, TensorEntry
+from terrazzo.checkpoint.native.manifest import TensorEntry
+from terrazzo.checkpoint.native.merging import About, make_part, merge
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.ownership import Claim, Negotiation, answers, assign, groups_unsure
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box
@@ -166,21 +170,68 @@ def test_coverage_of_odd_cases() -> None:
 # ------------------------------------------------------------------ scale
 
 
-def test_a_manifest_of_many_ranks(tmp_path) -> None:
+def test_a_root_of_many_ranks() -> None:
     ranks, tensors = 64, 50
     data = scale.merge_parts(scale.parts_of(ranks, tensors))
-    manifest = Manifest(data, "test")
-    assert len(manifest.starts) == ranks * tensors and manifest.head.ranks == ranks
-    assert len(data) < 64 * ranks * tensors
+    assert len(data) < 100 * tensors + (300 + 60 * scale.OWN) * ranks  # not of ranks times tensors
+    root = Root(data, "test")
+    assert root.head.ranks == ranks and len(root.head.tensors) == tensors + scale.OWN * ranks
     for rank in (0, 17, 63):
         state = scale.state_of(rank, ranks, tensors)
         assert len(scale.plan_save(rank, ranks, state).items) == tensors
-        assert scale.read_part(data, state) == tensors
-    record = manifest.record("layers.7.weight")
-    order = record.boxes[:, 0, 0]
-    assert order.tolist() == list(range(0, 4 * ranks, 4))
-    assert manifest.files[record.first : record.first + ranks].tolist() == list(range(ranks))
-    assert set(manifest.sums[manifest.first_sums[record.first : record.first + ranks]].tolist()) == {7}
+        index = scale.index_of(rank, tensors)
+        assert scale.read_part(scale.with_index(data, rank, index), index, state) == tensors
+    dtype, shape, chunks = root.describe("layers.7.weight")
+    assert dtype is torch.float32 and shape == (4 * ranks, 1024)
+    assert [tuple(chunk.offsets) for chunk in chunks] == [(row, 0) for row in range(0, 4 * ranks, 4)]
+    assert root.owner_tables[root.tensors["layers.7.weight"].owners].tolist() == list(range(ranks))
+    assert root.owner_tables[root.tensors["rank5.bias.3"].owners].tolist() == [5]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
+    """Grids, uneven ones, halves of halves, on ranks at random: the root says where each chunk is."""
+    ranks = data.draw(st.integers(1, 5))
+    expected: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], int]]] = {}
+    chosen: list[list[tuple[TensorEntry, tuple[int, ...]]]] = [[] for _ in range(ranks)]
+    for number in range(data.draw(st.integers(1, 4))):
+        shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
+        boxes = [Box.whole(shape)]
+        for _ in range(data.draw(st.integers(0, 4)) if 0 not in shape and shape else 0):
+            victim = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+            dim = data.draw(st.integers(0, len(shape) - 1))
+            parts = data.draw(st.integers(1, victim.lengths[dim]))
+            step = -(-victim.lengths[dim] // parts)
+            starts = range(0, victim.lengths[dim], step)
+            boxes += victim.split(dim, [min(step, victim.lengths[dim] - start) for start in starts])
+        entry = TensorEntry(f"t{number}", "float32", shape)
+        expected[entry.name] = {}
+        for box in boxes:
+            rank = data.draw(st.integers(0, ranks - 1))
+            chosen[rank].append((entry, box.offsets + box.lengths))
+            expected[entry.name][box.offsets] = (box.lengths, rank)
+    parts = [
+        make_part([e for e, _ in mine], [b for _, b in mine], scale.part_entry(rank), [])
+        for rank, mine in enumerate(chosen)
+    ]
+    about = About("0123456789ab", 0.0, "test", {}, None)
+    root = Root(merge(parts, about), "test")
+    for name, chunks in expected.items():
+        owners = root.owner_tables[root.tensors[name].owners].tolist()
+        found = {tuple(c.offsets): (tuple(c.sizes), r) for c, r in zip(root.describe(name)[2], owners, strict=True)}
+        assert found == chunks
+    victim = data.draw(st.sampled_from([rank for rank in range(ranks) if chosen[rank]]))
+    gone = data.draw(st.integers(0, len(chosen[victim]) - 1))
+    missing = chosen[victim].pop(gone)
+    twice = data.draw(st.booleans())
+    if twice:  # somebody else has written it as well
+        chosen[victim] += [missing, missing]
+    parts[victim] = make_part([e for e, _ in chosen[victim]], [b for _, b in chosen[victim]], scale.part_entry(0), [])
+    if 0 in missing[0].shape or (not twice and len(expected[missing[0].name]) == 1):
+        return
+    with pytest.raises(CheckpointError, match="more than once|written by [23]" if twice else "were not written"):
+        merge(parts, about)
 
 
 def test_a_rank_that_is_missing_is_noticed() -> None:

@@ -18,20 +18,145 @@ def test_programs_are_as_on_one_device():
     assert not found, "\n\n".join(map(str, found[:3]))
 
 
-WERE_WRONG = [
-    ("v0 = leaf((3,), 'float32', Replicate(), grad=True)", "v0[False] = 7"),
+WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    ((4,), ("v0 = leaf((3,), 'float32', Replicate(), grad=True)", "v0[False] = 7")),
     (
-        "v0 = leaf((4, 4, 3), 'float32', Shard(2))",
-        "v0[True, [3], -4:7:3, ..., None].index_add_(-1, index([0], Replicate()), "
-        "leaf((1, 2, 3, 1), 'float32', Shard(0)))",
+        (4,),
+        (
+            "v0 = leaf((4, 4, 3), 'float32', Shard(2))",
+            "v0[True, [3], -4:7:3, ..., None].index_add_(-1, index([0], Replicate()), "
+            "leaf((1, 2, 3, 1), 'float32', Shard(0)))",
+        ),
     ),
-    ("v0 = leaf((4, 2), 'float32', Shard(0))", "copy.copy(v0.as_strided((2,), (1,))).abs_()"),
-    ("v0 = leaf((6, 3, 5), 'float32', Shard(2))", "torch.broadcast_to(v0, (2, 6, -1, -1)).conj_physical_()"),
+    ((4,), ("v0 = leaf((4, 2), 'float32', Shard(0))", "copy.copy(v0.as_strided((2,), (1,))).abs_()")),
+    ((4,), ("v0 = leaf((6, 3, 5), 'float32', Shard(2))", "torch.broadcast_to(v0, (2, 6, -1, -1)).conj_physical_()")),
+    (
+        (4,),
+        (
+            "v0 = leaf((4, 6), 'float32', Replicate(), grad=True)",
+            "with torch.no_grad(): v0.squeeze_()",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((4, 3), 'float32', Replicate(), Replicate(), grad=True)",
+            "v0.swapaxes_(-1, 0)",
+        ),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((4, 1), 'int32', Replicate())",
+            "v3 = v0.float()",
+            "v0[False] = v3",
+        ),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((4, 6), 'float32', Shard(0), grad=True)",
+            "v2 = v0[-1:4:1].view(6, 1).T",
+            "v2[torch.Size([1, 0])] = 4",
+        ),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((8, 3, 1), 'float32', Shard(1))",
+            "v1 = v0 * 1",
+            "v1.zero_()",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v4 = leaf((4, 4, 2), 'float32', Replicate(), Replicate(), grad=True)",
+            "v4[::-1] = 1",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((2, 4), 'float32', Replicate(), Replicate(), grad=True)",
+            "v0[slice(0, 2, 0)] = 1",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v4 = leaf((4, 6, 2), 'float32', Replicate(), Replicate(), grad=True)",
+            "v4[3.0] = 1",
+        ),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((3, 3), 'float32', Shard(1))",
+            "v0.long().add_(v0)",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((2, 2), 'float32', Replicate(), Replicate(), grad=True)",
+            "v1 = v0 * 1",
+            "v1.bernoulli_(1.0)",
+        ),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((3, 4, 4), 'float32', Replicate())",
+            "v1 = torch.Tensor.float(v0.take_along_dim(index([8], Replicate())))",
+            "v4 = place(v1, Shard(0))",
+            "v4.expand((2, -1))[[True, False]] = v1",
+        ),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((1, 2), 'float32', Shard(0))",
+            "v3 = v0[(0, 1)]",
+            "with torch.no_grad(): v0.bernoulli_(1.0)",
+        ),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((4, 8), 'complex64', Shard(1))",
+            "v2 = v0.flatten()",
+            "torch.squeeze(input=v0[None, -3].data).index_copy_(-1, index([3], Replicate()), "
+            "leaf((1,), 'complex64', Replicate()))",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((2, 8, 6), 'float32', Shard(1), Replicate())",
+            "v2 = copy.copy(v0.as_strided((2,), (1,)))",
+            "v2[1,] = 3",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v2 = leaf((1, 8, 8), 'float32', Replicate(), Replicate())",
+            "v6 = v2[index(0, Replicate(), Replicate()), :-1:2, index([[-5], [5]], Replicate(), Replicate())]",
+        ),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((3,), 'float32', Replicate(), grad=True)",
+            "v0.squeeze_()",
+        ),
+    ),
 ]
 
 
 def test_what_was_wrong_once():
-    found = [Finding(p, v.fault, v.at) for p, v in run([Program((4,), steps) for steps in WERE_WRONG]) if v.fault]
+    found = [Finding(p, v.fault, v.at) for p, v in run([Program(mesh, steps) for mesh, steps in WERE_WRONG]) if v.fault]
     assert not found, "\n\n".join(map(str, found))
 
 

@@ -6,8 +6,10 @@ few that overlap a box is array arithmetic, and makes chunk objects only when th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any, Final, overload
 
 import numpy as np
@@ -52,7 +54,7 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
     def __repr__(self) -> str:
         return f"ChunkTable({list(self)})"
 
-    def identity(self) -> bytes:
+    def identity(self) -> Hashable:
         """Equal for tables of equal chunks."""
         return self._boxes.tobytes()
 
@@ -69,6 +71,82 @@ class ChunkTable(Sequence[ChunkStorageMetadata]):
             (number, Box(tuple(offsets), tuple(lengths)))
             for number, (offsets, lengths) in zip(numbers, boxes.tolist(), strict=True)
         ]
+
+
+class GridChunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor that is cut in every dim at multiples of a step: computed, not listed.
+
+    >>> [tuple(chunk.offsets) for chunk in GridChunks((4, 3), (2, 2))]
+    [(0, 0), (0, 2), (2, 0), (2, 2)]
+    """
+
+    __slots__ = ("shape", "steps", "_counts")
+
+    def __init__(self, shape: tuple[int, ...], steps: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.steps = steps
+        self._counts = tuple([-(-size // step) or 1 for size, step in zip(shape, steps, strict=True)])
+
+    def __len__(self) -> int:
+        return prod(self._counts)
+
+    def box(self, number: int) -> Box:
+        """Chunk `number`, in row-major order."""
+        offsets = []
+        for count, step in zip(reversed(self._counts), reversed(self.steps), strict=True):
+            number, position = divmod(number, count)
+            offsets.append(position * step)
+        offsets.reverse()
+        lengths = [min(step, size - at) for step, size, at in zip(self.steps, self.shape, offsets, strict=True)]
+        return Box(tuple(offsets), tuple(lengths))
+
+    def number_at(self, offsets: Sequence[int]) -> int:
+        """The number of the chunk that begins there; -1 if there is none."""
+        number = 0
+        for count, step, at in zip(self._counts, self.steps, offsets, strict=True):
+            position, rest = divmod(at, step)
+            if rest or not 0 <= position < count:
+                return -1
+            number = number * count + position
+        return number
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
+    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError("chunk index out of range")
+        box = self.box(index % len(self))
+        return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # like a list's
+
+    def __repr__(self) -> str:
+        return f"GridChunks({self.shape}, {self.steps})"
+
+    def identity(self) -> Hashable:
+        """Equal for tables of equal chunks."""
+        return self.shape, self.steps
+
+    def near(self, box: Box) -> list[tuple[int, Box]]:
+        """Chunks that overlap the box, with their numbers."""
+        ranges = [
+            range(start // step, -(-(start + length) // step))
+            for start, length, step in zip(box.offsets, box.lengths, self.steps, strict=True)
+        ]
+        found = []
+        for place in product(*ranges):
+            number = 0
+            for position, count in zip(place, self._counts, strict=True):
+                number = number * count + position
+            found.append((number, self.box(number)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +172,11 @@ class Overlaps:
     """Finds overlaps, and remembers them: in a model many tensors have the same shape and are cut the same way."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, Box], Coverage] = {}
+        self._known: dict[tuple[Hashable, Box], Coverage] = {}
 
     def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> Coverage:
         """The chunks that share elements with `box`, and what they share."""
-        if not isinstance(chunks, ChunkTable):
+        if not isinstance(chunks, (ChunkTable, GridChunks)):
             return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
         key = (chunks.identity(), box)
         found = self._known.get(key)

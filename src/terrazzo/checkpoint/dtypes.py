@@ -36,6 +36,17 @@ _SAFETENSORS: dict[torch.dtype, tuple[str, int | None]] = {
     torch.complex64: ("F32", 2),
     torch.complex128: ("F64", 2),
 }
+# Dtypes of which torch knows little but that they have bytes: integers of few bits, pairs of 4-bit floats, plain bits.
+_OPAQUE = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)] + [
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "bits16",
+]
+OPAQUE: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _OPAQUE if hasattr(torch, name))
+_SAFETENSORS |= {dtype: ("U8", dtype.itemsize) for dtype in OPAQUE}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _SAFETENSORS}
 _BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -67,6 +78,17 @@ def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, l
     return code, [*shape] if added is None else [*shape, added]
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or for a dtype that torch cannot copy, the same memory as numbers of the same size.
+
+    >>> as_bytes(torch.empty(2, dtype=torch.uint4)).dtype
+    torch.uint8
+    """
+    if tensor.dtype not in OPAQUE:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
+
+
 @cache
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of `source` is a value of `target`.
@@ -76,6 +98,8 @@ def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """
     if source == target:
         return True
+    if source in OPAQUE or target in OPAQUE:
+        return False
     if source == torch.bool:
         return True
     if target == torch.bool:

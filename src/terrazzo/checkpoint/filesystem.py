@@ -19,12 +19,14 @@ from torch.futures import Future
 from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
-from terrazzo.checkpoint.native.cleaning import read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.cleaning import decode_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
-from terrazzo.checkpoint.native.format import DATA, MANIFEST, is_file_of_save, lease_name
+from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save, lease_name
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
-from terrazzo.checkpoint.native.parts import PartResults
+from terrazzo.checkpoint.native.merging import PartResults
 from terrazzo.checkpoint.native.reader import Reading
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -46,9 +48,10 @@ class NativeWriter(StorageWriter):
         self.store = store
         self.options = options or WriteOptions()
         self.overwrite = overwrite
+        self.base: Store | None = None  # a checkpoint whose chunks need not be written again
         self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: Manifest | Root | None = None
         self._replacing: Absent | Version = ABSENT  # what was there when the save began
         self._lease: Lease | None = None
 
@@ -106,7 +109,7 @@ class NativeWriter(StorageWriter):
         if not isinstance(plan.storage_data, FilesOfRank):
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
         self._files = plan.storage_data
-        part = write_part(self.store, plan, planner, plan.storage_data, self.options)
+        part = write_part(self.store, plan, planner, plan.storage_data, self.options, self.base)
         future: Future[Any] = Future()
         future.set_result(PartResults(part))
         return future
@@ -118,7 +121,10 @@ class NativeWriter(StorageWriter):
                 raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
             parts.append(result.part)
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
-        self._manifest = commit(self.store, parts, save_id, metadata.planner_data, replacing=self._replacing)
+        features = ("zstd",) if self.options.compression else ()
+        self._manifest = commit(
+            self.store, parts, save_id, metadata.planner_data, replacing=self._replacing, features=features
+        )
         self._describe(metadata)
         self._release()
         try:
@@ -143,14 +149,14 @@ class NativeWriter(StorageWriter):
 
     def describe_committed(self, data: bytes) -> Metadata:
         """The checkpoint's metadata, from what the coordinator's `committed` returned."""
-        self._manifest = Manifest(data, self.store.location)
+        self._manifest = decode_manifest(data, self.store.location)
         return metadata_of(self._manifest, self.storage_meta())
 
     def abandon(self) -> None:
         """The save has failed on some rank: remove what this rank has written."""
         if self._files is not None:
             save_id, rank = self._files.save_id, self._files.rank
-            names = [entry.key for entry in self.store.list(DATA)]
+            names = [entry.key for entry in self.store.list()]
             discard(self.store, [name for name in names if is_file_of_save(name, save_id, rank)])
         self._release()
 
@@ -187,6 +193,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         per_thread_copy_ahead: Bytes of buffer for what cannot be written from where it is (accelerator memory).
         cache_staged_state_dict: Keep the memory that `async_save` copies to, for the next time.
         overwrite: Whether a checkpoint that is there may be replaced.
+        compression: Store tensors compressed (zstd, after shuffling their bytes): smaller, and slower to write.
     """
 
     def __init__(
@@ -199,11 +206,13 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Any = None,
+        *,
+        compression: bool = False,
     ) -> None:
         if _extensions:
             raise UnsupportedValueError("the native format has no stream extensions")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
-        options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead)
+        options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead, compression)
         self._durable = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
         self.path = _path(path)
@@ -242,7 +251,7 @@ class NativeReader(StorageReader):
         self.store = store
         self.verify = verify
         self.bytes_read = 0
-        self._manifest: Manifest | None = None
+        self._manifest: Manifest | Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
         self._reading: Reading | None = None  # what it has learned of the files is kept from one read to the next
 
@@ -267,7 +276,7 @@ class NativeReader(StorageReader):
         return metadata_of(self._manifest, StorageMeta(self.store.location, head.save_id, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        if isinstance(metadata.storage_data, Manifest):
+        if isinstance(metadata.storage_data, (Manifest, Root)):
             self._manifest = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -295,6 +304,14 @@ class NativeReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def digests(self) -> dict[str, tuple[bytes, ...]]:
+        """For each tensor, a digest of each of its chunks: of its box, and of the checksums of its bytes."""
+        if self._manifest is None:
+            self.read_metadata()
+        if not isinstance(self._manifest, Root):
+            return {}
+        return PartIndexes(self._manifest, self.store).digests()
 
     def _load_object(self, reading: Reading, item: ReadItem, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn

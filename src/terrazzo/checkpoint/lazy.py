@@ -92,6 +92,32 @@ class Checkpoint(Mapping[str, Any]):
             set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
         return nested
 
+    def digests(self) -> dict[str, tuple[bytes, ...]]:
+        """What stands for the bytes of each tensor, where that is known without reading them.
+
+        Tensors of one shape and dtype with the same digests had the same bytes when they were saved.
+        """
+        reader = self._reader
+        return reader.digests() if isinstance(reader, NativeReader) else {}
+
+    def read_many(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """All of several tensors, read together: much faster than one by one where they are small."""
+        targets: dict[MetadataIndex, torch.Tensor] = {}
+        items: list[ReadItem] = []
+        overlaps = Overlaps()
+        found = {}
+        for name in names:
+            entry = self.metadata.state_dict_metadata[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise UnsupportedValueError(f"{name} is not a tensor")
+            box = Box.whole(entry.size)
+            index = MetadataIndex(name, box.offsets)
+            found[name] = targets[index] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            if not box.is_empty:
+                items += read_items(index, name, box, entry, overlaps)
+        self._read(items, _Catcher(targets, False))
+        return found
+
     def _read(self, items: list[ReadItem], planner: _Catcher) -> None:
         self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
 
@@ -129,6 +155,11 @@ class LazyTensor:
     def chunks(self) -> list[Box]:
         """The boxes in which the tensor is stored."""
         return [chunk.box for chunk in self._entry.chunks]
+
+    @property
+    def parts(self) -> int:
+        """In how many boxes the tensor is stored."""
+        return len(self._entry.chunks)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
@@ -205,8 +236,10 @@ class _Catcher(ReadingPlanner):
             ) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
-        return self.targets[read_item.dest_index][box.slices()]
+        target = self.targets[read_item.dest_index]
+        if target.shape == read_item.lengths:
+            return target
+        return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
 
 
 def names_of(checkpoint: Checkpoint) -> Sequence[str]:

@@ -9,14 +9,17 @@ from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, N
 from terrazzo.checkpoint.names import named_by_latest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
-from terrazzo.checkpoint.stores import Store, is_url
+from terrazzo.checkpoint.stores import Store, is_url, store_at
 from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
 def find_writer(
-    writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
+    writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    store: Store | None = None,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> StorageWriter:
-    """The writer to use, told that a new checkpoint begins."""
+    """The writer to use, told that a new checkpoint begins; what is in `base` already need not be written again."""
     if store is not None:
         if writer is not None:
             raise CheckpointError("pass store or storage_writer, not both")
@@ -31,6 +34,10 @@ def find_writer(
             )
         writer = FileSystemWriter(checkpoint_id)
     writer.reset(checkpoint_id)
+    if isinstance(writer, NativeWriter):
+        writer.base = store_at(base) if isinstance(base, (str, os.PathLike)) else base
+    elif base is not None:
+        raise CheckpointError("base is for terrazzo's own format; leave it out, or leave out storage_writer")
     return writer
 
 

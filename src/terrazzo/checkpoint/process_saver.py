@@ -51,6 +51,7 @@ class _Order:
     doing: str
     limit: timedelta | None
     store: Store | None
+    base: str | os.PathLike[str] | Store | None
     parcel: Parcel
     new_buffer: bool  # shared memory follows; if not, it is the same as last time
 
@@ -119,6 +120,7 @@ class ProcessSaver:
             session.place.doing,
             None if session.place.plane is None else session.place.plane.timeout,
             session.store,
+            session.base,
             parcel,
             buffer is not self._sent,
         )
@@ -215,7 +217,7 @@ def _outcome(
         place = Place(rank, ranks, None, order.doing)
         if len(ranks) > 1:
             place = with_plane(place, lambda: _plane_of(ranks, order.limit))
-        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store)
+        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store, order.base)
         return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
         error.__traceback__ = None

@@ -12,6 +12,7 @@ An error in any step on any rank becomes the same exception on every rank; befor
 from __future__ import annotations
 
 import inspect
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from terrazzo.checkpoint.global_plan import GlobalPlanCache
 from terrazzo.checkpoint.locate import find_writer
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.manifest import Path
-from terrazzo.checkpoint.native.parts import PartResults
+from terrazzo.checkpoint.native.merging import PartResults
 from terrazzo.checkpoint.ownership import Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.save_planner import DefaultSavePlanner
@@ -63,6 +64,7 @@ class SaveSession:
     place: Place
     checkpoint_id: Any
     store: Store | None = None
+    base: str | os.PathLike[str] | Store | None = None
     _writer: StorageWriter | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -145,7 +147,7 @@ class SaveSession:
         def prepare() -> bytes:
             nonlocal plan, negotiation
             values = state_dict()
-            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
+            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store, self.base)
             if isinstance(self.planner, DefaultSavePlanner):
                 self.planner.set_up_ranks(self.place.rank, self.place.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)

@@ -45,6 +45,7 @@ def save(
     no_dist: bool = False,
     timeout: timedelta | None = None,
     store: Store | None = None,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> Metadata:
     """Save a state dict as one checkpoint, from all ranks of a process group together.
 
@@ -66,6 +67,8 @@ def save(
         timeout: How long a rank waits for the slowest one at each step; default: as long as the process group's own
             collectives do.
         store: Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
+        base: Another checkpoint, or the one that is there.  Tensors that have not changed since are not written again:
+            the new one shares their files.  The base may be removed afterwards.
 
     Returns:
         The checkpoint's table of contents, on every rank.
@@ -79,7 +82,7 @@ def save(
         process_group, doing=_doing(checkpoint_id, storage_writer, store), no_dist=no_dist, timeout=timeout
     )
     earlier = background_of(process_group, no_dist).earlier_error()
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
     return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
@@ -96,6 +99,7 @@ def async_save(
     no_dist: bool = False,
     timeout: timedelta | None = None,
     store: Store | None = None,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> Future[Metadata]:
     """Like `save`, in the background: returns as soon as the state has been copied to host memory.
 
@@ -106,7 +110,8 @@ def async_save(
     What `save` refuses to store is refused here too, at once.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store: As for `save`.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base: As for
+            `save`.
         async_checkpointer_type: A thread is lighter; a process never competes with training for the interpreter.  For
             a process, planner and writer have to be picklable.
         async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
@@ -130,7 +135,7 @@ def async_save(
     process = background.process(place, timeout) if in_process else None
     if process is None and len(place.ranks) > 1:
         place = with_plane(place, lambda: background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
     try:
         if earlier is not None:
             raise earlier

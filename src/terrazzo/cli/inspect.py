@@ -16,10 +16,12 @@ from terrazzo.checkpoint import Checkpoint, LazyTensor, verify
 from terrazzo.checkpoint.compare import Difference, compare
 from terrazzo.checkpoint.lazy import names_of
 from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown, tensor_bytes
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
+_LAID_OUT = 2000  # more rows are listed without a table
 
 
 def list_values(
@@ -35,14 +37,16 @@ def list_values(
         if json:
             print_json({"checkpoint": str(checkpoint), **_about(opened), "bytes": total, "values": rows})
             return
-        table = Table("name", "dtype", "shape", box=None, header_style="bold")
-        table.add_column("size", justify="right")
-        table.add_column("parts", justify="right")
-        for row in rows:
-            shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"])) or "scalar"
-            size = "" if row["bytes"] is None else human_size(row["bytes"])
-            table.add_row(Text(shown(row["name"])), row["dtype"] or "object", shape, size, str(row["parts"] or ""))
-        OUT.print(table)
+        if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
+            for row in rows:
+                typer.echo("  ".join(_cells(row)))
+        else:
+            table = Table("name", "dtype", "shape", box=None, header_style="bold")
+            table.add_column("size", justify="right")
+            table.add_column("parts", justify="right")
+            for row in rows:
+                table.add_row(*map(Text, _cells(row)))
+            OUT.print(table)
         OUT.print(f"{len(rows)} values, {human_size(total)}")
 
 
@@ -128,27 +132,32 @@ def _row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "dtype": dtype,
         "shape": list(tensor.shape),
         "bytes": tensor.nbytes,
-        "parts": len(tensor.chunks),
+        "parts": tensor.parts,
     }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """A row of the list, as text."""
+    shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"])) or "scalar"
+    size = "" if row["bytes"] is None else human_size(row["bytes"])
+    return [shown(row["name"]), row["dtype"] or "object", shape, size, str(row["parts"] or "")]
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the manifest says of the save as a whole, where there is one."""
     manifest = checkpoint.metadata.storage_data
-    if not isinstance(manifest, Manifest):
+    if not isinstance(manifest, (Manifest, Root)):
         return {}
     head = manifest.head
-    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(head.files)}
+    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
 
 
 def _parts(checkpoint: Checkpoint, tensor: LazyTensor) -> list[dict[str, Any]]:
     """Each stored part of a tensor: which slice it is, and in which file it lies."""
     manifest = checkpoint.metadata.storage_data
     files: list[str | None] = [None] * len(tensor.chunks)
-    if isinstance(manifest, Manifest):
-        record = manifest.record(tensor.name)
-        rows = manifest.files[record.first : record.first + record.count]
-        files = [manifest.head.files[number].name for number in rows.tolist()]
+    if isinstance(manifest, (Manifest, Root)):
+        files = list(manifest.files_of(tensor.name))
     return [
         {"slice": _slice_text(box), "offsets": box.offsets, "lengths": box.lengths, "file": file}
         for box, file in zip(tensor.chunks, files, strict=True)

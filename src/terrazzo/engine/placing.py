@@ -27,6 +27,7 @@ from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
+from terrazzo.tensor.foreign import is_torch_dtensor
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -109,6 +110,7 @@ def shard_model(
 
     A model on the meta device gets its values once it is sharded, so no rank ever holds all of it.
     """
+    _refuse_strangers(model)
     if compute_dtype(config) is not torch.float32:
         _prepare_precision(model)
     unmade = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
@@ -136,6 +138,23 @@ def shard_model(
     if unmade:
         resting = "cpu" if isinstance(_offload(config), CPUOffloadPolicy) else ranks.mesh.device_type
         _make_values(model, set(unmade), torch.device(resting), init_weights)
+
+
+def _refuse_strangers(model: nn.Module) -> None:
+    """Models of PyTorch's own DTensors, or sharded by its own `fully_shard`, are strangers here."""
+    for name, module in model.named_modules():
+        kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
+        if any(kind.startswith("torch.distributed.fsdp") and kind.endswith(".FSDPModule") for kind in kinds):
+            raise EngineConfigError(
+                f"{name or 'the model'} is sharded by torch.distributed.fsdp: import fully_shard from terrazzo.fsdp, "
+                "or call terrazzo.install() before what imports it; the engine shards what is not sharded itself"
+            )
+    for name, parameter in model.named_parameters():
+        if is_torch_dtensor(type(parameter)):
+            raise EngineConfigError(
+                f"{name} is a DTensor of torch.distributed.tensor: import distribute_tensor, parallelize_module and "
+                "the like from terrazzo.tensor, or call terrazzo.install() before what imports them"
+            )
 
 
 def _make_values(

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, links, wrap
 from terrazzo.tensor.indices import region_of
 from terrazzo.tensor.strides import has_view, no_view
 
@@ -49,6 +49,12 @@ class Origin:
             _copies_of.setdefault(self._local, WeakSet()).add(self)
         self._copy: torch.Tensor = copy._local
         self._layout: Layout = copy._layout
+        links.copies.add(self)
+
+    def lose_if_of(self, local: torch.Tensor) -> None:
+        """`local` is about to be written in a way that leaves no trace: from then on the copy is not used."""
+        if local.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
+            self._version = -2
 
     def check(self) -> None:
         """Raise if the tensor was written since the copy was made."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +63,8 @@ class Links:
     gradient_of: Callable[..., DTensor]
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
+    copies: WeakSet[Any] = WeakSet()
+    """Where copied views come from (`copied_view.Origin`), as far as these are in use."""
 
 
 links = Links()
@@ -99,7 +102,8 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
     local = value._local
-    if target.requires_grad and not local.requires_grad:  # without a graph, a leaf stays one that wants its gradient
+    # Without a graph, a leaf stays one that wants its gradient; a view that C++ says wants one has nowhere to put it.
+    if target.requires_grad and local.grad_fn is None:
         local = local.detach().requires_grad_()
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
@@ -473,7 +477,12 @@ class DTensor(NoRawAccess, torch.Tensor):
 
     @property
     def data(self) -> DTensor:
-        return wrap(self._local.data, self._layout)
+        local = self._local
+        if not local.requires_grad:
+            return wrap(local.detach(), self._layout)  # what is written to it counts as written to this tensor
+        for origin in list(links.copies):
+            origin.lose_if_of(local)  # it would not be told of what is written
+        return wrap(local.data, self._layout)
 
     @data.setter
     def data(self, value: DTensor) -> None:

@@ -116,7 +116,7 @@ def fill(
 ) -> torch.Tensor:
     """The same, written to `out`, which is contiguous."""
     key, run = draw_key(layout, generator), _run(layout, out.dtype)
-    return out if run is None else _fill(out, run, key, make, aligned)
+    return out.zero_() if run is None else _fill(out, run, key, make, aligned)  # it counts as written on every rank
 
 
 def _fill(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from terrazzo._torch.tensors import is_view
+
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the global tensor with the dims in the order in which the local tensor keeps them.
@@ -36,13 +38,18 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
     (True, False)
     """
-    if local.is_contiguous() and not is_thin(local.shape, shape):
+    if (local.is_contiguous() and not is_thin(local.shape, shape)) or _says_nothing(local):
         return True
     dims = [d for d, n in enumerate(shape) if n != 1]
     if 0 in shape or not dims:
         return True
     pairs = zip(dims, dims[1:], strict=False)
     return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
+
+
+def _says_nothing(local: torch.Tensor) -> bool:
+    """Whether the strides are no more than what C++ happens to give a new tensor without elements."""
+    return not local.numel() and 0 in local.stride() and not is_view(local)
 
 
 def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
@@ -63,7 +70,7 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
     >>> has_view(torch.empty(4, 6)[:, :3], (4, 3), (12,)), has_view(torch.empty(4, 6)[:, :3], (4, 3), (2, 2, 3))
     (False, True)
     """
-    if 0 in shape:
+    if 0 in shape or _says_nothing(local):
         return True
     for old, _ in view_groups(shape, new_shape):
         joined = [d for d in old if shape[d] != 1]
@@ -116,7 +123,8 @@ def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 def check_no_overlap(local: torch.Tensor, shape: Sequence[int]) -> None:
     """Before an in-place write, on a rank that is too thin to see it: raise where an element stands for several."""
-    if any(step == 0 and n > 1 for step, n in zip(local.stride(), shape, strict=True)) and 0 not in shape:
+    repeats = any(step == 0 and n > 1 for step, n in zip(local.stride(), shape, strict=True))
+    if repeats and 0 not in shape and not _says_nothing(local):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."

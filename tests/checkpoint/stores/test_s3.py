@@ -134,6 +134,23 @@ def test_settings_of_its_own_and_large_tensors_in_small_objects(s3: S3Server) ->
         load(target, store=store, no_dist=True)
 
 
+def test_on_the_base_of_another_checkpoint_in_the_bucket(s3: S3Server, proxy: FaultProxy) -> None:
+    place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    stores = [ObjectStore(f"{place}/{step}", **proxy.settings(s3.settings())) for step in range(2)]
+    frozen = {"w": torch.randn(3000, 2000)}
+    save(frozen | {"step": 0}, store=stores[0], no_dist=True)
+    for store in (stores[1], stores[1]):  # elsewhere, then over what is there
+        proxy.reset(lambda *request: None)
+        save(frozen | {"step": 1}, store=store, no_dist=True, base=stores[0])
+        stores[0] = stores[1]
+        sent = [path for method, path in proxy.seen if method == "PUT" and "data-" in path]
+        assert len(sent) <= 2  # copies that the server makes, and nothing that we send
+        target = {"w": torch.zeros(3000, 2000), "step": 0}
+        load(target, store=store, no_dist=True)
+        assert torch.equal(target["w"], frozen["w"]) and target["step"] == 1
+    assert verify_of(stores[1]) == []
+
+
 def verify_of(store: ObjectStore) -> list[Any]:
     from terrazzo.checkpoint.native.verify import verify_store
 

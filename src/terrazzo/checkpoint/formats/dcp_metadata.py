@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stand_ins import Call, Record
 from terrazzo.checkpoint.metadata import (
@@ -253,6 +254,7 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
 # ------------------------------------------------------------------ writing
 
 
+@originals()  # a pickle names classes by where they are found
 def encode(metadata: Metadata) -> bytes:
     """`metadata`, whose `storage_data` maps indices to locations, as PyTorch pickles it."""
     from torch.distributed.checkpoint import filesystem

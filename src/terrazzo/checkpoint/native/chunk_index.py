@@ -1,4 +1,4 @@
-"""Where the chunks of a checkpoint lie: from the name of a tensor and the place of a chunk in it to bytes of a file.
+"""Where the chunks of a checkpoint of format 1 lie: from names of tensors and places in them to bytes of files.
 
 A reader asks for all the chunks of its plan at once.  What the manifest keeps in columns is then looked up in a few
 array operations, instead of number by number for each of thousands of small tensors.
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.finding import Hit
 from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
 from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.planner import ReadItem
 from terrazzo.errors import CheckpointError
 
 
@@ -25,7 +27,16 @@ class ChunkIndex:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def find(self, indices: Sequence[MetadataIndex]) -> list[StoredChunk]:
+    def find(self, items: Sequence[ReadItem]) -> list[Hit]:
+        """What each item needs, in the order of files and places in them."""
+        chunks = self.chunks_at([item.storage_index for item in items])
+        hits = [
+            Hit(number, chunk, item.storage_offsets, item.lengths)
+            for number, (chunk, item) in enumerate(zip(chunks, items, strict=True))
+        ]
+        return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+
+    def chunks_at(self, indices: Sequence[MetadataIndex]) -> list[StoredChunk]:
         """The chunk that each index names: the one that begins at its offset.
 
         An index's own `index` is a hint of the chunk's number.  If it is right, nothing has to be searched.

@@ -13,15 +13,21 @@ from __future__ import annotations
 from collections import defaultdict
 
 from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, lease_name, save_of
-from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.native.manifest import Manifest, version_of
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Entry, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 
-def read_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
+def read_manifest(store: Store) -> Manifest | Root:
+    """The root of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
     data, _ = store.get(MANIFEST)
-    return Manifest(data, store.location)
+    return decode_manifest(data, store.location)
+
+
+def decode_manifest(data: bytes | bytearray, source: str) -> Manifest | Root:
+    """A root, of whatever version."""
+    return Root(data, source) if version_of(data, source) == 2 else Manifest(data, source)
 
 
 def remove_leftovers(store: Store) -> list[str]:
@@ -36,7 +42,7 @@ def remove_leftovers(store: Store) -> list[str]:
             stale.append(entry.key)
     ended = [save_id for save_id, entries in by_save.items() if _has_ended(store, save_id, entries)]
     try:
-        used = {file.name for file in read_manifest(store).head.files}
+        used = set(read_manifest(store).data_files)
     except FileNotFoundError:
         used = set()
     except (CheckpointCorruptError, CheckpointFormatError):

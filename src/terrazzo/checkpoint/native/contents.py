@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint import objects
-from terrazzo.checkpoint.chunks import ChunkTable
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -17,14 +16,14 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.format import VERSION
 from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
+from terrazzo.checkpoint.native.root import Root
 
 
 class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     """What is stored under each name."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest | Root) -> None:
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
         self._properties: dict[torch.dtype, TensorProperties] = {}
@@ -38,11 +37,11 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     def _make(self, name: str) -> STORAGE_TYPES:
         if self._manifest.names[name] != TENSOR:
             return BytesStorageMetadata()
-        record = self._manifest.record(name)
-        properties = self._properties.get(record.dtype)
+        dtype, shape, chunks = self._manifest.describe(name)
+        properties = self._properties.get(dtype)
         if properties is None:
-            properties = self._properties[record.dtype] = TensorProperties(record.dtype)
-        return TensorStorageMetadata(properties, torch.Size(record.shape), ChunkTable(record.boxes))
+            properties = self._properties[dtype] = TensorProperties(dtype)
+        return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ManifestEntries, (self._manifest,)
@@ -57,7 +56,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         return len(self._manifest.names)
 
 
-def metadata_of(manifest: Manifest, meta: StorageMeta | None = None) -> Metadata:
+def metadata_of(manifest: Manifest | Root, meta: StorageMeta | None = None) -> Metadata:
     """The table of contents of a checkpoint in the native format."""
     data, paths = manifest.head.planner_data, manifest.head.paths
     return Metadata(
@@ -65,5 +64,5 @@ def metadata_of(manifest: Manifest, meta: StorageMeta | None = None) -> Metadata
         planner_data=(paths or None) if data is None else objects.decode(data),
         storage_data=manifest,
         storage_meta=meta,
-        version=str(VERSION),
+        version="2" if isinstance(manifest, Root) else "1",
     )

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.dtypes import safetensors_form
-from terrazzo.checkpoint.native.format import PAGE, VERSION, chunk_suffix
+from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, chunk_suffix
 from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.layout.box import Box
@@ -31,11 +31,16 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     item: WriteItem
     payload: bytes | None = None
     part: Box | None = None  # of what the item names, if the chunk is not all of it
+    block: int = BLOCK
+    codec: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A data file before it is written: its header, and where each chunk will begin."""
+    """A data file before it is written: its header, and where each chunk will begin.
+
+    With a codec these are bounds: nobody knows yet how long the chunks will be.
+    """
 
     header: bytes
     chunks: tuple[Chunk, ...]
@@ -45,12 +50,22 @@ class FileLayout:
 
 def lay_out(chunks: Sequence[Chunk], save_id: str) -> FileLayout:
     """Order the chunks and place them in a file."""
-    ordered = sorted(chunks, key=_file_order)
+    ordered = tuple(sorted(chunks, key=_file_order))
+    header = file_header(ordered, [chunk.nbytes for chunk in ordered], save_id)
+    position = len(header)
+    starts = []
+    for chunk in ordered:
+        starts.append(position)
+        position += chunk.nbytes
+    return FileLayout(header, ordered, tuple(starts), position)
+
+
+def file_header(chunks: Sequence[Chunk], stored: Sequence[int], save_id: str, size: int | None = None) -> bytes:
+    """The header of a file in which the chunks have so many bytes; padded to a page, or to `size`."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "terrazzo": str(VERSION), "save_id": save_id}}
     position = 0
-    positions = []
     forms: dict[tuple[object, ...], tuple[str, list[int], str]] = {}  # many chunks share one
-    for chunk in ordered:
+    for chunk, nbytes in zip(chunks, stored, strict=True):
         shared = (chunk.dtype, chunk.offsets, chunk.lengths, chunk.entry.shape)
         form = forms.get(shared)
         if form is None:
@@ -59,14 +74,23 @@ def lay_out(chunks: Sequence[Chunk], save_id: str) -> FileLayout:
                 chunk_suffix(chunk.offsets, chunk.lengths, chunk.entry.shape),
             )
         code, shape, suffix = form
-        positions.append(position)
-        position += chunk.nbytes
-        entries[chunk.entry.name + suffix] = {"dtype": code, "shape": shape, "data_offsets": (positions[-1], position)}
+        if chunk.codec:
+            code, shape, suffix = "U8", [nbytes], suffix + "#zstd"
+        key = _free_key(chunk.entry.name + suffix, entries)
+        entries[key] = {"dtype": code, "shape": shape, "data_offsets": (position, position + nbytes)}
+        position += nbytes
     text = msgspec.json.encode(entries)
-    text += b" " * (-(len(text) + 8) % PAGE)
-    header = len(text).to_bytes(8, "little") + text
-    base = len(header)
-    return FileLayout(header, tuple(ordered), tuple([base + p for p in positions]), base + position)
+    text += b" " * (-(len(text) + 8) % PAGE if size is None else size - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
+
+
+def _free_key(key: str, taken: dict[str, object]) -> str:
+    """The key, or if another chunk has it (a tensor may be named like a slice of another), one like it."""
+    found, number = key, 1
+    while found in taken:
+        number += 1
+        found = f"{key}#{number}"
+    return found
 
 
 def _file_order(chunk: Chunk) -> tuple[bool, int]:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Final
 
 import xxhash
 
 MAGIC: Final = b"TERRAZZO"
-VERSION: Final = 1
+VERSION: Final = 2  # of what is written
 
 MANIFEST: Final = "manifest.terrazzo"
-DATA: Final = "data-"  # begins the names of data files
 # Data begins at a multiple of this in every data file, and so does every chunk whose size is a multiple of it, unless
 # a chunk that is none comes before.
 PAGE: Final = 4096
 # Checksums are kept per block of this many bytes of a chunk, so that part of a chunk can be read and still be checked.
 BLOCK: Final = 256 << 10
+_SMALL_BLOCK: Final = 4 << 10
+_LONG_ROW: Final = 64 << 10
 # Encoded objects up to this size live in the manifest itself, larger ones in a data file.
 INLINE_LIMIT: Final = 4096
+# The same for the index of a rank.
+INLINE_INDEX: Final = 16 << 10
 
 _DATA_NAME = re.compile(r"data-([0-9a-f]{12})-(\d{5,})(?:-\d+)?\.safetensors")
+_INDEX_NAME = re.compile(r"index-([0-9a-f]{12})-(\d{5,})")
 _LEASE_NAME = re.compile(r"save-([0-9a-f]{12})\.lease")
 _TEMPORARY_NAME = re.compile(re.escape(MANIFEST) + r"(?:\.[0-9a-f]{12})?\.tmp")
 
@@ -35,6 +40,15 @@ def data_name(save_id: str, rank: int, index: int | None = None) -> str:
     """
     suffix = "" if index is None else f"-{index}"
     return f"data-{save_id}-{rank:05d}{suffix}.safetensors"
+
+
+def index_name(save_id: str, rank: int) -> str:
+    """The name of the index of a rank.
+
+    >>> index_name("0123456789ab", 3)
+    'index-0123456789ab-00003'
+    """
+    return f"index-{save_id}-{rank:05d}"
 
 
 def lease_name(save_id: str) -> str:
@@ -52,7 +66,7 @@ def save_of(name: str) -> str | None:
     >>> save_of("data-0123456789ab-00003.safetensors"), save_of("notes.txt")
     ('0123456789ab', None)
     """
-    match = _DATA_NAME.fullmatch(name) or _LEASE_NAME.fullmatch(name)
+    match = _DATA_NAME.fullmatch(name) or _INDEX_NAME.fullmatch(name) or _LEASE_NAME.fullmatch(name)
     return None if match is None else match[1]
 
 
@@ -63,7 +77,7 @@ def is_temporary(name: str) -> bool:
 
 def is_file_of_save(name: str, save_id: str, rank: int) -> bool:
     """Whether a file is one that this rank wrote in this save."""
-    match = _DATA_NAME.fullmatch(name)
+    match = _DATA_NAME.fullmatch(name) or _INDEX_NAME.fullmatch(name)
     return match is not None and match[1] == save_id and int(match[2]) == rank
 
 
@@ -78,6 +92,12 @@ def chunk_suffix(offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tupl
     return f"[{','.join([f'{o}:{o + n}' for o, n in zip(offsets, lengths, strict=True)])}]"
 
 
-def block_count(nbytes: int) -> int:
-    """How many checksums a chunk of this size has."""
-    return -(-nbytes // BLOCK)
+def block_of(lengths: tuple[int, ...], itemsize: int) -> int:
+    """How many bytes of a chunk have one checksum: few if its rows are long, so that a part of each can be read.
+
+    >>> block_of((1024, 1024), 4), block_of((1024, 65536), 4)
+    (262144, 4096)
+    """
+    if len(lengths) > 1 and lengths[0] > 1 and prod(lengths[1:]) * itemsize >= _LONG_ROW:
+        return _SMALL_BLOCK
+    return BLOCK

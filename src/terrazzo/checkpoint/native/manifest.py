@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where each byte of it is.
+"""The manifest of format 1, which is read for ever: what a checkpoint holds and where each byte of it is.
 
 On disk it is a preamble, a MessagePack head (files, tensors, objects), and columns of numbers (one row per
 chunk).  The columns are used where they lie, so opening a manifest of millions of chunks costs little more than
@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 import torch
 
+from terrazzo.checkpoint.chunks import ChunkTable
 from terrazzo.checkpoint.dtypes import dtype_from_name
 from terrazzo.checkpoint.names import is_plain_name
-from terrazzo.checkpoint.native.format import BLOCK, MAGIC, VERSION, checksum
+from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 _PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
@@ -124,30 +125,6 @@ def _section_sizes(head: Head) -> tuple[int, list[tuple[int, int]]]:
     return sum(rows), [(count, count * 2 * ndim * width) for ndim, count in enumerate(rows)]
 
 
-def encode_manifest(
-    head: Head,
-    chunk_files: np.ndarray[Any, Any],
-    chunk_starts: np.ndarray[Any, Any],
-    boxes: list[np.ndarray[Any, Any]],
-    sums: np.ndarray[Any, Any],
-) -> bytes:
-    """The bytes of a manifest.  `boxes[d]` has a row (offsets, lengths) for each chunk of a tensor of `d` dims."""
-    packed = msgspec.msgpack.encode(head)
-    box_type = "<u8" if head.wide else "<u4"
-    columns = b"".join(
-        [
-            bytes(-len(packed) % 8),  # so that the columns are aligned
-            chunk_starts.astype("<u8").tobytes(),
-            sums.astype("<u8").tobytes(),
-            chunk_files.astype("<u4").tobytes(),
-            *(section.astype(box_type).tobytes() for section in boxes),
-        ]
-    )
-    size = _PREAMBLE.size + len(packed) + len(columns)
-    preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), checksum(columns), 0, 0)[:-8]
-    return b"".join([preamble, checksum(preamble).to_bytes(8, "little"), packed, columns])
-
-
 class Manifest:
     """A manifest that has been read, checked against its checksums."""
 
@@ -204,6 +181,22 @@ class Manifest:
             first_box[ndim] += count
         return rows
 
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], ChunkTable]:
+        """The dtype, the shape and the chunks of a tensor."""
+        record = self.record(name)
+        return record.dtype, record.shape, ChunkTable(record.boxes)
+
+    def files_of(self, name: str) -> list[str]:
+        """The data file of each chunk of a tensor."""
+        record = self.record(name)
+        rows = self.files[record.first : record.first + record.count]
+        return [self.head.files[number].name for number in rows.tolist()]
+
+    @property
+    def data_files(self) -> list[str]:
+        """The names of all files that the checkpoint needs, beside the manifest."""
+        return [file.name for file in self.head.files]
+
     @cached_property
     def objects(self) -> dict[str, ObjectEntry]:
         """The objects kept in the head, by name."""
@@ -256,6 +249,21 @@ class Manifest:
         return -(-sizes // self.head.block)
 
 
+def version_of(data: bytes | bytearray | memoryview, source: str) -> int:
+    """The format version of a root or manifest whose preamble is whole."""
+    if len(data) < _PREAMBLE.size or bytes(data[:8]) != MAGIC:
+        raise CheckpointCorruptError(f"{source}: this is no manifest, or its beginning is damaged")
+    version, own_sum = _PREAMBLE.unpack_from(data)[1], _PREAMBLE.unpack_from(data)[8]
+    if checksum(memoryview(data)[: _PREAMBLE.size - 8]) != own_sum:
+        raise CheckpointCorruptError(f"{source}: the manifest's preamble is damaged")
+    if version not in (1, 2):
+        raise CheckpointFormatError(
+            f"{source}: the checkpoint is of format version {version}, this release reads versions 1 and 2; "
+            f"load it with a newer terrazzo"
+        )
+    return int(version)
+
+
 def _checked_parts(data: memoryview, source: str) -> tuple[memoryview, memoryview]:
     """Head and columns, after comparing everything with its checksum."""
     if len(data) < _PREAMBLE.size or bytes(data[:8]) != MAGIC:
@@ -263,11 +271,6 @@ def _checked_parts(data: memoryview, source: str) -> tuple[memoryview, memoryvie
     _, version, _, head_size, size, head_sum, column_sum, _, own_sum = _PREAMBLE.unpack_from(data)
     if checksum(data[: _PREAMBLE.size - 8]) != own_sum:
         raise CheckpointCorruptError(f"{source}: the manifest's preamble is damaged")
-    if version != VERSION:
-        raise CheckpointFormatError(
-            f"{source}: the checkpoint is of format version {version}, this release reads version {VERSION}; "
-            f"load it with a newer terrazzo"
-        )
     if len(data) != size or _PREAMBLE.size + head_size > size:
         raise CheckpointCorruptError(f"{source}: the manifest has {len(data)} bytes, it was written with {size}")
     head = data[_PREAMBLE.size : _PREAMBLE.size + head_size]
@@ -277,11 +280,3 @@ def _checked_parts(data: memoryview, source: str) -> tuple[memoryview, memoryvie
     if checksum(columns) != column_sum:
         raise CheckpointCorruptError(f"{source}: the manifest's chunk table is damaged")
     return head, columns
-
-
-def needs_wide_boxes(boxes: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether some box has a number that 32 bits do not hold."""
-    return any(section.size and int(section.max()) >= 1 << 32 for section in boxes)
-
-
-__all__ = ["BLOCK", "FileEntry", "Head", "Manifest", "ObjectEntry", "TensorEntry", "TensorRecord", "encode_manifest"]

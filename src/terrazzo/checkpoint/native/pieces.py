@@ -33,6 +33,9 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False):
     block: int
     sums: Any  # an array, in which those of this chunk begin at `first_sum`
     first_sum: int
+    codec: int = 0
+    frames: Any = None  # with a codec: an array of the stored bytes of each block, from `first_frame` on
+    first_frame: int = 0
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -47,12 +50,20 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def spans(
-    box: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, *, block: int, gap: int, limit: int
+    box: Box,
+    shape: tuple[int, ...],
+    nbytes: int,
+    itemsize: int,
+    *,
+    block: int,
+    gap: int,
+    limit: int,
+    bounded: bool = False,
 ) -> list[Span]:
     """A box of a chunk as what has to be read.
 
     `block` is what is checked as a whole (1: nothing is checked), `gap` the bytes that are not worth skipping, `limit`
-    about the most that a span has, unless it is in one run.
+    about the most that a span has, unless it is in one run and not to be `bounded`.
 
     >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=1, gap=0, limit=1000)]
     [(0, 4), (400, 404)]
@@ -60,7 +71,7 @@ def spans(
     [(0, 408)]
     """
     whole = _span(box, shape, nbytes, itemsize, block)
-    if whole.in_one_run:
+    if whole.in_one_run and not bounded:
         return [whole]
     found = []
     for part in _rows_apart(box, shape, itemsize, gap + 2 * (block - 1)):

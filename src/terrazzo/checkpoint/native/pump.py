@@ -12,7 +12,9 @@ from typing import Final
 import torch
 import xxhash
 
+from terrazzo.checkpoint.dtypes import as_bytes
 from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.codec import encode_frame
 from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.planner import SavePlanner
@@ -25,46 +27,69 @@ _MAX_BUFFERS: Final = 1000
 
 
 class Pump:
-    """Writes chunks that follow one another in a file; one per thread."""
+    """Writes chunks that follow one another in a file; one per thread.
+
+    Afterwards `starts` has where each chunk begins, `stored` how many bytes it has there, `sums` the checksums of all
+    blocks, and `frames` the stored bytes of the blocks of chunks that have a codec.
+    """
 
     def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
-        self._position = start
+        self._written = start
         self._waiting: list[memoryview] = []
         self._waiting_bytes = 0
         self._kept: list[object] = []  # what owns the waiting memory
         self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
+        self.starts: list[int] = []
+        self.stored: list[int] = []
         self.sums: list[int] = []
+        self.frames: list[int] = []
 
     def write(self, chunks: Sequence[Chunk], planner: SavePlanner) -> None:
         """Write the chunks one after the other."""
         for chunk in chunks:
+            start = self._written + self._waiting_bytes
+            self.starts.append(start)
             if chunk.payload is not None:
-                self._add(memoryview(chunk.payload), chunk.payload)
-                continue
-            tensor = planner.resolve_data(chunk.item)
-            if chunk.part is not None and isinstance(tensor, torch.Tensor):
-                tensor = tensor[chunk.part.slices()]
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
-                raise _broken_promise(chunk, tensor)
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                self._add(bytes_of(tensor), tensor)
+                self._add(memoryview(chunk.payload), chunk.payload, chunk)
             else:
-                self._add_through_buffers(tensor)
+                self._add_tensor(chunk, planner)
+            self.stored.append(self._written + self._waiting_bytes - start)
         self.flush()
 
-    def _add(self, data: memoryview, owner: object) -> None:
-        nbytes = len(data)
-        if nbytes <= BLOCK:
+    def _add_tensor(self, chunk: Chunk, planner: SavePlanner) -> None:
+        tensor = planner.resolve_data(chunk.item)
+        if chunk.part is not None and isinstance(tensor, torch.Tensor):
+            tensor = tensor[chunk.part.slices()]
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
+            raise _broken_promise(chunk, tensor)
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            self._add(bytes_of(tensor), tensor, chunk)
+        else:
+            self._add_through_buffers(as_bytes(tensor), chunk)
+
+    def _add(self, data: memoryview, owner: object, chunk: Chunk) -> None:
+        nbytes, block = len(data), chunk.block
+        if chunk.codec:
+            for start in range(0, nbytes, block):
+                self._add_frame(data[start : start + block], chunk)
+            return
+        if nbytes <= block:
             if nbytes:
                 self.sums.append(checksum(data))
                 self._queue(data, owner)
             return
         for start in range(0, nbytes, _PIECE):
             piece = data[start : start + _PIECE]
-            for block in range(0, len(piece), BLOCK):
-                self.sums.append(checksum(piece[block : block + BLOCK]))
+            for begin in range(0, len(piece), block):
+                self.sums.append(checksum(piece[begin : begin + block]))
             self._queue(piece, owner)
+
+    def _add_frame(self, data: memoryview, chunk: Chunk) -> None:
+        frame = encode_frame(data, chunk.dtype.itemsize)
+        self.sums.append(checksum(frame))
+        self.frames.append(len(frame))
+        self._queue(memoryview(frame), frame)
 
     def _queue(self, data: memoryview, owner: object) -> None:
         self._waiting.append(data)
@@ -76,12 +101,22 @@ class Pump:
     def flush(self) -> None:
         """Write what is waiting."""
         if self._waiting:
-            self._file.write(self._position, self._waiting)
-            self._position += self._waiting_bytes
+            self._file.write(self._written, self._waiting)
+            self._written += self._waiting_bytes
             self._waiting, self._kept, self._waiting_bytes = [], [], 0
 
-    def _add_through_buffers(self, tensor: torch.Tensor) -> None:
-        sums = BlockSums()
+    def _add_through_buffers(self, tensor: torch.Tensor, chunk: Chunk) -> None:
+        if chunk.codec:
+            frame = bytearray()
+            for piece in self._through_buffers(tensor):
+                frame += piece
+                while len(frame) >= chunk.block:
+                    self._add_frame(memoryview(bytes(frame[: chunk.block])), chunk)
+                    del frame[: chunk.block]
+            if frame:
+                self._add_frame(memoryview(bytes(frame)), chunk)
+            return
+        sums = BlockSums(chunk.block)
         for piece in self._through_buffers(tensor):
             sums.update(piece)
             self._queue(piece, tensor)

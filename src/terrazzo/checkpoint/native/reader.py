@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+
+import torch
 
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
+from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointError
@@ -16,15 +21,15 @@ from terrazzo.errors import CheckpointError
 class Reading:
     """Reads a checkpoint, once or many times."""
 
-    def __init__(self, store: Store, manifest: Manifest, *, verify: bool) -> None:
+    def __init__(self, store: Store, manifest: Manifest | Root, *, verify: bool) -> None:
         self.manifest = manifest
-        self.index = ChunkIndex(manifest)
+        self.index = ChunkIndex(manifest) if isinstance(manifest, Manifest) else PartIndexes(manifest, store)
         self.requests = Requests(store, verify=verify)
 
     @property
     def bytes_read(self) -> int:
         """How many bytes have been read."""
-        return self.requests.bytes_read
+        return self.requests.bytes_read + (self.index.bytes_read if isinstance(self.index, PartIndexes) else 0)
 
     def read_object(self, name: str) -> tuple[int, bytes]:
         """The kind and the bytes of an object."""
@@ -32,25 +37,34 @@ class Reading:
         if entry is not None:
             return entry.kind, entry.data
         (chunk,) = self.index.all_of(name)
-        return self.manifest.record(name).kind, self.requests.read_bytes(chunk)
+        return self.manifest.names[name], self.requests.read_bytes(chunk)
 
+    @torch.no_grad()
     def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         """Fill what the planner hands out for each tensor item."""
         with paused_collector():
             found = list(items)
-            chunks = self.index.find([item.storage_index for item in found])
-            order = sorted(range(len(found)), key=[(chunk.file.name, chunk.start) for chunk in chunks].__getitem__)
+            hits = self.index.find(found)
+        pieces = Counter(hit.item for hit in hits if hit.part is not None)
+        in_pieces: dict[int, Filling] = {}
 
         def wanted() -> Iterator[Wanted]:
-            for number in order:
-                item = found[number]
+            for hit in hits:
+                item = found[hit.item]
+                filling = in_pieces.get(hit.item)
+                if filling is not None:
+                    yield Wanted(hit.chunk, hit.offsets, hit.lengths, filling, hit.part)
+                    continue
                 target = planner.resolve_tensor(item)
                 if target.is_meta:
                     raise CheckpointError(
                         f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, "
                         f"or load with a planner whose resolve_tensor does"
                     )
-                yield Wanted(chunks[number], item.storage_offsets, item.lengths, Filling(target, item))
+                filling = Filling(target, item, pieces.get(hit.item, 1))
+                if hit.part is not None:
+                    in_pieces[hit.item] = filling
+                yield Wanted(hit.chunk, hit.offsets, hit.lengths, filling, hit.part)
 
         try:
             for filling in self.requests.read(wanted()):

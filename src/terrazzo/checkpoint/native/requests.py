@@ -7,13 +7,16 @@ checksums while it is in the cache, and copied to where it belongs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
+from terrazzo.checkpoint.dtypes import as_bytes
 from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
@@ -38,8 +41,8 @@ class Wanted(msgspec.Struct, eq=False):
     """A box of a stored chunk, and what it fills."""
 
     chunk: StoredChunk
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
     filling: Filling
     part: Box | None = None  # of the target, if the box is not all of it
 
@@ -56,6 +59,7 @@ class _Run(msgspec.Struct, eq=False):
     memory: memoryview | None = None  # where the bytes belong, if they can be read there
     span: Span | None = None  # what the elements are, if not
     part: Box | None = None  # of the target, unless it is all of it
+    frames: Any = None  # the stored bytes of each block, if they have to be decompressed
     staged: torch.Tensor | None = None  # the elements, in a buffer
 
 
@@ -80,7 +84,6 @@ class Requests:
         self._skipped = memoryview(bytearray(self._gap))  # where bytes go that nobody wants
         self.bytes_read = 0
 
-    @torch.no_grad()
     def read(self, wanted: Iterable[Wanted]) -> Iterator[Filling]:
         """Read what is wanted, which is in the order of files and of places in them; yields what is full."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
@@ -88,12 +91,14 @@ class Requests:
             for run in batch.runs:
                 if self._verify:
                     self._check(run)
+                if run.frames is not None:
+                    _decompress(run)
                 filling = run.filling
                 if filling is None:
                     continue
                 if run.staged is not None:
                     target = filling.target if run.part is None else filling.target[run.part.slices()]
-                    target.copy_(run.staged)
+                    as_bytes(target).copy_(as_bytes(run.staged))
                 filling.left -= 1
                 if filling.left == 0:
                     yield filling
@@ -138,6 +143,9 @@ class Requests:
                 file = chunk.file
                 if file.name not in self._checked:
                     yield from self._file_checks(file)
+            if chunk.codec:
+                yield from self._compressed(want)
+                continue
             places = self._spans_of(chunk, want.offsets, want.lengths)
             filling.left += len(places) - 1
             target = filling.target if want.part is None else filling.target[want.part.slices()]
@@ -155,10 +163,38 @@ class Requests:
             for span in places:
                 part = None
                 if not whole:
-                    part = span.box.relative_to(Box(want.offsets, want.lengths))
+                    part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
                     part = part if want.part is None else part.shifted(want.part.offsets)
                 start, nbytes = chunk.start + span.low, span.high - span.low
                 yield _Run(file, start, nbytes, chunk, span.low, filling, None, span, part)
+
+    def _compressed(self, want: Wanted) -> Iterator[_Run]:
+        """Runs of the blocks that have elements of the box; each is read as it is stored."""
+        chunk = want.chunk
+        count = -(-chunk.nbytes // chunk.block)
+        frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].astype(np.int64)
+        ends = np.cumsum(frames)
+        places = self._spans_of(chunk, want.offsets, want.lengths, chunk.block)
+        want.filling.left += len(places) - 1
+        for span in places:
+            first, last = span.low // chunk.block, -(-span.high // chunk.block)
+            begin = int(ends[first] - frames[first])
+            part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
+            part = part if want.part is None else part.shifted(want.part.offsets)
+            size = int(ends[last - 1]) - begin
+            stored = memoryview(bytearray(size))
+            yield _Run(
+                chunk.file,
+                chunk.start + begin,
+                size,
+                chunk,
+                span.low,
+                want.filling,
+                stored,
+                span,
+                part,
+                frames[first:last],
+            )
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
         """Runs that are read where they belong; a large one in steps, each checked while it is in the cache."""
@@ -169,14 +205,18 @@ class Requests:
             low, piece = span.low + start, memory[start : start + step]
             yield _Run(chunk.file, chunk.start + low, len(piece), chunk, low, filling, piece)
 
-    def _spans_of(self, chunk: StoredChunk, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> list[Span]:
-        key = (offsets, lengths, chunk.shape, chunk.dtype, chunk.block)
+    def _spans_of(
+        self, chunk: StoredChunk, offsets: Sequence[int], lengths: Sequence[int], block: int = 0
+    ) -> list[Span]:
+        key = (offsets, lengths, chunk.shape, chunk.dtype, chunk.block, block)
         found = self._spans.get(key)
         if found is None:
-            block = chunk.block if self._verify else 1
+            bounded, block = bool(block), block or (chunk.block if self._verify else 1)
             limit = max(self._limit, _WINDOW)
             itemsize, box = chunk.dtype.itemsize, Box(tuple(offsets), tuple(lengths))
-            found = spans(box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit)
+            found = spans(
+                box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit, bounded=bounded
+            )
             self._spans[key] = found
         return found
 
@@ -218,7 +258,7 @@ class Requests:
     def _request(self, runs: list[_Run]) -> Request:
         buffers = []
         buffer, used = None, 0
-        room = sum(run.nbytes + _ALIGNMENT for run in runs if run.span is not None)
+        room = sum(run.nbytes + _ALIGNMENT for run in runs if run.memory is None)
         if room:
             buffer = self._buffer(room)
             memory = bytes_of(buffer)
@@ -227,7 +267,7 @@ class Requests:
             if run.start > end:
                 buffers.append(self._skipped[: run.start - end])
             end = run.start + run.nbytes
-            if run.span is not None and buffer is not None and run.chunk is not None:
+            if run.memory is None and buffer is not None and run.chunk is not None and run.span is not None:
                 run.memory = memory[used : used + run.nbytes]
                 run.staged = _elements(buffer, used, run.span, run.chunk.dtype)
                 used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -255,15 +295,40 @@ class Requests:
                 )
             return
         block, number = chunk.block, chunk.first_sum + run.low // chunk.block
+        if run.frames is not None:
+            self._check_frames(run, chunk, number)
+            return
         for start in range(0, run.nbytes, block):
             if checksum(memory[start : start + block]) != chunk.sums.item(number):
-                begin = run.start + start
-                raise CheckpointCorruptError(
-                    f"{chunk.name!r}: bytes {begin} to {begin + min(block, run.nbytes - start)} of "
-                    f"{self._store.location}/{run.file.name} are not what was saved; the checkpoint is damaged "
-                    f"(terrazzo verify lists all damage)"
-                )
+                raise self._damage(run, chunk, start, min(block, run.nbytes - start))
             number += 1
+
+    def _check_frames(self, run: _Run, chunk: StoredChunk, number: int) -> None:
+        start = 0
+        for size in run.frames.tolist():
+            assert run.memory is not None
+            if checksum(run.memory[start : start + size]) != chunk.sums.item(number):
+                raise self._damage(run, chunk, start, size)
+            start, number = start + size, number + 1
+
+    def _damage(self, run: _Run, chunk: StoredChunk, start: int, nbytes: int) -> CheckpointCorruptError:
+        begin = run.start + start
+        return CheckpointCorruptError(
+            f"{chunk.name!r}: bytes {begin} to {begin + nbytes} of {self._store.location}/{run.file.name} are not what "
+            f"was saved; the checkpoint is damaged (terrazzo verify lists all damage)"
+        )
+
+
+def _decompress(run: _Run) -> None:
+    chunk, span, stored = run.chunk, run.span, run.memory
+    assert chunk is not None and span is not None and stored is not None
+    raw = torch.empty(-(-(span.high - span.low) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+    memory, at, position = bytes_of(raw), 0, 0
+    for size in run.frames.tolist():
+        nbytes = min(chunk.block, span.high - span.low - position)
+        memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.dtype.itemsize)
+        at, position = at + size, position + nbytes
+    run.staged = _elements(raw, 0, span, chunk.dtype)
 
 
 def _elements(buffer: torch.Tensor, start: int, span: Span, dtype: torch.dtype) -> torch.Tensor:

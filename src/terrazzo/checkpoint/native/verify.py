@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
-from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.manifest import FileEntry, Manifest
 from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +48,56 @@ def verify_store(store: Store, progress: Callable[[int], None] = lambda nbytes: 
     except (CheckpointError, OSError) as error:
         return [Damage(MANIFEST, str(error))]
     by_file: dict[str, list[StoredChunk]] = defaultdict(list)
+    damage: list[Damage] = []
     try:
-        boxes = [table.astype(np.int64) for table in manifest.box_tables]
-        check_coverage(manifest.head.tensors, np.array(manifest.head.counts, dtype=np.int64), boxes)
-        for chunk in ChunkIndex(manifest).everything():
+        for chunk in _stored_chunks(manifest, store, damage):
             by_file[chunk.file.name].append(chunk)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
-    damage: list[Damage] = []
-    for entry in manifest.head.files:
+    for entry in _files(manifest):
         chunks = sorted(by_file[entry.name], key=lambda chunk: chunk.start)
         damage += _File(store, entry, progress).damage(chunks)
     return damage
 
 
+def _files(manifest: Manifest | Root) -> list[FileEntry]:
+    if isinstance(manifest, Manifest):
+        return manifest.head.files
+    return list({file.name: file for part in manifest.head.parts for file in part.files}.values())
+
+
+def _stored_chunks(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> list[StoredChunk]:
+    """All chunks; an index that cannot be read is damage.  Raises unless each tensor's chunks make it up."""
+    if isinstance(manifest, Manifest):
+        boxes = [table.astype(np.int64) for table in manifest.box_tables]
+        check_coverage(manifest.head.tensors, np.array(manifest.head.counts, dtype=np.int64), boxes)
+        return ChunkIndex(manifest).everything()
+    chunks: list[StoredChunk] = []
+    for part, entry in enumerate(manifest.head.parts):
+        try:
+            chunks += PartIndexes(manifest, store).everything([part])
+        except (CheckpointError, OSError) as error:
+            damage.append(Damage(entry.index_file or MANIFEST, str(error)))
+    if damage:
+        return chunks
+    stored: dict[str, int] = defaultdict(int)
+    for chunk in chunks:
+        stored[chunk.name] += prod(chunk.shape)
+    for tensor in manifest.head.tensors:
+        whole = prod(tensor.shape)
+        if stored[tensor.name] != whole:
+            raise CheckpointCorruptError(f"{tensor.name}: {stored[tensor.name]} of {whole} elements are stored")
+    return chunks
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some blocks of a chunk, from `low` on, and the memory that they are read into."""
+    """Some blocks of a chunk: where they begin, the bytes of each, the first one's checksum, and memory for them."""
 
     chunk: StoredChunk
-    low: int
+    start: int
+    sizes: list[int]
+    first_sum: int
     memory: memoryview
 
 
@@ -110,8 +143,7 @@ class _File:
                 return
             except (OSError, EOFError) as error:
                 for piece in request.owner if request is not None else []:
-                    begin = piece.chunk.start + piece.low
-                    yield Damage(name, str(error), piece.chunk.name, begin, begin + len(piece.memory))
+                    yield Damage(name, str(error), piece.chunk.name, piece.start, piece.start + len(piece.memory))
 
     def _header_fault(self) -> str | None:
         size = self.store.stat(self.entry.name).size
@@ -124,19 +156,17 @@ class _File:
         return None
 
     def _wrong_blocks(self, piece: _Piece) -> Iterator[Damage]:
-        chunk = piece.chunk
-        number = chunk.first_sum + piece.low // chunk.block
-        for start in range(0, len(piece.memory), chunk.block):
-            block = piece.memory[start : start + chunk.block]
-            if checksum(block) != chunk.sums.item(number):
-                begin = chunk.start + piece.low + start
-                yield Damage(self.entry.name, "not the bytes that were saved", chunk.name, begin, begin + len(block))
-            number += 1
+        chunk, at, number = piece.chunk, 0, piece.first_sum
+        for size in piece.sizes:
+            if checksum(piece.memory[at : at + size]) != chunk.sums.item(number):
+                begin = piece.start + at
+                yield Damage(self.entry.name, "not the bytes that were saved", chunk.name, begin, begin + size)
+            at, number = at + size, number + 1
 
 
 def _requests(name: str, chunks: list[StoredChunk], limit: int) -> Iterator[Request]:
     """All of the chunks, in requests of about `limit` bytes; memory is used again after each."""
-    memory = memoryview(bytearray(limit))
+    memory = memoryview(bytearray(limit + max((chunk.block for chunk in chunks), default=0)))
     pieces: list[_Piece] = []
     begin = used = 0
 
@@ -144,15 +174,30 @@ def _requests(name: str, chunks: list[StoredChunk], limit: int) -> Iterator[Requ
         return Request(name, begin, [piece.memory for piece in pieces], pieces)
 
     for chunk in chunks:
-        step = max(limit // chunk.block, 1) * chunk.block
-        for low in range(0, chunk.nbytes, step):
-            nbytes = min(step, chunk.nbytes - low)
-            if pieces and (chunk.start + low != begin + used or used + nbytes > limit):
+        start, number = chunk.start, chunk.first_sum
+        for sizes in _block_sizes(chunk, limit):
+            nbytes = sum(sizes)
+            if pieces and (start != begin + used or used + nbytes > limit):
                 yield request()
                 pieces, used = [], 0
             if not pieces:
-                begin = chunk.start + low
-            pieces.append(_Piece(chunk, low, memory[used : used + nbytes]))
+                begin = start
+            pieces.append(_Piece(chunk, start, sizes, number, memory[used : used + nbytes]))
             used += nbytes
+            start, number = start + nbytes, number + len(sizes)
     if pieces:
         yield request()
+
+
+def _block_sizes(chunk: StoredChunk, limit: int) -> Iterator[list[int]]:
+    """The stored bytes of the chunk's blocks, as many at a time as are about `limit` bytes."""
+    count, each = -(-chunk.nbytes // chunk.block), max(limit // chunk.block, 1)
+    if chunk.codec:
+        frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].tolist()
+        yield from (frames[first : first + each] for first in range(0, count, each))
+        return
+    for first in range(0, count, each):
+        last = min(first + each, count)
+        sizes = [chunk.block] * (last - first)
+        sizes[-1] = min(chunk.block, chunk.nbytes - (last - 1) * chunk.block)
+        yield sizes

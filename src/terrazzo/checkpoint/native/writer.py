@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -17,16 +18,30 @@ from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.dtypes import dtype_name
 from terrazzo.checkpoint.events import LOGGER
-from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, lay_out, row_major_windows
-from terrazzo.checkpoint.native.format import DATA, INLINE_LIMIT, MANIFEST, checksum, data_name
-from terrazzo.checkpoint.native.manifest import RAW, TENSOR, TYPED, FileEntry, Manifest, ObjectEntry, TensorEntry
-from terrazzo.checkpoint.native.parts import About, Part, merge
+from terrazzo.checkpoint.native.codec import FRAME
+from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
+from terrazzo.checkpoint.native.format import (
+    INLINE_INDEX,
+    INLINE_LIMIT,
+    MANIFEST,
+    block_of,
+    checksum,
+    data_name,
+    index_name,
+)
+from terrazzo.checkpoint.native.index import RAW, ZSTD, Rows, encode_index, name_hash
+from terrazzo.checkpoint.native.manifest import RAW as RAW_OBJECT
+from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, FileEntry, ObjectEntry, TensorEntry
+from terrazzo.checkpoint.native.merging import About, Part, make_part, merge
 from terrazzo.checkpoint.native.pump import Pump
+from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
+from terrazzo.checkpoint.native.root import PartEntry, Root
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.checkpoint.stores.base import Absent, Store, Version
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
+_WORTH_COMPRESSING: Final = 1024  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +59,88 @@ class WriteOptions:
     single_file_per_rank: bool = True
     threads: int = 1
     buffer_bytes: int = 10_000_000
+    compression: bool = False
 
 
-def write_part(store: Store, plan: SavePlan, planner: SavePlanner, files: FilesOfRank, options: WriteOptions) -> Part:
-    """Write all that the plan says, durably; if that fails, leave nothing behind."""
+def write_part(
+    store: Store,
+    plan: SavePlan,
+    planner: SavePlanner,
+    files: FilesOfRank,
+    options: WriteOptions,
+    base: Store | None = None,
+) -> Part:
+    """Write all that the plan says, durably; if that fails, leave nothing behind.
+
+    What is in the checkpoint `base` already is not written again.
+    """
     with paused_collector():
-        chunks, inline = _chunks_of(plan, planner)
+        chunks, inline = _chunks_of(plan, planner, options)
+        if store.caps.file_bytes is not None:
+            chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
+        reused: list[Reused] = []
+        if base is not None:
+            chunks, reused = find_unchanged(chunks, planner, store, base, options.buffer_bytes)
         groups = _groups(chunks, options, store.caps.file_bytes)
         layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
-    sums: list[int] = []
+    work = [partial(_write_file, store, *named, planner, options, files) for named in zip(names, layouts, strict=True)]
     try:
-        if store.caps.in_place or len(layouts) < 2:
-            for name, layout in zip(names, layouts, strict=True):
-                sums += _write_file(store, name, layout, planner, options)
+        if store.caps.in_place or len(work) < 2:
+            written = [write() for write in work]
         else:  # files that are sent as a whole: several are under way
             with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(layouts)), "terrazzo-write") as pool:
-                work = [
-                    pool.submit(_write_file, store, name, layout, planner, options)
-                    for name, layout in zip(names, layouts, strict=True)
-                ]
+                futures = [pool.submit(write) for write in work]
                 try:
-                    for future in work:
-                        sums += future.result()
+                    written = [future.result() for future in futures]
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
+        written += _as_files(reused)
+        entry = _part_entry(store, written, files)
     except BaseException:
-        discard(store, names)
+        discard(store, [*names, index_name(files.save_id, files.rank)])
         raise
-    return _part(names, layouts, sums, inline)
+    stored = [chunk for file in written for chunk in file.chunks]
+    boxes = [chunk.offsets + chunk.lengths for chunk in stored]
+    return make_part([chunk.entry for chunk in stored], boxes, entry, inline)
+
+
+def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
+    """What is stored already, as files of which only these chunks count."""
+    by_file: dict[str, list[Reused]] = {}
+    for each in reused:
+        by_file.setdefault(each.stored.file.name, []).append(each)
+    found = []
+    for group in by_file.values():
+        numbers = [stored_numbers(each) for each in group]
+        found.append(
+            _WrittenFile(
+                group[0].stored.file,
+                tuple(each.chunk for each in group),
+                [each.stored.start for each in group],
+                [value for sums, _ in numbers for value in sums],
+                [value for _, frames in numbers for value in frames],
+            )
+        )
+    return found
+
+
+def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRank) -> PartEntry:
+    """What the root will say of these files; a large index becomes a file, too."""
+    entries = [file.entry for file in written]
+    index = encode_index(_rows(written)) if written else b""
+    if len(index) <= INLINE_INDEX:
+        return PartEntry(entries, "", len(index), checksum(index), index)
+    name = index_name(files.save_id, files.rank)
+    upload = store.upload(name, len(index))
+    try:
+        upload.write(0, [memoryview(index)])
+    except BaseException:
+        upload.abort()
+        raise
+    upload.finish()
+    return PartEntry(entries, name, len(index), checksum(index))
 
 
 def discard(store: Store, names: Sequence[str]) -> None:
@@ -85,7 +152,7 @@ def discard(store: Store, names: Sequence[str]) -> None:
             LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
 
 
-def _chunks_of(plan: SavePlan, planner: SavePlanner) -> tuple[list[Chunk], list[ObjectEntry]]:
+def _chunks_of(plan: SavePlan, planner: SavePlanner, options: WriteOptions) -> tuple[list[Chunk], list[ObjectEntry]]:
     """The plan's items as chunks for data files, and the objects that are small enough for the manifest."""
     chunks: list[Chunk] = []
     inline: list[ObjectEntry] = []
@@ -106,9 +173,13 @@ def _chunks_of(plan: SavePlan, planner: SavePlanner) -> tuple[list[Chunk], list[
                 raise CheckpointError(f"{item.index.fqn!r}: an item of type {item.type} needs tensor_data")
             form = described.get(id(data))
             if form is None:
-                form = described[id(data)] = _described(data, item.tensor_storage_size() or 0)
+                form = described[id(data)] = _described(data, item.tensor_storage_size() or 0, options)
             entry = TensorEntry(item.index.fqn, form.dtype_name, form.shape, TENSOR)
-            chunks.append(Chunk(entry, form.dtype, form.offsets, form.lengths, form.nbytes, item))
+            chunks.append(
+                Chunk(
+                    entry, form.dtype, form.offsets, form.lengths, form.nbytes, item, None, None, form.block, form.codec
+                )
+            )
     return chunks, inline
 
 
@@ -121,15 +192,19 @@ class _Described(msgspec.Struct, frozen=True):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     nbytes: int
+    block: int
+    codec: int
 
 
-def _described(data: TensorWriteData, nbytes: int) -> _Described:
-    dtype, chunk = data.properties.dtype, data.chunk
-    return _Described(dtype, dtype_name(dtype), tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes), nbytes)
+def _described(data: TensorWriteData, nbytes: int, options: WriteOptions) -> _Described:
+    dtype, offsets, lengths = data.properties.dtype, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    codec = ZSTD if options.compression and nbytes >= _WORTH_COMPRESSING else RAW
+    block = FRAME if codec else block_of(lengths, dtype.itemsize)
+    return _Described(dtype, dtype_name(dtype), tuple(data.size), offsets, lengths, nbytes, block, codec)
 
 
 def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) -> list[list[Chunk]]:
-    """The chunks of each data file; where files have to be small, chunks are cut so that they fit."""
+    """The chunks of each data file."""
     if file_bytes is None:
         whole = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
         return [each for each in whole if each]
@@ -137,12 +212,11 @@ def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) 
     group: list[Chunk] = []
     total = 0
     for chunk in chunks:
-        for piece in _cut(chunk, file_bytes):
-            if group and (total + piece.nbytes > file_bytes or not options.single_file_per_rank):
-                groups.append(group)
-                group, total = [], 0
-            group.append(piece)
-            total += piece.nbytes
+        if group and (total + chunk.nbytes > file_bytes or not options.single_file_per_rank):
+            groups.append(group)
+            group, total = [], 0
+        group.append(chunk)
+        total += chunk.nbytes
     return [*groups, group] if group else groups
 
 
@@ -170,15 +244,31 @@ def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
         raise CheckpointError(
             f"{item.index.fqn!r}: the plan promised bytes, but the planner's resolve_data gave a tensor"
         )
-    return RAW, data.getvalue()
+    return RAW_OBJECT, data.getvalue()
 
 
-def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions) -> list[int]:
-    file = store.upload(name, layout.size)
+@dataclass(frozen=True, slots=True)
+class _WrittenFile:
+    """A data file that is complete, and what an index says of its chunks."""
+
+    entry: FileEntry
+    chunks: tuple[Chunk, ...]
+    starts: list[int]
+    sums: list[int]
+    frames: list[int]
+
+
+def _write_file(
+    store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions, files: FilesOfRank
+) -> _WrittenFile:
+    header = layout.header
+    upload = store.upload(name, layout.size)
     try:
-        file.write(0, [memoryview(layout.header)])
-        segments = _segments(layout, options.threads if store.caps.in_place else 1)
-        pumps = [Pump(file, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
+        if not options.compression:
+            upload.write(0, [memoryview(header)])
+        threads = 1 if options.compression or not store.caps.in_place else options.threads
+        segments = _segments(layout, threads)
+        pumps = [Pump(upload, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
         if len(pumps) == 1:
             pumps[0].write(layout.chunks, planner)
         else:
@@ -189,11 +279,47 @@ def _write_file(store: Store, name: str, layout: FileLayout, planner: SavePlanne
                 ]
             for future in work:
                 future.result()
+        starts = [start for pump in pumps for start in pump.starts]
+        stored = [nbytes for pump in pumps for nbytes in pump.stored]
+        end = starts[-1] + stored[-1]
+        if options.compression:  # only now is it known where each chunk lies
+            header = file_header(layout.chunks, stored, files.save_id, len(header))
+            upload.write(0, [memoryview(header)])
+        written = _WrittenFile(
+            FileEntry(name, end, len(header), checksum(header)),
+            layout.chunks,
+            starts,
+            [value for pump in pumps for value in pump.sums],
+            [value for pump in pumps for value in pump.frames],
+        )
+        upload.truncate(end)
     except BaseException:
-        file.abort()
+        upload.abort()
         raise
-    file.finish()
-    return [value for pump in pumps for value in pump.sums]
+    upload.finish()
+    return written
+
+
+def _rows(files: Sequence[_WrittenFile]) -> Rows:
+    """What the index says of the chunks of these files."""
+    chunks = [chunk for file in files for chunk in file.chunks]
+    hashes: dict[str, int] = {}
+    for chunk in chunks:
+        name = chunk.entry.name
+        if name not in hashes:
+            hashes[name] = name_hash(name)
+    return Rows(
+        hashes=np.array([hashes[chunk.entry.name] for chunk in chunks], dtype=np.uint64),
+        starts=np.array([start for file in files for start in file.starts], dtype=np.uint64),
+        nbytes=np.array([chunk.nbytes for chunk in chunks], dtype=np.uint64),
+        files=np.repeat(np.arange(len(files), dtype=np.uint32), [len(file.chunks) for file in files]),
+        blocks=np.array([chunk.block for chunk in chunks], dtype=np.uint32),
+        ndims=np.array([len(chunk.lengths) for chunk in chunks], dtype=np.uint32),
+        codecs=np.array([chunk.codec for chunk in chunks], dtype=np.uint32),
+        boxes=np.array([n for chunk in chunks for n in (*chunk.offsets, *chunk.lengths)], dtype=np.uint64),
+        sums=np.array([value for file in files for value in file.sums], dtype=np.uint64),
+        frames=np.array([value for file in files for value in file.frames], dtype=np.uint32),
+    )
 
 
 def _segments(layout: FileLayout, threads: int) -> list[slice]:
@@ -209,35 +335,24 @@ def _segments(layout: FileLayout, threads: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _part(names: list[str], layouts: list[FileLayout], sums: list[int], inline: list[ObjectEntry]) -> Part:
-    chunks = [chunk for layout in layouts for chunk in layout.chunks]
-    numbers = [number for chunk in chunks for box in (chunk.offsets, chunk.lengths) for number in box]
-    return Part(
-        tensors=msgspec.msgpack.encode([chunk.entry for chunk in chunks]),
-        files=[
-            FileEntry(name, layout.size, len(layout.header), checksum(layout.header))
-            for name, layout in zip(names, layouts, strict=True)
-        ],
-        file_index=np.repeat(np.arange(len(layouts), dtype="<u4"), [len(lay.chunks) for lay in layouts]).tobytes(),
-        starts=np.array([start for layout in layouts for start in layout.starts], dtype="<u8").tobytes(),
-        boxes=np.array(numbers, dtype="<i8").tobytes(),
-        sums=np.array(sums, dtype="<u8").tobytes(),
-        objects=inline,
-    )
-
-
 def commit(
-    store: Store, parts: Sequence[Part], save_id: str, planner_data: Any, *, replacing: Absent | Version
-) -> Manifest:
+    store: Store,
+    parts: Sequence[Part],
+    save_id: str,
+    planner_data: Any,
+    *,
+    replacing: Absent | Version,
+    features: tuple[str, ...] = (),
+) -> Root:
     """Make the checkpoint that consists of these parts the valid one, if the one that is there is still the same."""
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
-    about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra)
+    about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
     data = merge(parts, about)
-    manifest = Manifest(data, store.location)
-    _check_files(store, manifest)
+    root = Root(data, store.location)
+    _check_files(store, root)
     store.put(MANIFEST, data, only_if=replacing)
-    return manifest
+    return root
 
 
 def _are_paths(planner_data: Any) -> bool:
@@ -248,13 +363,13 @@ def _are_paths(planner_data: Any) -> bool:
     )
 
 
-def _check_files(store: Store, manifest: Manifest) -> None:
-    """All data files must be where the manifest will say: another save to the same place may have removed them, or
-    ranks may have written to folders that only look the same."""
-    present = {entry.key for entry in store.list(DATA)}
-    for entry in manifest.head.files:
-        if entry.name not in present:
+def _check_files(store: Store, root: Root) -> None:
+    """All data files must be where the root will say: ranks may have written to folders that only look the same, or
+    somebody may have removed them."""
+    present = {entry.key for entry in store.list()}
+    for name in root.data_files:
+        if name not in present:
             raise CheckpointError(
-                f"{store.location}: the data file {entry.name} has been written but is not there; the folder must be "
-                f"the same for all ranks, and no other save may go to it at the same time"
+                f"{store.location}: the data file {name} has been written but is not there; the folder must be "
+                f"the same for all ranks"
             )

@@ -90,6 +90,9 @@ class Upload(abc.ABC):
         Threads may write at once.  The buffers may be used for something else afterwards.
         """
 
+    def truncate(self, size: int) -> None:  # noqa: B027  # most files end where the last write did
+        """The file will have `size` bytes, fewer than were announced."""
+
     @abc.abstractmethod
     def finish(self) -> None:
         """The file is complete: it exists from now on, and survives a loss of power if the store is durable."""
@@ -113,6 +116,9 @@ class MemoryUpload(Upload):
         for buffer in buffers:
             self._data[offset : offset + len(buffer)] = buffer
             offset += len(buffer)
+
+    def truncate(self, size: int) -> None:
+        del self._data[size:]
 
     def finish(self) -> None:
         data, self._data = self._data, bytearray()

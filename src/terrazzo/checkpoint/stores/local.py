@@ -351,6 +351,10 @@ class LocalUpload(Upload):
             raise OSError(error.errno, error.strerror, self._path) from error
         return written
 
+    def truncate(self, size: int) -> None:
+        if os.fstat(self._fd).st_size > size:
+            os.ftruncate(self._fd, size)
+
     def sync(self) -> None:
         """Have what is written survive a loss of power."""
         if self._durable:

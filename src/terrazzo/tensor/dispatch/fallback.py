@@ -22,6 +22,7 @@ from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, 
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.strides import check_no_overlap
 
 _warned: set[str] = set()
 
@@ -47,6 +48,8 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     """The same for functions that write their first argument."""
     target = args[0]
     check_writable(target)
+    if target._layout.dual is not target._layout or any(p.is_shard() for p in target._layout.placements):
+        check_no_overlap(target._local, target._layout.shape)  # what is written back has a value for each element
     gathered = _Gathered(name)
     full_target = gathered.walk(target)
     if full_target is target._local or full_target.is_leaf:

@@ -47,6 +47,8 @@ def run_in_place(
     if call.name in _RESHAPING or call.name == "resize_as":
         check_keeps_shape(target)
     if call.name in _RESHAPING:
+        if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         # Autograd has to follow a new shape also without a graph: what it is of the old one is not a view made there.
         with torch.set_grad_enabled(torch.is_grad_enabled() or (target.requires_grad and not target.is_leaf)):
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
@@ -87,5 +89,7 @@ def write(target: DTensor, value: DTensor) -> None:
     """Copy `value` over `target`, in `target`'s layout; differentiable."""
     if value.shape != target.shape:
         raise DTensorError(f"the result has shape {tuple(value.shape)} and cannot be written to {tuple(target.shape)}")
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)

@@ -152,11 +152,11 @@ def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | 
 
 
 def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
-    """The index as `index_by_integers` takes it; None if it holds anything else."""
+    """The index as `index_by_integers` takes it; None if something else than tensors of integers chooses."""
     mesh = target._layout.mesh
     indices: list[Any] = []
-    for i in expanded(tuple(items), target._layout.ndim):
-        if isinstance(i, slice) and i == slice(None):
+    for i in items:
+        if isinstance(i, slice):
             indices.append(None)
         elif isinstance(i, DTensor) and i._layout.mesh is mesh and not is_mask(i):
             indices.append(i)
@@ -165,28 +165,48 @@ def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
     return indices
 
 
+def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """What ints, slices and None do, as an index of its own, and what is left to do: whole dims, tensors and bools.
+
+    >>> _basic_part((0, slice(1, 3), None, [True], slice(None)), 4)
+    ((0, slice(1, 3, None), None, slice(None, None, None), slice(None, None, None)), \
+[slice(None, None, None), slice(None, None, None), [True], slice(None, None, None)])
+    """
+    everything = slice(None)
+    basic: list[Any] = []
+    rest: list[Any] = []
+    for i in expanded(tuple(items), ndim):
+        if i is None or isinstance(i, slice):
+            basic.append(i)
+            rest.append(everything)
+        elif isinstance(i, int) and not isinstance(i, bool):
+            basic.append(i)
+        else:
+            basic += [everything] * consumes(i)
+            rest.append(i)
+    return tuple(basic), rest
+
+
 def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
-    """Index tensors: dims taken whole keep their shards when no mask or index touches them."""
+    """Index tensors: what is basic comes first, as in C++, and then all dims are taken whole or by tensors."""
+    basic, items = _basic_part(index, target.ndim)
+    if any(i != slice(None) for i in basic):
+        target = run_again(torch.Tensor.__getitem__, (target, basic), {})
+    indices = _integers(target, items)
+    picked: DTensor = _picked(target, items) if indices is None else run_again(index_by_integers, (target, indices), {})
+    return picked
+
+
+def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
+    """Masks, and indices that ranks may hold otherwise than their tensor: every rank has all of them."""
     layout = target._layout
-    indices = _integers(target, index)
-    if indices is not None:
-        picked_there: DTensor = run_again(index_by_integers, (target, indices), {})
-        return picked_there
     items = [_full(i, layout) for i in index]
-    items = [i.to(layout_device(target)) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
-    touched: set[int] = set()
-    d = 0
-    for i in expanded(tuple(items), layout.ndim):
-        n = consumes(i)
-        if not (isinstance(i, slice) and i == slice(None)):
-            touched.update(range(d, d + n))
-        d += n
+    items = [i.to(target._local.device) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
+    shape, whole = _probe(layout.shape, items)
     placements = [
-        Replicate() if (isinstance(p, Partial) or p.is_replicate() or p.dim in touched) else p  # type: ignore[attr-defined]
+        p if isinstance(p, Partial) or (isinstance(p, Shard) and p.dim in whole) else Replicate()
         for p in layout.placements
     ]
-    if any(isinstance(p, Partial) for p in layout.placements):
-        placements = [p if isinstance(p, Partial) else q for p, q in zip(layout.placements, placements, strict=True)]
     kept = layout.with_placements(placements, layout.order)
     varying = tuple(m for m in kept.varying)
     local = redistribute_local(target._local, layout, kept, varying)
@@ -196,9 +216,7 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
     if not local.numel():
         _check_bounds(items, layout)
     picked = _own_strides(local[tuple(items)])
-    # Where each kept dim went is read off a probe on the meta device: strides name the source dim.
-    shape, out_dims = _probe(layout.shape, items)
-    placed = [p if not p.is_shard() else _moved_shard(p, out_dims) for p in kept.placements]
+    placed = [type(p)(whole[p.dim]) if isinstance(p, Shard) else p for p in kept.placements]
     return wrap(picked, Layout.of(layout.mesh, placed, shape, layout.order))
 
 
@@ -217,55 +235,33 @@ def _own_strides(picked: torch.Tensor) -> torch.Tensor:
     return picked if picked.numel() else picked.clone(memory_format=torch.contiguous_format)
 
 
-def layout_device(target: DTensor) -> torch.device:
-    return target._local.device
-
-
-def _moved_shard(placement: Any, out_dims: dict[int, int]) -> Any:
-    return type(placement)(out_dims[placement.dim])
-
-
 def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The shape of the indexed tensor, and where each dim that is taken whole goes.
+    """The shape of what is picked, and where each dim that is taken whole goes.
 
-    Advanced indices are broadcast together; their dims stand where the first one stood if they are neighbours, in front
-    if not.
+    What chooses is broadcast together; the dims of it stand where the first stood if they are neighbours, in front if
+    not.
     """
-    full = expanded(tuple(items), len(shape))
-    advanced = [k for k, i in enumerate(full) if isinstance(i, (torch.Tensor, bool))]
-    ints_advance = [k for k, i in enumerate(full) if isinstance(i, int) and not isinstance(i, bool)]
-    adv = sorted(advanced + ints_advance) if advanced else []
-    shapes: list[tuple[int, ...]] = []
-    for k in adv:
-        i = full[k]
-        if isinstance(i, bool):
-            shapes.append((int(i),))
-        elif isinstance(i, int):
-            shapes.append(())
-        elif is_mask(i):
-            shapes.append((int(i.sum()),))
-        else:
-            shapes.append(tuple(i.shape))
-    joined = broadcast_shapes(*shapes) if adv else ()
-    neighbours = bool(adv) and adv == list(range(adv[0], adv[-1] + 1))
+    at = [k for k, i in enumerate(items) if not isinstance(i, slice)]
+    joined = broadcast_shapes(*[_shape_of(items[k]) for k in at])
     out: list[tuple[int, int | None]] = []
-    d = 0
-    placed = not adv
-    if adv and not neighbours:
+    apart = at != list(range(at[0], at[-1] + 1))
+    if apart:
         out += [(n, None) for n in joined]
-        placed = True
-    for k, i in enumerate(full):
-        if k in adv:
-            if not placed:
-                out += [(n, None) for n in joined]
-                placed = True
-        elif i is None:
-            out.append((1, None))
-        elif isinstance(i, slice):
-            length = len(range(*i.indices(shape[d])))
-            out.append((length, d))
+    d = 0
+    for k, i in enumerate(items):
+        if isinstance(i, slice):
+            out.append((shape[d], d))
+        elif k == at[0] and not apart:
+            out += [(n, None) for n in joined]
         d += consumes(i)
     return tuple(n for n, _ in out), {src: k for k, (_, src) in enumerate(out) if src is not None}
+
+
+def _shape_of(i: Any) -> tuple[int, ...]:
+    """Of what an item picks along its dims."""
+    if isinstance(i, bool):
+        return (int(i),)
+    return (int(i.sum()),) if is_mask(i) else tuple(i.shape)
 
 
 # ------------------------------------------------------------------ assignment
@@ -280,10 +276,12 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise DTensorError(
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
-    check_writable(target)
     items = normal(index)
-    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
-        _check_ints(items, target._layout)  # C++ takes the view first
+    in_graph = torch.is_grad_enabled() and target.requires_grad
+    if in_graph:
+        _check_index(items, target._layout)  # C++ takes the view first
+    check_writable(target)
+    if in_graph and target.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
@@ -299,12 +297,10 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
 
 
-def _check_ints(items: Sequence[Any], layout: Layout) -> None:
-    d = 0
-    for i in expanded(items, layout.ndim):
-        if isinstance(i, int) and not isinstance(i, bool) and not -layout.shape[d] <= i < layout.shape[d]:
-            raise IndexError(f"index {i} is out of bounds for dimension {d} with size {layout.shape[d]}")
-        d += consumes(i)
+def _check_index(items: Sequence[Any], layout: Layout) -> None:
+    """Raise what C++ raises for an index that chooses nothing there is; what tensors choose it sees later."""
+    if not any(isinstance(i, torch.Tensor) for i in items):
+        torch.empty(layout.shape, device="meta")[tuple(items)]
 
 
 def _assign(target: torch.Tensor, index: Any, value: Any) -> None:

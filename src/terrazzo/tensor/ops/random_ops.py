@@ -83,9 +83,9 @@ def _fill(method: str, make: Callable[..., random.Make]) -> None:
 def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.Tensor) -> DTensor:
     """Fill a tensor, in place."""
     layout = target._layout
-    if layout.dual is layout and target._local.is_contiguous():
-        with torch.no_grad():
-            random.fill(target._local, layout, generator, make, *aligned)
+    in_graph = torch.is_grad_enabled() and target.requires_grad  # which is to see that nothing of the old values stays
+    if not in_graph and layout.dual is layout and target._local.is_contiguous():
+        random.fill(target._local, layout, generator, make, *aligned)
     else:
         plain = _plain_layout(layout)
         local = random.drawn(plain, target.dtype, generator, make, *aligned)

@@ -1,0 +1,323 @@
+"""Where the chunks of a checkpoint of format 2 lie: from a plan's boxes to rows of the indexes of their writers.
+
+The root says which part has a chunk of a tensor's grid.  The index of that part has it as one row, or, where data
+files are kept small, as several, each with a box of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from terrazzo.checkpoint.chunks import ChunkTable, GridChunks
+from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
+from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.native.root import PartEntry, Root, StoredTensor
+from terrazzo.checkpoint.planner import ReadItem
+from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
+
+Array = np.ndarray[Any, Any]
+
+
+class Hit(msgspec.Struct, eq=False):
+    """A box of a stored chunk that an item needs; `part` is what it is of the item's box, unless it is all of it."""
+
+    item: int
+    chunk: StoredChunk
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    part: Box | None = None
+
+
+class _Sought(msgspec.Struct, eq=False):
+    """A chunk of a tensor's grid that an item needs."""
+
+    item: int
+    tensor: StoredTensor
+    cell: Box
+
+
+class PartIndexes:
+    """Finds stored chunks, by the indexes of the parts that have them, each read once."""
+
+    def __init__(self, root: Root, store: Store) -> None:
+        self._root = root
+        self._store = store
+        self._rows: dict[int, Rows] = {}
+        self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are distributed alike
+        self.bytes_read = 0
+
+    def find(self, items: Sequence[ReadItem]) -> list[Hit]:
+        """What each item needs, in the order of files and places in them."""
+        by_part: dict[int, list[_Sought]] = defaultdict(list)
+        for number, item in enumerate(items):
+            tensor = self.tensor(item.storage_index.fqn)
+            part, cell = self._place(tensor, item.storage_index)
+            by_part[part].append(_Sought(number, tensor, cell))
+        self._load(by_part)
+        hits: list[Hit] = []
+        for part, sought in by_part.items():
+            hits += self._in_part(part, sought, items)
+        return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+
+    def all_of(self, name: str) -> list[StoredChunk]:
+        """All stored chunks of a tensor."""
+        tensor = self.tensor(name)
+        parts = sorted(set(self._root.owner_tables[tensor.owners].tolist()))
+        self._load(parts)
+        found = []
+        for part in parts:
+            rows = self._rows[part]
+            value = np.uint64(name_hash(name))
+            left, right = np.searchsorted(rows.hashes, value, "left"), np.searchsorted(rows.hashes, value, "right")
+            numbers = np.arange(left, right)
+            found += self._chunks(part, rows, numbers, [tensor] * len(numbers))
+        return found
+
+    def everything(self, parts: Sequence[int]) -> list[StoredChunk]:
+        """All stored chunks of some parts, of all tensors."""
+        by_hash = self._root.by_hash
+        self._load(parts)
+        found = []
+        for part in parts:
+            rows = self._rows[part]
+            tensors = [by_hash.get(value) for value in rows.hashes.tolist()]
+            known = np.array([tensor is not None for tensor in tensors], dtype=bool)
+            numbers = np.nonzero(known)[0]
+            found += self._chunks(part, rows, numbers, [tensor for tensor in tensors if tensor is not None])
+        return found
+
+    def by_box(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], StoredChunk]:
+        """All stored chunks, by the tensor's name, and offsets and lengths in it."""
+        by_hash = self._root.by_hash
+        parts = range(len(self._root.head.parts))
+        self._load(parts)
+        found = {}
+        for part in parts:
+            rows = self._rows[part]
+            tensors = [by_hash.get(value) for value in rows.hashes.tolist()]
+            numbers = np.array([row for row, tensor in enumerate(tensors) if tensor is not None], dtype=np.int64)
+            chunks = self._chunks(part, rows, numbers, [tensor for tensor in tensors if tensor is not None])
+            firsts = rows.first_box[numbers].tolist()
+            for chunk, first in zip(chunks, firsts, strict=True):
+                offsets = tuple(rows.boxes[first : first + len(chunk.shape)].tolist())
+                found[chunk.name, offsets, chunk.shape] = chunk
+        return found
+
+    def digests(self) -> dict[str, tuple[bytes, ...]]:
+        """For each tensor, a digest of each of its chunks: of its box, and of the checksums of its bytes."""
+        by_hash = self._root.by_hash
+        found: dict[str, list[bytes]] = {}
+        parts = range(len(self._root.head.parts))
+        self._load(parts)
+        for part in parts:
+            rows = self._rows[part]
+            about = np.stack([rows.nbytes, rows.blocks.astype(np.uint64), rows.codecs.astype(np.uint64)], axis=1)
+            last_sum = rows.first_sum + rows.block_counts()
+            last_box = rows.first_box + 2 * rows.ndims.astype(np.int64)
+            columns = (rows.hashes, rows.first_box, last_box, rows.first_sum, last_sum)
+            lines = zip(*(column.tolist() for column in columns), strict=True)
+            for row, (value, box, box_end, first, last) in enumerate(lines):
+                tensor = by_hash.get(value)
+                if tensor is not None:
+                    digest = about[row].tobytes() + rows.boxes[box:box_end].tobytes() + rows.sums[first:last].tobytes()
+                    found.setdefault(tensor.name, []).append(digest)
+        return {name: tuple(sorted(digests)) for name, digests in found.items()}
+
+    def tensor(self, name: str) -> StoredTensor:
+        """What the root says of a tensor."""
+        try:
+            return self._root.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"the checkpoint holds no tensor {name!r}") from None
+
+    def part_of(self, tensor: StoredTensor, number: int) -> PartEntry:
+        """The part that has a chunk of a tensor."""
+        owners = self._root.owner_tables[tensor.owners]
+        if number >= len(owners):
+            raise CheckpointCorruptError(f"{self._root.source}: nobody has chunk {number} of {tensor.name!r}")
+        return self._root.head.parts[int(owners[number])]
+
+    def _place(self, tensor: StoredTensor, index: MetadataIndex) -> tuple[int, Box]:
+        """The part that has the chunk that an index names, and the chunk's box."""
+        offset = index.offset
+        key = (tensor.layout, tensor.owners, tensor.shape, offset)
+        found = self._places.get(key)
+        if found is None:
+            offsets = (0,) * len(tensor.shape) if offset is None else tuple(offset)
+            if len(offsets) != len(tensor.shape):
+                raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
+            chunks = self._root.chunks(tensor)
+            number, box = _chunk_at(chunks, offsets, index.index)
+            owners = self._root.owner_tables[tensor.owners]
+            if not 0 <= number < len(owners):
+                raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
+            found = self._places[key] = int(owners[number]), box
+        return found
+
+    def _load(self, parts: Iterable[int]) -> None:
+        requests = []
+        for part in parts:
+            entry = self._root.head.parts[part]
+            if part in self._rows:
+                continue
+            if entry.index_file:
+                buffer = bytearray(entry.index_size)
+                requests.append(Request(entry.index_file, 0, [memoryview(buffer)], (part, buffer)))
+            else:
+                self._rows[part] = decode_index(entry.index, self._root.source) if entry.index else _no_rows()
+        requests.sort(key=lambda request: request.key)
+        source = self._root.source
+        try:
+            for request in self._store.read(requests):
+                part, buffer = request.owner
+                self.bytes_read += len(buffer)
+                if checksum(buffer) != self._root.head.parts[part].index_sum:
+                    raise CheckpointCorruptError(f"{source}: the index in {request.key} is damaged")
+                self._rows[part] = decode_index(buffer, f"{source}/{request.key}")
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"a data file of {source} is gone, though the checkpoint's manifest names it ({error}); was the "
+                f"checkpoint replaced or removed while it was read?"
+            ) from error
+        except EOFError as error:
+            raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
+
+    def _in_part(self, part: int, sought: list[_Sought], items: Sequence[ReadItem]) -> list[Hit]:
+        rows = self._rows[part]
+        hashes = np.array([name_hash(each.tensor.name) for each in sought], dtype=np.uint64)
+        left = np.searchsorted(rows.hashes, hashes, "left")
+        right = np.searchsorted(rows.hashes, hashes, "right")
+        # Mostly a tensor has one row here, and that is the chunk that is sought.
+        single = (right - left == 1).tolist()
+        by_ndim: dict[int, list[int]] = defaultdict(list)
+        hits: list[Hit] = []
+        rest: list[int] = []
+        for number, each in enumerate(sought):
+            if single[number]:
+                by_ndim[len(each.tensor.shape)].append(number)
+            else:
+                rest.append(number)
+        for ndim, numbers in by_ndim.items():
+            chosen = left[numbers]
+            if (rows.ndims[chosen] != ndim).any():
+                raise CheckpointCorruptError(f"{self._root.source}: the index of part {part} is of other tensors")
+            chunks = self._chunks(part, rows, chosen, [sought[number].tensor for number in numbers])
+            for number, chunk, offsets in zip(numbers, chunks, rows.boxes_of(chosen, ndim)[:, 0].tolist(), strict=True):
+                each = sought[number]
+                if tuple(offsets) == each.cell.offsets and chunk.shape == each.cell.lengths:
+                    item = items[each.item]
+                    hits.append(Hit(each.item, chunk, item.storage_offsets, item.lengths))
+                else:
+                    rest.append(number)
+        for number in rest:
+            hits += self._pieces(part, sought[number], int(left[number]), int(right[number]), items)
+        return hits
+
+    def _pieces(self, part: int, sought: _Sought, left: int, right: int, items: Sequence[ReadItem]) -> list[Hit]:
+        """A chunk that is stored in pieces, as far as an item needs it."""
+        rows, item, tensor = self._rows[part], items[sought.item], sought.tensor
+        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(sought.cell.offsets)
+        numbers = np.arange(left, right)
+        numbers = numbers[rows.ndims[left:right] == len(tensor.shape)]
+        boxes = rows.boxes_of(numbers, len(tensor.shape))
+        inside = (boxes[:, 0] < np.array(wanted.ends)) & (boxes.sum(axis=1) > np.array(wanted.offsets))
+        numbers, boxes = numbers[inside.all(axis=1)], boxes[inside.all(axis=1)]
+        hits, missing = [], wanted.numel
+        chunks = self._chunks(part, rows, numbers, [tensor] * len(numbers))
+        for chunk, (offsets, lengths) in zip(chunks, boxes.tolist(), strict=True):
+            box = Box(tuple(offsets), tuple(lengths))
+            common = box.intersect(wanted)
+            if common is None:
+                continue
+            missing -= common.numel
+            inner = common.relative_to(box)
+            hits.append(Hit(sought.item, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
+        if missing:
+            raise CheckpointCorruptError(
+                f"{self._root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
+            )
+        return hits
+
+    def _chunks(self, part: int, rows: Rows, numbers: Array, tensors: list[StoredTensor]) -> list[StoredChunk]:
+        """The chunks in these rows of a part's index, each of a tensor."""
+        files = self._root.head.parts[part].files
+        if len(numbers) and int(rows.files[numbers].max()) >= len(files):
+            raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
+        found = []
+        ends = rows.first_box + 2 * rows.ndims.astype(np.int64)
+        boxes, source = rows.boxes, self._root.source
+        for tensor, file, start, nbytes, block, first, frame, codec, middle, end in zip(
+            tensors,
+            rows.files[numbers].tolist(),
+            rows.starts[numbers].tolist(),
+            rows.nbytes[numbers].tolist(),
+            rows.blocks[numbers].tolist(),
+            rows.first_sum[numbers].tolist(),
+            rows.first_frame[numbers].tolist(),
+            rows.codecs[numbers].tolist(),
+            ((rows.first_box + ends) // 2)[numbers].tolist(),
+            ends[numbers].tolist(),
+            strict=True,
+        ):
+            shape = tuple(boxes[middle:end].tolist())
+            dtype = self._dtypes.get(tensor.dtype) or self._dtype(tensor)
+            size = dtype.itemsize
+            for length in shape:
+                size *= length
+            if size != nbytes or block < 1:
+                raise CheckpointCorruptError(
+                    f"{source}: the index has another size for {tensor.name!r} than the manifest"
+                )
+            found.append(
+                StoredChunk(
+                    tensor.name,
+                    files[file],
+                    start,
+                    nbytes,
+                    shape,
+                    dtype,
+                    block,
+                    rows.sums,
+                    first,
+                    codec,
+                    rows.frames,
+                    frame,
+                )
+            )
+        return found
+
+    def _dtype(self, tensor: StoredTensor) -> Any:
+        dtype = self._dtypes[tensor.dtype] = self._root.dtype(tensor)
+        return dtype
+
+    @property
+    def _dtypes(self) -> dict[str, Any]:
+        return self._root.dtypes
+
+
+def _no_rows() -> Rows:
+    none, numbers = np.empty(0, np.uint64), np.empty(0, np.uint32)
+    return Rows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
+
+
+def _chunk_at(chunks: GridChunks | ChunkTable, offsets: tuple[int, ...], hint: int | None) -> tuple[int, Box]:
+    if isinstance(chunks, GridChunks):
+        number = chunks.number_at(offsets)
+        return number, chunks.box(max(number, 0))
+    for number in [hint] if hint is not None and 0 <= hint < len(chunks) else []:
+        box = chunks[number].box
+        if box.offsets == offsets:
+            return number, box
+    for number, chunk in enumerate(chunks):
+        if tuple(chunk.offsets) == offsets:
+            return number, chunk.box
+    return -1, Box(offsets, offsets)

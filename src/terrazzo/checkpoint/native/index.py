@@ -1,0 +1,146 @@
+"""The index of a part: where each chunk that one rank has written lies, and its checksums.
+
+A rank that loads reads the root and the indexes of those ranks whose chunks it needs.  An index has a row per chunk, in
+columns that are used where they lie, sorted by a hash of the tensor's name.  `docs/format.md` specifies every field.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import numpy as np
+
+from terrazzo.checkpoint.native.format import checksum
+from terrazzo.errors import CheckpointCorruptError
+
+Array = np.ndarray[Any, Any]
+
+_MAGIC: Final = b"TZINDEX2"
+_HEAD: Final = struct.Struct("<8sQQQQ")  # magic, chunks, numbers of boxes, blocks, blocks that have a stored length
+RAW: Final = 0
+ZSTD: Final = 1
+
+
+def name_hash(name: str) -> int:
+    """What stands for a name in an index."""
+    return checksum(name.encode())
+
+
+class Rows:
+    """The rows of an index, as arrays: one row per chunk, sorted by `hashes`.
+
+    `boxes` has offsets, then lengths, of all chunks, each from `first_box` on; `sums` the checksums, each from
+    `first_sum` on, one for every `blocks` bytes; for a chunk with a codec `frames` has the stored bytes of each block,
+    from `first_frame` on.
+    """
+
+    def __init__(
+        self,
+        hashes: Array,
+        starts: Array,
+        nbytes: Array,
+        files: Array,
+        blocks: Array,
+        ndims: Array,
+        codecs: Array,
+        boxes: Array,
+        sums: Array,
+        frames: Array,
+    ) -> None:
+        self.hashes = hashes
+        self.starts = starts
+        self.nbytes = nbytes
+        self.files = files
+        self.blocks = blocks
+        self.ndims = ndims
+        self.codecs = codecs
+        self.boxes = boxes
+        self.sums = sums
+        self.frames = frames
+        counts = self.block_counts()
+        self.first_sum = np.cumsum(counts) - counts
+        framed = np.where(codecs == RAW, 0, counts)
+        self.first_frame = np.cumsum(framed) - framed
+        numbers = 2 * ndims.astype(np.int64)
+        self.first_box = np.cumsum(numbers) - numbers
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def block_counts(self) -> Array:
+        """How many checksums each chunk has."""
+        counts: Array = -(-self.nbytes.astype(np.int64) // np.maximum(self.blocks.astype(np.int64), 1))
+        return counts
+
+    def boxes_of(self, rows: Array, ndim: int) -> Array:
+        """The boxes of rows of tensors with so many dims: an array (rows, 2, dims)."""
+        positions = self.first_box[rows][:, None] + np.arange(2 * ndim)
+        found: Array = self.boxes[positions].astype(np.int64).reshape(len(rows), 2, ndim)
+        return found
+
+
+def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:
+    """The bytes of an index, which are known before what it says."""
+    return _HEAD.size + chunks * (3 * 8 + 2 * 4 + 2 * 4) + 8 * box_numbers + 8 * blocks + 4 * (frames + frames % 2)
+
+
+def encode_index(rows: Rows) -> bytes:
+    """The bytes of an index; rows in any order."""
+    order = np.lexsort((rows.starts, rows.files, rows.hashes))
+    counts, framed = rows.block_counts()[order], np.where(rows.codecs == RAW, 0, rows.block_counts())[order]
+    numbers = 2 * rows.ndims.astype(np.int64)[order]
+    head = _HEAD.pack(_MAGIC, len(rows), len(rows.boxes), len(rows.sums), len(rows.frames))
+    return b"".join(
+        [
+            head,
+            rows.hashes[order].astype("<u8").tobytes(),
+            rows.starts[order].astype("<u8").tobytes(),
+            rows.nbytes[order].astype("<u8").tobytes(),
+            _runs(rows.boxes, rows.first_box[order], numbers).astype("<u8").tobytes(),
+            _runs(rows.sums, rows.first_sum[order], counts).astype("<u8").tobytes(),
+            rows.files[order].astype("<u4").tobytes(),
+            rows.blocks[order].astype("<u4").tobytes(),
+            rows.ndims[order].astype("<u4").tobytes(),
+            rows.codecs[order].astype("<u4").tobytes(),
+            _runs(rows.frames, rows.first_frame[order], framed).astype("<u4").tobytes(),
+            bytes(4 * (len(rows.frames) % 2)),
+        ]
+    )
+
+
+def decode_index(data: bytes | bytearray | memoryview, source: str) -> Rows:
+    """The rows of an index whose checksum has been compared."""
+    if len(data) < _HEAD.size or bytes(data[:8]) != _MAGIC:
+        raise CheckpointCorruptError(f"{source}: this is no index")
+    _, chunks, numbers, blocks, frames = _HEAD.unpack_from(data)
+    if len(data) != index_size(chunks, numbers, blocks, frames):
+        raise CheckpointCorruptError(f"{source}: the index's columns do not fit its head")
+    position = _HEAD.size
+
+    def column(kind: str, count: int) -> Array:
+        nonlocal position
+        found = np.frombuffer(data, kind, count, position)
+        position += found.nbytes
+        return found
+
+    hashes, starts, nbytes = column("<u8", chunks), column("<u8", chunks), column("<u8", chunks)
+    boxes, sums = column("<u8", numbers), column("<u8", blocks)
+    files, each, ndims, codecs = (column("<u4", chunks) for _ in range(4))
+    rows = Rows(hashes, starts, nbytes, files, each, ndims, codecs, boxes, sums, column("<u4", frames))
+    if (
+        int(rows.block_counts().sum()) != blocks
+        or 2 * int(ndims.sum(dtype=np.int64)) != numbers
+        or int(np.where(codecs == RAW, 0, rows.block_counts()).sum()) != frames
+        or bool((hashes[1:] < hashes[:-1]).any())
+        or bool((nbytes >> np.uint64(62)).any() or (boxes >> np.uint64(62)).any() or (starts >> np.uint64(62)).any())
+    ):
+        raise CheckpointCorruptError(f"{source}: the index does not make sense")
+    return rows
+
+
+def _runs(values: Array, first: Array, lengths: Array) -> Array:
+    """The runs of `values` that begin at `first`, one after the other."""
+    shift = np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
+    found: Array = values[shift + np.arange(len(shift))]
+    return found

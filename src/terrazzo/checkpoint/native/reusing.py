@@ -1,0 +1,108 @@
+"""Chunks that are stored already, in another checkpoint: they are referred to instead of being written again.
+
+A chunk that has the same name, box, dtype and checksums as one of the base is the same.  The data file that it lies in
+becomes a file of the new checkpoint too, under its own name and without moving its bytes (`Store.adopt`: a hard link,
+or a copy that an object store makes by itself).  So a checkpoint never refers to anything outside of its folder, and
+its base may be removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.datafile import Chunk
+from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.native.pump import Pump
+from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.planner import SavePlanner
+from terrazzo.checkpoint.stores.base import Store, Upload
+from terrazzo.errors import CheckpointNotFoundError
+
+# A file of which less than this is still of use is not kept: what is of use is written again.
+_WORTH_KEEPING: Final = 0.25
+
+
+class Reused:
+    """A chunk, and where it is stored already."""
+
+    def __init__(self, chunk: Chunk, stored: StoredChunk) -> None:
+        self.chunk = chunk
+        self.stored = stored
+
+
+class _Nowhere(Upload):
+    """Takes bytes and forgets them: only their checksums are wanted."""
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def abort(self) -> None:
+        """Nothing."""
+
+
+def find_unchanged(
+    chunks: Sequence[Chunk], planner: SavePlanner, store: Store, base: Store, buffer_bytes: int
+) -> tuple[list[Chunk], list[Reused]]:
+    """Which of the chunks have to be written, and which are in the base; the latter's files are adopted by `store`."""
+    try:
+        root = read_manifest(base)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"base: there is no committed checkpoint at {base.location}") from error
+    if not isinstance(root, Root):  # format 1 has no part that could be referred to
+        return list(chunks), []
+    stored = PartIndexes(root, base).by_box()
+    candidates: list[Reused] = []
+    for chunk in chunks:
+        found = stored.get((chunk.entry.name, chunk.offsets, chunk.lengths))
+        if found is not None and _is_same(chunk, found, planner, buffer_bytes):
+            candidates.append(Reused(chunk, found))
+    kept = _adopted({each.stored.file.name: each.stored.file for each in candidates}, candidates, store, base)
+    reused = [each for each in candidates if each.stored.file.name in kept]
+    settled = {id(each.chunk) for each in reused}
+    return [chunk for chunk in chunks if id(chunk) not in settled], reused
+
+
+def _is_same(chunk: Chunk, stored: StoredChunk, planner: SavePlanner, buffer_bytes: int) -> bool:
+    alike = (chunk.dtype, chunk.nbytes, chunk.block, chunk.codec) == (
+        stored.dtype,
+        stored.nbytes,
+        stored.block,
+        stored.codec,
+    )
+    if not alike or chunk.nbytes == 0:
+        return False
+    pump = Pump(_Nowhere(), 0, buffer_bytes)
+    pump.write([chunk], planner)
+    count = len(pump.sums)
+    same: bool = pump.sums == stored.sums[stored.first_sum : stored.first_sum + count].tolist()
+    if same and stored.codec:
+        same = pump.frames == stored.frames[stored.first_frame : stored.first_frame + count].tolist()
+    return same
+
+
+def _adopted(files: dict[str, FileEntry], reused: list[Reused], store: Store, base: Store) -> set[str]:
+    """The names of those files that are worth keeping, and that the store has now."""
+    used = dict.fromkeys(files, 0)
+    for each in reused:
+        used[each.stored.file.name] += each.stored.nbytes
+    return {
+        name
+        for name, file in files.items()
+        if used[name] >= _WORTH_KEEPING * (file.size - file.header_size) and store.adopt(base, name)
+    }
+
+
+def stored_numbers(reused: Reused) -> tuple[list[Any], list[Any]]:
+    """The checksums and stored lengths of a chunk's blocks."""
+    stored = reused.stored
+    count = -(-stored.nbytes // stored.block)
+    sums = stored.sums[stored.first_sum : stored.first_sum + count].tolist()
+    frames = stored.frames[stored.first_frame : stored.first_frame + count].tolist() if stored.codec else []
+    return sums, frames

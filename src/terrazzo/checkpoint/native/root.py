@@ -1,0 +1,214 @@
+"""The root of a checkpoint of format 2: what it holds, how each tensor is cut, and which part has each chunk.
+
+It is a preamble, as in format 1, and a MessagePack head.  A tensor that is cut into a grid is stored as the steps of
+that grid, and which ranks have its chunks once for all tensors that are distributed alike.  So the root grows with the
+number of tensors, not with ranks times tensors.  `docs/format.md` specifies every field.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from terrazzo.checkpoint.chunks import ChunkTable, GridChunks
+from terrazzo.checkpoint.dtypes import dtype_from_name
+from terrazzo.checkpoint.names import is_plain_name
+from terrazzo.checkpoint.native.format import MAGIC, checksum
+from terrazzo.checkpoint.native.index import name_hash
+from terrazzo.checkpoint.native.manifest import FileEntry, ObjectEntry, Path
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+
+VERSION: Final = 2
+KNOWN_FEATURES: Final = frozenset({"zstd"})
+_PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
+
+
+class PartEntry(msgspec.Struct, array_like=True, frozen=True):
+    """What one rank has written: its data files, and its index: here if it is small, else in a file of its own."""
+
+    files: list[FileEntry]
+    index_file: str
+    index_size: int
+    index_sum: int
+    index: bytes = b""
+
+
+class StoredTensor(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor (or with another kind, the bytes of an object): its chunks, and which parts have them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: int
+    layout: int
+    owners: int
+
+
+class RootHead(msgspec.Struct, frozen=True):
+    """All that a root says."""
+
+    save_id: str
+    created: float
+    writer: str
+    ranks: int
+    features: list[str]  # what a reader must know
+    parts: list[PartEntry]
+    tensors: list[StoredTensor]
+    layouts: list[tuple[int, ...] | bytes]  # the steps of a grid, or all boxes
+    owners: list[bytes]  # the part of each chunk
+    objects: list[ObjectEntry]
+    paths: dict[str, Path] = {}
+    planner_data: bytes | None = None
+
+
+def encode_root(head: RootHead) -> bytes:
+    """The bytes of a root."""
+    packed = msgspec.msgpack.encode(head)
+    size = _PREAMBLE.size + len(packed)
+    preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), checksum(b""), 0, 0)[:-8]
+    return b"".join([preamble, checksum(preamble).to_bytes(8, "little"), packed])
+
+
+class Root:
+    """A root that has been read, checked against its checksums."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, source: str) -> None:
+        self.data = data
+        self.source = source
+        view = memoryview(data)
+        _, _, _, head_size, size, head_sum, _, _, _ = _PREAMBLE.unpack_from(data)
+        if len(data) != size or _PREAMBLE.size + head_size != size:
+            raise CheckpointCorruptError(f"{source}: the manifest has {len(data)} bytes, it was written with {size}")
+        packed = view[_PREAMBLE.size :]
+        if checksum(packed) != head_sum:
+            raise CheckpointCorruptError(f"{source}: the manifest's head is damaged")
+        features = _decoded(packed, _Features, source).features
+        unknown = set(features) - KNOWN_FEATURES
+        if unknown:
+            raise CheckpointFormatError(
+                f"{source}: the checkpoint needs {', '.join(sorted(unknown))}, which this release does not know; load "
+                f"it with a newer terrazzo"
+            )
+        self.head = _decoded(packed, RootHead, source)
+        self._check_references()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Root, (bytes(self.data), self.source)
+
+    def _check_references(self) -> None:
+        head = self.head
+        layouts, owners = len(head.layouts), len(head.owners)
+        for tensor in head.tensors:
+            if not (0 <= tensor.layout < layouts and 0 <= tensor.owners < owners):
+                raise CheckpointCorruptError(f"{self.source}: {tensor.name!r} refers to a layout that is not there")
+        for part in head.parts:
+            for name in part_files(part):
+                check_file_name(name, self.source)
+
+    def files_of(self, name: str) -> list[str]:
+        """The data file of each chunk of a tensor; of a rank that has written several, the index that knows."""
+        parts = [self.head.parts[part] for part in self.owner_tables[self.tensors[name].owners].tolist()]
+        return [part.files[0].name if len(part.files) == 1 else part.index_file for part in parts]
+
+    @property
+    def data_files(self) -> list[str]:
+        """The names of all files that the checkpoint needs, beside the root."""
+        return [name for part in self.head.parts for name in part_files(part)]
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors, and the objects kept in data files, by name."""
+        return {tensor.name: tensor for tensor in self.head.tensors}
+
+    @cached_property
+    def objects(self) -> dict[str, ObjectEntry]:
+        """The objects kept in the root, by name."""
+        return {entry.name: entry for entry in self.head.objects}
+
+    @cached_property
+    def by_hash(self) -> dict[int, StoredTensor]:
+        """The tensors, by what stands for their names in indexes."""
+        return {name_hash(tensor.name): tensor for tensor in self.head.tensors}
+
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], GridChunks | ChunkTable]:
+        """The dtype, the shape and the chunks of a tensor."""
+        tensor = self.tensors[name]
+        return self.dtype(tensor), tensor.shape, self.chunks(tensor)
+
+    @cached_property
+    def names(self) -> dict[str, int]:
+        """All names and their kinds: tensors in the order of the table, then objects."""
+        names = {entry.name: entry.kind for entry in self.head.tensors}
+        return names | {entry.name: entry.kind for entry in self.head.objects}
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, tuple[int, ...]], GridChunks | ChunkTable]:
+        return {}
+
+    def chunks(self, tensor: StoredTensor) -> GridChunks | ChunkTable:
+        """The chunks of a tensor, which tensors of one shape and layout share."""
+        key = (tensor.layout, tensor.shape)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._chunk_table(tensor)
+        return found
+
+    def _chunk_table(self, tensor: StoredTensor) -> GridChunks | ChunkTable:
+        layout, ndim = self.head.layouts[tensor.layout], len(tensor.shape)
+        if isinstance(layout, tuple):
+            if len(layout) != ndim or any(step < 1 for step in layout) or any(size < 0 for size in tensor.shape):
+                raise CheckpointCorruptError(f"{self.source}: the layout of {tensor.name!r} does not fit its shape")
+            return GridChunks(tensor.shape, layout)
+        if not ndim or len(layout) % (16 * ndim):
+            raise CheckpointCorruptError(f"{self.source}: the layout of {tensor.name!r} does not fit its shape")
+        return ChunkTable(np.frombuffer(layout, "<i8").reshape(-1, 2, ndim))
+
+    @cached_property
+    def owner_tables(self) -> list[np.ndarray[Any, Any]]:
+        """For each entry of `owners`, the part of each chunk."""
+        tables = []
+        for data in self.head.owners:
+            if len(data) % 4:
+                raise CheckpointCorruptError(f"{self.source}: a list of parts is cut off")
+            table = np.frombuffer(data, "<u4")
+            if len(table) and int(table.max()) >= len(self.head.parts):
+                raise CheckpointCorruptError(f"{self.source}: a chunk is said to be in a part that is not there")
+            tables.append(table)
+        return tables
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes whose names have been met."""
+        return {}
+
+    def dtype(self, tensor: StoredTensor) -> torch.dtype:
+        """The dtype of a tensor; an unknown one costs that tensor only."""
+        return dtype_from_name(tensor.dtype)
+
+
+def part_files(part: PartEntry) -> list[str]:
+    """The names of a part's files."""
+    names = [file.name for file in part.files]
+    return [*names, part.index_file] if part.index_file else names
+
+
+class _Features(msgspec.Struct, frozen=True):
+    features: list[str]
+
+
+def _decoded(data: memoryview, kind: Any, source: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
+
+
+def check_file_name(name: str, source: str) -> None:
+    """Raise for a name that leads out of the checkpoint's folder."""
+    if "/" in name or not is_plain_name(name):
+        raise CheckpointCorruptError(f"{source}: the manifest names a file {name!r}, which is not in its folder")

@@ -1,0 +1,168 @@
+"""`terrazzo.install()`: libraries that import PyTorch's names get terrazzo's.
+
+Public names of PyTorch's modules of distributed tensors, of `fully_shard` and of checkpoints are replaced by those of
+the same name here, in these modules, until `uninstall()`.  What has another meaning here or is missing stays PyTorch's
+and is listed in what `install` returns; private names stay as well.  A program that imported a name before keeps what
+it imported, and a warning says where.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from terrazzo._torch.replaced import Replacement, replace, restore
+
+# PyTorch's module, below torch.distributed, and ours that has its names.
+MODULES: Final[Mapping[str, str]] = {
+    "tensor": "terrazzo.tensor",
+    "tensor.debug": "terrazzo.tensor.debug",
+    "tensor.experimental": "terrazzo.tensor.experimental",
+    "tensor.parallel": "terrazzo.tensor.parallel",
+    "tensor.parallel.api": "terrazzo.tensor.parallel",
+    "tensor.parallel.loss": "terrazzo.tensor.parallel",
+    "tensor.parallel.style": "terrazzo.tensor.parallel",
+    "tensor.placement_types": "terrazzo.tensor.placement_types",
+    "fsdp": "terrazzo.fsdp",
+    "checkpoint": "terrazzo.checkpoint",
+    "checkpoint.api": "terrazzo.checkpoint.api",
+    "checkpoint.default_planner": "terrazzo.checkpoint.default_planner",
+    "checkpoint.filesystem": "terrazzo.checkpoint.filesystem",
+    "checkpoint.format_utils": "terrazzo.checkpoint.format_utils",
+    "checkpoint.hf_storage": "terrazzo.checkpoint.hf_storage",
+    "checkpoint.metadata": "terrazzo.checkpoint.metadata",
+    "checkpoint.optimizer": "terrazzo.checkpoint.optimizer",
+    "checkpoint.planner": "terrazzo.checkpoint.planner",
+    "checkpoint.staging": "terrazzo.checkpoint.staging",
+    "checkpoint.state_dict": "terrazzo.checkpoint.state_dict",
+    "checkpoint.state_dict_loader": "terrazzo.checkpoint.state_dict_loader",
+    "checkpoint.state_dict_saver": "terrazzo.checkpoint.state_dict_saver",
+    "checkpoint.stateful": "terrazzo.checkpoint.stateful",
+    "checkpoint.storage": "terrazzo.checkpoint.storage",
+    "checkpoint.utils": "terrazzo.checkpoint.utils",
+    # Older homes of the same names, from which libraries still import them.
+    "_composable.fsdp": "terrazzo.fsdp",
+    "_tensor": "terrazzo.tensor",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` has done.
+
+    Attributes:
+        replaced: by PyTorch's module, the names that are terrazzo's now.
+        kept: by PyTorch's module, the public names that are PyTorch's still.
+    """
+
+    replaced: Mapping[str, tuple[str, ...]]
+    kept: Mapping[str, tuple[str, ...]]
+
+
+class InstallWarning(UserWarning):
+    """Something had been imported before `install`, and is not what it would be now."""
+
+
+_lock = threading.RLock()
+_installed: Installed | None = None
+
+
+def install() -> Installed:
+    """Put terrazzo's names in the places of PyTorch's, for libraries that import those; again: nothing.
+
+    >>> import torch.distributed.fsdp, terrazzo
+    >>> done = terrazzo.install()
+    >>> torch.distributed.fsdp.fully_shard is terrazzo.fsdp.fully_shard
+    True
+    >>> "FullyShardedDataParallel" in done.kept["torch.distributed.fsdp"]
+    True
+    >>> terrazzo.uninstall()
+    >>> torch.distributed.fsdp.fully_shard is terrazzo.fsdp.fully_shard
+    False
+    """
+    global _installed
+    with _lock:
+        if _installed is not None:
+            return _installed
+        before: list[Replacement] = []
+        replaced: dict[str, tuple[str, ...]] = {}
+        kept: dict[str, tuple[str, ...]] = {}
+        pairs = [(theirs, ours) for theirs, ours in map(_both, MODULES.items()) if theirs is not None]
+        for theirs, ours in pairs:
+            names = _public(theirs)
+            found = [name for name in names if ours is not None and _is_ours(getattr(ours, name, None))]
+            before += [Replacement(theirs, name, getattr(theirs, name), getattr(ours, name)) for name in found]
+            if found:
+                replaced[theirs.__name__] = tuple(found)
+            kept[theirs.__name__] = tuple(name for name in names if name not in found)
+        _warn_of_holders(before)
+        replace(before)
+        _installed = Installed(replaced, {name: names for name, names in kept.items() if names})
+        return _installed
+
+
+def uninstall() -> None:
+    """Give PyTorch's modules their names back; what was imported in between keeps terrazzo's."""
+    global _installed
+    with _lock:
+        restore()
+        _installed = None
+
+
+def _both(pair: tuple[str, str]) -> tuple[types.ModuleType | None, types.ModuleType | None]:
+    return _module(f"torch.distributed.{pair[0]}"), _module(pair[1])
+
+
+def _module(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:  # another version of PyTorch, or a name that terrazzo has not
+        return None
+
+
+def _public(module: types.ModuleType) -> list[str]:
+    """What a module of PyTorch's says is its own, or defines."""
+    declared = getattr(module, "__all__", None)
+    if declared is not None:
+        return [name for name in dict.fromkeys(declared) if hasattr(module, name)]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (getattr(value, "__module__", None) or "").startswith("torch.distributed.")
+    ]
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return False
+    return (getattr(value, "__module__", None) or "").startswith("terrazzo.")
+
+
+def _warn_of_holders(before: list[Replacement]) -> None:
+    """Say which modules hold names of PyTorch's that they imported before."""
+    names = {id(entry.old): entry.name for entry in before}
+    holders: dict[str, list[str]] = {}
+    for module_name, module in list(sys.modules.items()):
+        top = module_name.partition(".")[0]
+        if top in ("torch", "terrazzo", "_pytest", "pytest") or not isinstance(module, types.ModuleType):
+            continue
+        held = sorted({names[id(value)] for value in list(vars(module).values()) if id(value) in names})
+        if held:
+            holders[module_name] = held
+    if holders:
+        said = "; ".join(f"{module}: {', '.join(held)}" for module, held in holders.items())
+        warnings.warn(
+            f"terrazzo.install() comes too late for names of torch.distributed that were imported before ({said}): "
+            "call it first, or start the program with `terrazzo run`",
+            InstallWarning,
+            stacklevel=3,
+        )
+
+
+__all__ = ["InstallWarning", "Installed", "install", "uninstall"]

@@ -1,0 +1,99 @@
+"""Saving on the base of another checkpoint: what has not changed is not written again, and nothing needs the base."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from terrazzo.checkpoint import FileSystemWriter, async_save, load, save, verify
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.verify import verify_store
+from terrazzo.checkpoint.stores import MemoryStore
+from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+
+
+def state(step: int) -> dict:
+    """A large frozen part and a small one that is trained, as with LoRA."""
+    frozen = {f"frozen.{n}": torch.arange(40_000.0).reshape(200, 200) + n for n in range(5)}
+    frozen["frozen.t"] = (torch.arange(10_000.0).reshape(100, 100) * 3).t()
+    return frozen | {"adapter": torch.full((30, 4), float(step)), "step": step, "text": "x" * 9000}
+
+
+def check(path: Path, step: int) -> None:
+    target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in state(step).items()}
+    load(target, checkpoint_id=path, no_dist=True)
+    for name, value in state(step).items():
+        same = torch.equal(target[name], value) if isinstance(value, torch.Tensor) else target[name] == value
+        assert same, name
+    assert verify(path) == []
+
+
+def newly_written(path: Path, before: set[int]) -> int:
+    files = [file.stat() for file in path.iterdir()]
+    return sum(file.st_size for file in files if file.st_ino not in before)
+
+
+def inodes(*paths: Path) -> set[int]:
+    return {file.stat().st_ino for path in paths for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_a_run_that_changes_little_writes_little(tmp_path: Path, compression: bool) -> None:
+    for step in range(4):
+        path, base = tmp_path / str(step), tmp_path / str(step - 1)
+        before = inodes(base) if step else set()
+        writer = FileSystemWriter(path, compression=compression)
+        save(state(step), storage_writer=writer, no_dist=True, base=base if step else None)
+        check(path, step)
+        if step:
+            assert newly_written(path, before) < 40_000
+            assert step == 1 or len(list(path.glob("data-*"))) <= 3  # what is hardly used is not kept
+    shutil.rmtree(tmp_path / "0")
+    shutil.rmtree(tmp_path / "2")
+    check(tmp_path / "1", 1)
+    check(tmp_path / "3", 3)
+
+
+def test_on_the_base_of_what_is_being_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for step in range(4):
+        before = inodes(path) if step else set()
+        save(state(step), checkpoint_id=path, no_dist=True, base=path if step else None)
+        check(path, step)
+        assert not step or newly_written(path, before) < 40_000
+    save(state(9), checkpoint_id=path, no_dist=True)
+    assert len(os.listdir(path)) == 2
+    async_save(state(10), checkpoint_id=path, no_dist=True, base=path).result()
+    check(path, 10)
+
+
+def test_other_shapes_dtypes_and_compression_are_written(tmp_path: Path) -> None:
+    save({"a": torch.zeros(8, 6), "b": torch.zeros(50_000)}, checkpoint_id=tmp_path / "0", no_dist=True)
+    changed = {"a": torch.zeros(6, 8), "b": torch.zeros(50_000, dtype=torch.int32), "c": torch.zeros(0)}
+    for compression in (False, True):
+        writer = FileSystemWriter(tmp_path / "1", compression=compression)
+        save(changed, storage_writer=writer, no_dist=True, base=tmp_path / "0")
+        assert verify(tmp_path / "1") == []
+        names = {file.name for file in (tmp_path / "0").glob("data-*")}
+        assert not names & {file.name for file in (tmp_path / "1").iterdir()}
+
+
+def test_where_files_cannot_be_shared_they_are_written(tmp_path: Path) -> None:
+    save(state(0), checkpoint_id=tmp_path, no_dist=True)
+    store = MemoryStore()
+    save(state(0), store=store, no_dist=True, base=tmp_path)
+    assert verify_store(store) == []
+    with pytest.raises(CheckpointNotFoundError, match="base"):
+        save(state(0), store=store, no_dist=True, base=tmp_path / "absent")
+    assert verify_store(store) == [] and store.exists(MANIFEST)
+
+
+def test_base_is_for_the_native_format(tmp_path: Path) -> None:
+    from terrazzo.checkpoint.formats import DCPWriter
+
+    with pytest.raises(CheckpointError, match="own format"):
+        save(state(0), storage_writer=DCPWriter(tmp_path), no_dist=True, base=tmp_path)

@@ -1,0 +1,204 @@
+"""A program that imports PyTorch's names runs on terrazzo's, and everything can be undone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import terrazzo
+import terrazzo.checkpoint
+import terrazzo.fsdp
+import terrazzo.tensor
+from engine.runs import config, make_model
+from ranks import run_ranks
+from terrazzo.engine import initialize
+from terrazzo.errors import EngineConfigError
+from terrazzo.integrations.installing import MODULES, InstallWarning
+
+ROOT = Path(__file__).parents[2]
+
+# Written as people write it for PyTorch.
+LIBRARY = """
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed._composable.fsdp import fully_shard as older
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(folder, steps=4):
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(make(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    assert isinstance(model, FSDPModule) and isinstance(model[0].weight, DTensor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        x = torch.ones(4, 6) * (step + 1)
+        loss = model(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=folder)
+    saved = {"model": {k: torch.zeros_like(v) for k, v in state.items()}}
+    dcp.load(saved, checkpoint_id=folder)
+    same = all(torch.equal(saved["model"][k].full_tensor(), state[k].full_tensor()) for k in state)
+    whole = distribute_tensor(torch.arange(6.0), mesh["tp"], [Shard(0)]).full_tensor().tolist()
+    return losses, same, whole, type(model[0].weight).__module__, fully_shard is older
+
+
+if __name__ == "__main__":
+    import sys
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(train(sys.argv[1])[3])
+"""
+
+
+def check_library(folder: str) -> list[float]:
+    sys.path.insert(0, folder)
+    results = {}
+    before = {name: vars(sys.modules[f"torch.distributed.{name}"]).copy() for name in ("tensor", "fsdp", "checkpoint")}
+    for who in ("torch", "terrazzo"):
+        sys.modules.pop("a_library", None)
+        if who == "terrazzo":
+            with warnings.catch_warnings():
+                # What else in this process holds PyTorch's names is not the library's business.
+                warnings.simplefilter("ignore", InstallWarning)
+                done = terrazzo.install()
+            assert terrazzo.install() is done
+        try:
+            results[who] = importlib.import_module("a_library").train(f"{folder}/{who}")
+        finally:
+            terrazzo.uninstall()
+    sys.path.remove(folder)
+    for name, names in before.items():
+        now = vars(sys.modules[f"torch.distributed.{name}"])
+        assert [n for n, value in names.items() if now[n] is not value] == [], "everything is as it was"
+    assert results["torch"][3].startswith("torch.") and results["terrazzo"][3].startswith("terrazzo.")
+    torch.testing.assert_close(results["torch"][0], results["terrazzo"][0])
+    assert results["torch"][1:3] == results["terrazzo"][1:3] == (True, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert results["terrazzo"][4]
+    return results["terrazzo"][0]
+
+
+def test_a_library_for_pytorch_runs_on_terrazzo(tmp_path):
+    (tmp_path / "a_library.py").write_text(LIBRARY)
+    assert run_ranks(2, check_library, str(tmp_path))[0][0] > 0
+
+
+def test_everything_public_is_replaced_or_listed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstallWarning)
+        done = terrazzo.install()
+    try:
+        for name in MODULES:
+            full = f"torch.distributed.{name}"
+            module = sys.modules.get(full)
+            if module is None:
+                continue
+            for public in getattr(module, "__all__", ()):
+                if not hasattr(module, public):
+                    continue
+                ours = getattr(getattr(module, public), "__module__", "").startswith("terrazzo")
+                assert public in (done.replaced if ours else done.kept)[full]
+        assert torch.distributed.tensor.DTensor is terrazzo.tensor.DTensor
+        assert torch.distributed.checkpoint.save is terrazzo.checkpoint.save
+        assert "FullyShardedDataParallel" in done.kept["torch.distributed.fsdp"]
+    finally:
+        terrazzo.uninstall()
+    assert torch.distributed.tensor.DTensor is not terrazzo.tensor.DTensor
+
+
+def check_files_of_pytorch(folder: str) -> None:
+    from terrazzo.checkpoint import save
+    from terrazzo.checkpoint.formats.convert import convert
+
+    save({"w": torch.arange(4.0)}, checkpoint_id=f"{folder}/ours")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstallWarning)
+        terrazzo.install()
+    try:
+        convert(f"{folder}/ours", f"{folder}/theirs", "dcp")
+    finally:
+        terrazzo.uninstall()
+    state = {"w": torch.zeros(4)}
+    torch.distributed.checkpoint.load(state, checkpoint_id=f"{folder}/theirs", no_dist=True)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_files_for_pytorch_are_written_as_before(tmp_path):
+    run_ranks(1, check_files_of_pytorch, str(tmp_path))
+
+
+def test_who_imported_before_is_named(monkeypatch):
+    early = type(sys)("an_early_library")
+    early.fully_shard = torch.distributed.fsdp.fully_shard
+    monkeypatch.setitem(sys.modules, "an_early_library", early)
+    with pytest.warns(InstallWarning, match=r"an_early_library: fully_shard.*terrazzo run"):
+        terrazzo.install()
+    terrazzo.uninstall()
+
+
+def test_started_by_the_command_and_by_the_variable(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LIBRARY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "terrazzo", "run", str(script), str(tmp_path / "one")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0 and done.stdout.strip() == "terrazzo.tensor.dtensor", done.stderr[-3000:]
+    # What Python does when it starts, where the wheel is installed.
+    start = f"import site; site.addpackage({str(ROOT / 'src')!r}, 'terrazzo-install.pth', set())\n"
+    start += "import sys; found = 'torch' in sys.modules; import torch.distributed.fsdp as f\n"
+    start += "print(found, f.fully_shard.__module__)"
+    for value, expected in (("1", "True terrazzo.fsdp"), ("0", "False torch.distributed")):
+        environment["TERRAZZO_INSTALL"] = value
+        done = subprocess.run(
+            [sys.executable, "-c", start], capture_output=True, text=True, env=environment, timeout=200
+        )
+        assert done.stdout.startswith(expected), done.stdout + done.stderr[-3000:]
+
+
+def check_mixed_imports() -> None:
+    for sharded in (make_model(), make_model()):
+        torch.distributed.fsdp.fully_shard(sharded)
+        with pytest.raises(
+            EngineConfigError, match=r"import fully_shard from terrazzo\.fsdp, or call terrazzo\.install"
+        ):
+            initialize(sharded, config=config(2))
+        break
+    weight = torch.distributed.tensor.distribute_tensor(
+        torch.ones(4, 4), dist.init_device_mesh("cpu", (1,)), [torch.distributed.tensor.Shard(0)]
+    )
+    model = torch.nn.Linear(4, 4)
+    model.weight = torch.nn.Parameter(weight)
+    with pytest.raises(EngineConfigError, match=r"import .* from terrazzo\.tensor, or call terrazzo\.install"):
+        initialize(model, config=config(2))
+
+
+def test_mixed_imports_say_which_to_change():
+    run_ranks(1, check_mixed_imports)
