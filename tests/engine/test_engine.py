@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.runs import Model, averaged, config, engine_of, loss_of, make_model, train, train_plainly, weights
+import terrazzo
+from engine.runs import Model, averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError, EngineError
@@ -153,6 +154,85 @@ def check_same_start() -> None:
 
 def test_all_ranks_begin_with_the_first_ones_values():
     run_ranks(2, check_same_start)
+
+
+class Result:
+    """What some model returns; PyTorch does not know that there is a tensor in it."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Returning(Model):
+    def forward(self, x):
+        return Result(super().forward(x))
+
+
+def check_backward_that_nobody_sees() -> None:
+    model, expected = Returning(), train_plainly(STEPS)[0]
+    model.load_state_dict(make_model().state_dict())
+    engine = initialize(model, config=config(0, gradient_accumulation_steps=2))
+    losses = []
+    for x, y in batches(STEPS):
+        loss = torch.zeros(())
+        for micro in (0, 1):
+            part = ((engine(x[micro * 4 : micro * 4 + 4]).x - y[micro * 4 : micro * 4 + 4]) ** 2).mean()
+            part.backward()
+            engine.step()
+            loss += part.detach() / 2
+        losses.append(loss.item())
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    half = initialize(Returning(), config=config(1, fp16={"enabled": True, "loss_scale": 8}))
+    half(torch.ones(8, 6)).x.float().sum().backward()
+    with pytest.raises(EngineError, match="without the loss scale"):
+        half.step()
+
+
+def check_no_waiting() -> None:
+    """Clipping decides nothing on the host: it never asks for a tensor's value."""
+    plain = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = initialize(make_model(), config=config(2, optimizer=plain, gradient_clipping=0.1))
+    x, y = next(batches(1))
+    engine.backward(loss_of(engine, x, y))
+
+    def refuse(self, *args):
+        raise AssertionError("a tensor's value is waited for")
+
+    asked = ("item", "__float__", "__bool__", "tolist")
+    kept = {name: vars(torch.Tensor).get(name) for name in asked}
+    try:
+        for name in asked:
+            setattr(torch.Tensor, name, refuse)
+        engine.step()
+    finally:
+        for name, method in kept.items():
+            if method is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, method)
+    assert 0.1 < engine.get_global_grad_norm() < 10
+
+
+def test_backward_that_nobody_sees_and_a_step_that_waits_for_nothing():
+    run_ranks(1, check_backward_that_nobody_sees)
+    run_ranks(1, check_no_waiting)
+
+
+def check_compiled() -> None:
+    expected, names = train_plainly(STEPS)[0], list(make_model().state_dict())
+    for stage in (1, 3):
+        engine = initialize(make_model(), config=config(stage), compile="aot_eager")
+        losses = train(engine, STEPS)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert list(engine.module.state_dict()) == names and type(engine.module.blocks[0]).__name__.endswith("Block")
+        report = str(terrazzo.compile_report(engine.module.blocks[0]))
+        assert "1 graphs" in report and f"{STEPS} calls, compiled" in report
+    alone = initialize(nn.Linear(6, 3), config=config(2), compile="aot_eager")
+    assert "Linear" in str(terrazzo.compile_report(alone.module))
+
+
+def test_compiled_blocks():
+    run_ranks(2, check_compiled)
 
 
 class Words(nn.Module):

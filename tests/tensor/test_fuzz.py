@@ -28,6 +28,17 @@ WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
             "leaf((1, 2, 3, 1), 'float32', Shard(0)))",
         ),
     ),
+    (
+        (2, 2),
+        (
+            "v1 = leaf((4,), 'float32', Replicate(), Shard(0))",
+            "v4 = v1[..., 0].conj_physical()",
+            "F.relu(v4, inplace=True)",
+        ),
+    ),
+    ((2,), ("v0 = leaf((3, 5, 8), 'float32', Replicate())", "v7 = v0[1.0]")),
+    ((2,), ("v0 = leaf((3, 5), 'float32', Shard(1))", "v0[True] = torch.tensor(3)")),
+    ((2,), ("v0 = leaf((2, 2), 'complex64', Replicate())", "v0[v0 == 3].bernoulli_(1.0)")),
     ((4,), ("v0 = leaf((4, 2), 'float32', Shard(0))", "copy.copy(v0.as_strided((2,), (1,))).abs_()")),
     ((4,), ("v0 = leaf((6, 3, 5), 'float32', Shard(2))", "torch.broadcast_to(v0, (2, 6, -1, -1)).conj_physical_()")),
     (

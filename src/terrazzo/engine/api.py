@@ -39,6 +39,7 @@ def initialize(
     pipeline_dim: str = "pp",
     tied: Mapping[str, str] | None = None,
     init_weights: Callable[[nn.Module], Any] | None = None,
+    compile: bool | str = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     difficulties: Mapping[str, Any] | None = None,
 ) -> Engine:
@@ -75,6 +76,7 @@ def initialize(
             name there, as {"head.weight": "embed.weight"}.
         init_weights: Of a model that was made on the meta device: gives the sharded model its values; None: each
             module's `reset_parameters()`.
+        compile: Have `terrazzo.compile` compile the modules that are gathered together: True, or the backend's name.
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
@@ -90,7 +92,10 @@ def initialize(
     else:
         ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
-    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights)
+    backend = "inductor" if compile is True else compile or None
+    if backend is not None and isinstance(trained, Pipeline):
+        raise EngineConfigError("compile= does not compile stages: compile their modules with terrazzo.compile")
+    engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights, backend)
     curriculum = _curriculum(checked, difficulties)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)

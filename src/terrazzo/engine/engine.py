@@ -25,7 +25,7 @@ from terrazzo.engine.lr import SchedulerLike, make_scheduler
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks, compute_dtype, reshard, shard_model
+from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
@@ -70,6 +70,7 @@ class Engine:
         ranks: Ranks,
         parameters: Parameters | None = None,
         init_weights: Callable[[nn.Module], Any] | None = None,
+        compile: str | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -78,6 +79,8 @@ class Engine:
         self.dtype = compute_dtype(config)
         self.pipeline = model if isinstance(model, Pipeline) else None
         whole = model.module if isinstance(model, Pipeline) else model
+        if compile is not None and self.pipeline is None:
+            whole = compile_together(whole, config.zero_optimization.wrap, compile)
         names = {id(p): name for name, p in whole.named_parameters()}
         self.shared_params = _shared_names(whole) | (self.pipeline.tied.first if self.pipeline is not None else {})
         self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
@@ -230,7 +233,8 @@ class Engine:
             The mean loss of the whole batch, on every rank.
         """
         pipeline = self._needs_pipeline("train_batch")
-        loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
+        with self.losses.own_backward():
+            loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
         total = self._averaged(pipeline.total(loss))
         self.losses.add(total)

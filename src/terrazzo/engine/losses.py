@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ from terrazzo._torch.dispatching import tree_leaves
 from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.errors import EngineError
+
+_UNSCALED: Final = (
+    "loss.backward() in float16 without the loss scale, by which small gradients survive: call engine.backward(loss), "
+    "or engine.scale(loss).backward()"
+)
 
 
 class _Trainer(Protocol):
@@ -75,10 +80,7 @@ class Losses:
         if self._inside:
             return
         if self._engine.config.fp16.enabled and not self.scaled:
-            raise EngineError(
-                "loss.backward() in float16 without the loss scale, by which small gradients survive: call "
-                "engine.backward(loss), or engine.scale(loss).backward()"
-            )
+            raise EngineError(_UNSCALED)
         self._direct = True
         self.backwards += 1
 
@@ -109,13 +111,17 @@ class Losses:
 
     def gradient_scale(self, loss_scale: float, accumulation: int) -> float:
         """By what the gradients so far are too large."""
-        if not self._direct:
+        if self._own:
+            if self._direct and accumulation > 1:
+                raise EngineError(
+                    "this step has gradients of engine.backward(loss), which divides by gradient_accumulation_steps, "
+                    "and of loss.backward(), which does not: use one of them"
+                )
             return loss_scale
-        if self._own and accumulation > 1:
-            raise EngineError(
-                "this step has gradients of engine.backward(loss), which divides by gradient_accumulation_steps, and "
-                "of loss.backward(), which does not: use one of them"
-            )
+        # Whether or not it was seen: outputs of unknown classes have no tensors that could tell.
+        if self._engine.config.fp16.enabled and not self.scaled:
+            if any(p.grad is not None for p in self._engine.module.parameters()):
+                raise EngineError(_UNSCALED)
         return loss_scale * accumulation
 
     @property

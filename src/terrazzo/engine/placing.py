@@ -26,6 +26,7 @@ from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from terrazzo.graphs import compile as compile_module
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
 
@@ -221,6 +222,22 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[parameter] = uses.get(parameter, 0) + 1
     return [module for module in chosen if _keeps_to_itself(module, uses)]
+
+
+def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: str) -> nn.Module:
+    """Have the modules that are gathered together compiled, each as graphs of its own; a model without any, whole.
+
+    They keep their class, their parameters and their names in the state dict.
+    """
+    chosen = gathered_together(model, class_names)
+    if not chosen:
+        return compile_module(model, backend=backend)
+    compiled = {id(module): compile_module(module, backend=backend) for module in chosen}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in compiled:
+                setattr(parent, name, compiled[id(child)])
+    return model
 
 
 def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:

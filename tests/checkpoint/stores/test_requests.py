@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_files_are_closed_when_they_have_been_read(tmp_path: Path) -> None:
     save(state, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=False), no_dist=True)
     assert len(list(tmp_path.glob("data-*"))) == 200
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 30, hard))
     try:
         target = {str(n): torch.zeros(10) for n in range(200)}
         load(target, checkpoint_id=tmp_path, no_dist=True)

@@ -18,6 +18,7 @@ Alias = Literal["new", "view", "same", "written"]
 _SAME = frozenset(
     [
         *("to", "contiguous", "positive", "real", "conj", "resolve_conj", "resolve_neg", "type_as", "cpu", "cuda"),
+        "conj_physical",
         *("half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"),
         *("chalf", "type", "flatten", "pin_memory", "_autocast_to_full_precision", "_autocast_to_reduced_precision"),
     ]

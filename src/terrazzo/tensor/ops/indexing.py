@@ -168,9 +168,8 @@ def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
 def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[Any]]:
     """What ints, slices and None do, as an index of its own, and what is left to do: whole dims, tensors and bools.
 
-    >>> _basic_part((0, slice(1, 3), None, [True], slice(None)), 4)
-    ((0, slice(1, 3, None), None, slice(None, None, None), slice(None, None, None)), \
-[slice(None, None, None), slice(None, None, None), [True], slice(None, None, None)])
+    >>> _basic_part((0, slice(1, 3), True), 2)
+    ((0, slice(1, 3, None)), [slice(None, None, None), True])
     """
     everything = slice(None)
     basic: list[Any] = []
@@ -182,6 +181,8 @@ def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[
         elif isinstance(i, int) and not isinstance(i, bool):
             basic.append(i)
         else:
+            if not isinstance(i, (bool, torch.Tensor)):
+                torch.empty(1)[i]  # raises: it is no index
             basic += [everything] * consumes(i)
             rest.append(i)
     return tuple(basic), rest
@@ -272,6 +273,8 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
     if index is False:
         return  # which C++ does not even look at
+    if index is True:
+        index = None  # as in C++
     if not isinstance(target, DTensor):
         raise DTensorError(
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"

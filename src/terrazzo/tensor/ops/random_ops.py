@@ -59,9 +59,9 @@ def randint_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 _FOR_CHECKS = torch.Generator()
 
 
-def _check_parameters(dtype: torch.dtype, method: str, *args: Any, **kwargs: Any) -> None:
+def _check_parameters(dtype: torch.dtype, method: str, *args: Any, numel: int = 1, **kwargs: Any) -> None:
     """Raise what PyTorch raises for parameters or a dtype that a distribution does not have."""
-    getattr(torch.empty(1, dtype=dtype), method)(*args, **kwargs, generator=_FOR_CHECKS)
+    getattr(torch.empty(min(numel, 1), dtype=dtype), method)(*args, **kwargs, generator=_FOR_CHECKS)
 
 
 def _fill(method: str, make: Callable[..., random.Make]) -> None:
@@ -74,7 +74,7 @@ def _fill(method: str, make: Callable[..., random.Make]) -> None:
         named = dict(kwargs)
         generator = named.pop("generator", None)
         check_writable(target)
-        _check_parameters(target.dtype, method, *parameters, **named)
+        _check_parameters(target.dtype, method, *parameters, numel=target.numel(), **named)
         return _write(target, generator, make(target.dtype, *parameters, **named))
 
     handler(method)(run)
@@ -185,7 +185,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     p = rest[0] if rest else kwargs.get("p", 0.5)
     check_writable(target)
     if not isinstance(p, DTensor):
-        _check_parameters(target.dtype, "bernoulli_", p)
+        _check_parameters(target.dtype, "bernoulli_", p, numel=target.numel())
         return _write(target, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
     if p.shape != target.shape:
         p = p.expand(target.shape)
