@@ -240,6 +240,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
         self.mismatched = mismatched
 
 
+class IndexMismatchError(CheckpointError, ValueError):
+    """A planner's index means nothing in the state dict."""
+
+
 class DivergentValueError(CheckpointError, ValueError):
     """Ranks hold different values under one name that is meant to be the same everywhere."""
 

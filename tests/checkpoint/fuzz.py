@@ -311,6 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--only", help="the name of one of the checkpoints")
     arguments = parser.parse_args()
     faulthandler.enable()
     LOGGER.setLevel(logging.CRITICAL)
@@ -318,6 +319,7 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         made = seeds(Path(folder))
+        made = {name: path for name, path in made.items() if arguments.only in (None, name)}
         for reader in READERS.values():  # imports what it needs, which is no part of any case
             for name, path in made.items():
                 with contextlib.suppress(TerrazzoError):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import terrazzo
-from terrazzo.checkpoint import Checkpoint, load, save, verify
+from checkpoint.formats.deepspeed.made import FROZEN, SHAPES, state_of
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save, verify
+from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.detect import Format, detect
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
@@ -269,3 +273,57 @@ def test_messages_run_nothing_and_name_what_cannot_travel() -> None:
 def test_noise_is_no_message(data: bytes) -> None:
     with pytest.raises(CheckpointCorruptError):
         decode(data, SavePlan)
+
+
+# ------------------------------------------------------------------ files of somebody else
+
+
+def test_files_that_were_exchanged_are_refused_where_something_tells(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name, shape, dtype in (("a", (4, 3), torch.float32), ("b", (3, 4), torch.float32), ("c", (4, 3), torch.int32)):
+        dcp.save({"w": torch.ones(shape, dtype=dtype)}, checkpoint_id=tmp_path / name, no_dist=True)
+    (data,) = (path.name for path in (tmp_path / "a").glob("*.distcp"))
+    for other in ("b", "c"):
+        (tmp_path / "a" / data).write_bytes((tmp_path / other / data).read_bytes())
+        with pytest.raises(CheckpointError, match="w"):
+            Checkpoint(tmp_path / "a")["w"][...]
+
+
+def test_an_optimizer_of_another_step_is_refused(tmp_path: Path) -> None:
+    for number, step in enumerate((3.0, 4.0)):
+        folder = tmp_path / str(number)
+        state = state_of(SHAPES, FROZEN, stage=2)
+        for kept in state["optimizer"]["state"].values():
+            kept["step"] = torch.tensor(step)
+        save(state, checkpoint_id=folder / "native", no_dist=True)
+        convert(folder / "native", folder / "tag", "deepspeed", stage=2, ranks=2)
+    name = next(path.name for path in (tmp_path / "0" / "tag").glob("*rank_1_*optim_states.pt"))
+    assert len(Checkpoint(tmp_path / "0" / "tag")) > 5
+    (tmp_path / "0" / "tag" / name).write_bytes((tmp_path / "1" / "tag" / name).read_bytes())
+    with pytest.raises(CheckpointCorruptError, match="another checkpoint"):
+        Checkpoint(tmp_path / "0" / "tag")
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    old, held, other = (tmp_path / f".{name}.tmp" for name in ("x.pt.1", "x.pt.2", "y.pt.1"))
+    for leftover in (old, held, other):
+        leftover.write_bytes(b"half")
+        os.utime(leftover, (0, 0))
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        convert(tmp_path / "a", tmp_path / "x.pt", "torch_save")
+    assert not old.exists() and held.exists() and other.exists()
+    assert torch.load(tmp_path / "x.pt")["w"].eq(1).all()
+
+
+def test_planners_that_are_kept_do_not_keep_the_state(tmp_path: Path) -> None:
+    saving, loading = DefaultSavePlanner(), DefaultLoadPlanner()
+    for _ in range(2):
+        state = {"w": torch.ones(3)}
+        alive = weakref.ref(state["w"])
+        save(state, checkpoint_id=tmp_path, planner=saving)
+        load(state, checkpoint_id=tmp_path, planner=loading)
+        del state
+        assert alive() is None

@@ -1,4 +1,4 @@
-"""Runs PyTorch's own tests of `torch.distributed.tensor` on terrazzo, and says which of those that pass on torch fail.
+"""Runs PyTorch's own tests of tensors and checkpoints on terrazzo, and says which of those that pass on torch fail.
 
     python tests/peer SOURCE [FILE ...] [--results build/peer] [--keep torch|all] [--limit 900]
 
@@ -34,6 +34,23 @@ FILES = [
             *("utils", "view_ops"),
         )
     ),
+    *(
+        f"checkpoint/test_{name}.py"
+        for name in (
+            *("checkpoint", "compatibility", "dedup_tensors", "dtensor_checkpoint", "dtensor_resharding"),
+            *("file_system_checkpoint", "file_system_checkpoint_cpu", "format_utils", "fsdp_model_state"),
+            *(
+                "fsdp_optim_state",
+                "fsdp_tp_checkpoint_conversion",
+                "fsspec",
+                "hsdp_checkpoint",
+                "nested_dict",
+                "planner",
+            ),
+            *("save_load_api", "state_dict", "state_dict_utils", "tp_checkpoint", "traverse", "utils"),
+        )
+    ),
+    *(f"checkpoint/e2e/test_{name}.py" for name in ("e2e_save_and_load", "fine_tuning", "fsdp_ep", "pipeline")),
     *(f"tensor/parallel/test_{name}.py" for name in ("parallelize_api", "tp_examples", "tp_random_state", "tp_style")),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

@@ -1,4 +1,4 @@
-"""One test file of PyTorch's on torch or on terrazzo: its imports of `torch.distributed.tensor` ask here for names.
+"""One test file of PyTorch's on torch or on terrazzo: its imports of the families that terrazzo has ask here for names.
 
 Nothing else of the file is changed, and no assertion is. A name that terrazzo does not have, private ones among them,
 is torch's. Ranks are forked from this process, and the tests that play ranks with threads get processes instead.
@@ -23,7 +23,12 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal import common_distributed
 
-FAMILY = ("torch.distributed.tensor", "torch.distributed._tensor")
+OURS = {
+    "torch.distributed.tensor": "terrazzo.tensor",
+    "torch.distributed._tensor": "terrazzo.tensor",
+    "torch.distributed.checkpoint": "terrazzo.checkpoint",
+}
+FAMILY = tuple(OURS)
 HELPERS = "torch.testing._internal.distributed._tensor.common_dtensor"
 # What a name's module was called in older versions of PyTorch, and where names have moved since.
 HOMES = {
@@ -105,7 +110,7 @@ class Tree:
                 continue
             if hasattr(found, name):
                 value = getattr(found, name)
-                family = isinstance(value, types.ModuleType) and value.__name__.startswith((*FAMILY, "terrazzo.tensor"))
+                family = isinstance(value, types.ModuleType) and value.__name__.startswith((*FAMILY, *OURS.values()))
                 return self.names(f"{module}.{name}") if family else value
         try:
             importlib.import_module(f"{module}.{name}")
@@ -118,9 +123,10 @@ class Tree:
         if self._peer == "torch":
             return theirs
         # Private modules of a package have its names; terrazzo's are in the package itself.
-        parts = next(module[len(f) :] for f in reversed(FAMILY) if module.startswith(f)).strip(".").split(".")
-        public = [p for p in parts if p and not p.startswith("_") and p != "api"]
-        ours = [".".join(["terrazzo.tensor", *public]), ".".join(["terrazzo.tensor", *public[:1]]), "terrazzo.tensor"]
+        family = next(f for f in FAMILY if module == f or module.startswith(f"{f}."))
+        root, parts = OURS[family], module[len(family) :].strip(".").split(".")
+        public = [p for p in parts if p and not p.startswith("_") and (p != "api" or root != "terrazzo.tensor")]
+        ours = [".".join([root, *public]), ".".join([root, *public[:1]]), root]
         return [*ours[: 2 if public else 1], *theirs]
 
 

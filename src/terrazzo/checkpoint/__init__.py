@@ -4,6 +4,7 @@
 how.  Names are those of `torch.distributed.checkpoint`.
 """
 
+from terrazzo.checkpoint.background import AsyncSaveResponse
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
 from terrazzo.checkpoint.lazy import Checkpoint, LazyTensor
@@ -27,22 +28,26 @@ from terrazzo.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from terrazzo.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from terrazzo.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
 from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
 from terrazzo.checkpoint.stateful import Stateful
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.verify import verify
+from terrazzo.errors import CheckpointException
 
 __all__ = [
     "AsyncCheckpointerType",
+    "AsyncSaveResponse",
     "AsyncStager",
     "BlockingAsyncStager",
     "BytesStorageMetadata",
     "Checkpoint",
+    "CheckpointException",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DefaultStager",
     "FileSystemReader",
     "FileSystemWriter",
     "LazyTensor",
@@ -57,6 +62,7 @@ __all__ = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "StagingOptions",
     "Stateful",
     "StorageMeta",
     "StorageReader",

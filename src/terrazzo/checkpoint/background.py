@@ -53,6 +53,23 @@ class SaveFuture(Future[Metadata]):
             self.set_result(value)
 
 
+class AsyncSaveResponse(SaveFuture):
+    """The outcome of a save whose state is also copied in the background.
+
+    `staging_completion` is done when the state has been copied and may be changed, `upload_completion` (this future
+    itself) when the checkpoint is complete.
+    """
+
+    def __init__(self, staging_completion: Future[Any]) -> None:
+        super().__init__()
+        self.staging_completion = staging_completion
+
+    @property
+    def upload_completion(self) -> Future[Metadata]:
+        """Done when the checkpoint is complete."""
+        return self
+
+
 class Background:
     """The background of one process group on this rank: the save in flight, and what is kept between saves."""
 
@@ -111,9 +128,9 @@ class Background:
         assert self._process is not None
         return self._process
 
-    def start(self, work: Callable[[], Metadata]) -> SaveFuture:
+    def start(self, work: Callable[[], Metadata], future: SaveFuture | None = None) -> SaveFuture:
         """Do the work on a thread."""
-        future = SaveFuture()
+        future = future or SaveFuture()
         self._future = future
         # Not a daemon: a process that ends waits for its checkpoint.
         self._thread = threading.Thread(target=future.settle, args=(work,), name="terrazzo-save")

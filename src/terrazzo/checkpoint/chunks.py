@@ -177,12 +177,16 @@ class Overlaps:
     def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> Coverage:
         """The chunks that share elements with `box`, and what they share."""
         if not isinstance(chunks, (ChunkTable, GridChunks)):
-            return _overlaps([(number, chunk.box) for number, chunk in enumerate(chunks)], box)
+            return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
         key = (chunks.identity(), box)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = _overlaps(chunks.near(box), box)
         return found
+
+
+def _box(chunk: Any) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too
 
 
 def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:

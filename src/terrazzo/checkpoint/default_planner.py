@@ -1,8 +1,68 @@
-"""The default planners, and the helpers that planners derived from them use, under the names PyTorch gives them."""
+"""The default planners, and what they do as functions, for planners of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from terrazzo.checkpoint.flatten import flatten_state_dict, set_element
+from terrazzo.checkpoint.global_plan import merged_metadata
 from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.metadata import Metadata, MetadataIndex
+from terrazzo.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from terrazzo.checkpoint.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.sharded import flatten_sharded_tensors as _flatten_sharded_tensors
 
-__all__ = ["DefaultLoadPlanner", "DefaultSavePlanner", "_flatten_sharded_tensors", "flatten_state_dict", "set_element"]
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "_flatten_sharded_tensors",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+    "flatten_state_dict",
+    "set_element",
+]
+
+
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:
+    """Everything in a flat state dict that this rank could write."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
+    return planner.create_local_plan()
+
+
+def create_default_global_save_plan(
+    all_plans: Sequence[SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[SavePlan], Metadata]:
+    """The plans as they are, and what they store together; it has been decided who writes what several have.
+
+    With `rewrite_index_hints` the indices of chunks say their places in the metadata.
+    """
+    metadata = merged_metadata(all_plans)
+    if not rewrite_index_hints:
+        return list(all_plans), metadata
+    counts: dict[str, int] = {}
+    return [replace(plan, items=[_hinted(item, counts) for item in plan.items]) for plan in all_plans], metadata
+
+
+def _hinted(item: WriteItem, counts: dict[str, int]) -> WriteItem:
+    if item.type is WriteItemType.BYTE_IO:
+        return item
+    name = item.index.fqn
+    number = counts[name] = counts.get(name, -1) + 1
+    return replace(item, index=MetadataIndex(name, item.index.offset, number))
+
+
+def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
+    """What fills a flat state dict; without `strict`, as far as the checkpoint has it."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict)
+    planner.set_up_planner(state_dict, metadata)
+    return planner.create_local_plan()
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """The plans as they are."""
+    return all_plans

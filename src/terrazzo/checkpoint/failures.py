@@ -88,6 +88,7 @@ def _made(kind: str, text: str, failures: list[Failure], cause: BaseException | 
     error = _class_of(kind, getattr(theirs, "CheckpointException", None))(text, told)
     for name in _NAMES:
         names = dict.fromkeys(item for failure in failures for item in failure.names.get(name, ()))
+        names |= dict.fromkeys(getattr(cause, name, ()))  # here they are all known
         if names:
             setattr(error, name, tuple(names))
     if isinstance(error, CommError):

@@ -252,12 +252,14 @@ class NativeReader(StorageReader):
         self.verify = verify
         self.bytes_read = 0
         self._manifest: Manifest | Root | None = None
+        self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
         self._reading: Reading | None = None  # what it has learned of the files is kept from one read to the next
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._manifest = None
         self._reading = None
         self.bytes_read = 0
+        self.load_id = uuid.uuid4().hex[:12]
         self._check_id(checkpoint_id)
 
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
@@ -271,7 +273,7 @@ class NativeReader(StorageReader):
                 f"there is no committed checkpoint at {self.store.location} (no {MANIFEST})"
             ) from error
         head = self._manifest.head
-        return metadata_of(self._manifest, StorageMeta(self.store.location, head.save_id))
+        return metadata_of(self._manifest, StorageMeta(self.store.location, head.save_id, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         if isinstance(metadata.storage_data, (Manifest, Root)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,11 @@ class Checkpoint(Mapping[str, Any]):
         count: int = getattr(self._reader, "bytes_read", 0)
         return count
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, loaded, nested as it was saved."""
+    def state_dict(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+        """All of it, or the names that are wanted, loaded, nested as it was saved."""
         paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
         nested: dict[str, Any] = {}
-        for name in self:
+        for name in filter(wanted, self):
             value = self[name]
             set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
         return nested

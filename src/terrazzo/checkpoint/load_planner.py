@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from terrazzo._torch.groups import default_group, device_types
 from terrazzo.checkpoint.chunks import Overlaps
 from terrazzo.checkpoint.dtypes import is_lossless
 from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.flatten import flatten_state_dict, set_element
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    is_tensor_entry,
+)
 from terrazzo.checkpoint.objects import ObjectBytes
 from terrazzo.checkpoint.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -68,6 +76,8 @@ class DefaultLoadPlanner(LoadPlanner):
         self.mappings: dict[str, tuple[Any, ...]] = {}
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self._names: dict[str, str] = {}
+        self._materialised: dict[str, torch.Tensor] = {}
+        self._kept: list[str] = []
 
     @property
     def plans_alone(self) -> bool:
@@ -85,6 +95,13 @@ class DefaultLoadPlanner(LoadPlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
+        # A tensor without memory gets some: there is nothing to fill in place.
+        self._materialised = {
+            name: torch.empty_like(value, device=_device())
+            for name, value in state_dict.items()
+            if isinstance(value, torch.Tensor) and value.device.type == "meta"
+        }
+        state_dict.update(self._materialised)
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -94,7 +111,8 @@ class DefaultLoadPlanner(LoadPlanner):
             raise CheckpointError("the planner was set up without the checkpoint's metadata")
         stored = self.metadata.state_dict_metadata
         self._targets, self._names = {}, {}
-        self._before = dict(self.state_dict)
+        self._kept = []
+        self._before = {n: value for n, value in self.state_dict.items() if n not in self._materialised}
         faults = _Faults([], [])
         items: list[ReadItem] = []
         with torch.no_grad():
@@ -107,7 +125,10 @@ class DefaultLoadPlanner(LoadPlanner):
         for name, value in self.state_dict.items():
             source = self._stored_name(name, value, stored)
             if source is None:
-                faults.missing.append(name)
+                if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
+                    self._kept.append(name)  # saved by fewer ranks
+                elif not (type(value) in (dict, list) and not value):  # an empty one asks for nothing
+                    faults.missing.append(name)
                 continue
             if isinstance(value, PerRank):
                 value = value.value
@@ -116,7 +137,7 @@ class DefaultLoadPlanner(LoadPlanner):
             fault = self._fault(value, entry)
             if fault is not None:
                 faults.mismatched.append(f"{name}: {fault}")
-            elif isinstance(entry, TensorStorageMetadata):
+            elif is_tensor_entry(entry):
                 items += self._tensor_items(name, source, value, entry, viewer, overlaps)
             else:
                 index = MetadataIndex(source)
@@ -136,7 +157,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def _fault(self, value: Any, entry: Any) -> str | None:
         """Why a value cannot be loaded from an entry; None if it can."""
         is_tensor = isinstance(value, torch.Tensor) or is_sharded(value)
-        if not isinstance(entry, TensorStorageMetadata):
+        if not is_tensor_entry(entry):
             return "the checkpoint holds an object, the state dict a tensor" if is_tensor else None
         if not is_tensor:
             return (
@@ -161,6 +182,10 @@ class DefaultLoadPlanner(LoadPlanner):
                 f"(which has {stored}); nothing was loaded:\n  " + "\n  ".join(lines[:_NAMED]) + more,
                 missing=self.missing,
                 mismatched=tuple(faults.mismatched),
+            )
+        if self._kept:
+            LOGGER.warning(
+                "rank %d keeps its own %s: the checkpoint was saved by fewer ranks", self.rank, ", ".join(self._kept)
             )
         if self.missing:
             LOGGER.warning("kept as they were, for the checkpoint does not have them: %s", ", ".join(self.missing))
@@ -222,11 +247,26 @@ class DefaultLoadPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor was the state dict's own memory."""
 
+    def forget(self) -> None:
+        """Let go of the state dict, which a planner that is kept would keep alive."""
+        self.state_dict, self.original_state_dict = {}, {}
+        self._targets, self._before, self._materialised = {}, {}, {}
+        self.metadata = None
+
     def write_back(self) -> None:
         """Put values that a subclass has exchanged in the flat state dict into the nested one."""
         for name, value in self.state_dict.items():
             if name in self.mappings and value is not self._before.get(name):
                 set_element(self.original_state_dict, self.mappings[name], value)
+
+
+def _device() -> torch.device:
+    """Where tensors without memory get theirs: on the device that the process group is for, or else on the CPU."""
+    if dist.is_available() and dist.is_initialized() and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None and kind in (torch.device(device.type) for device in device_types(default_group())):
+            return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 def read_items(

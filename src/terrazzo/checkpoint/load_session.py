@@ -16,6 +16,7 @@ from terrazzo.checkpoint import messages
 from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.coordination import Place, StepFailed
 from terrazzo.checkpoint.events import operation
+from terrazzo.checkpoint.failures import exception_of, failure_of
 from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
@@ -42,28 +43,37 @@ class LoadSession:
     ) -> None:
         """Load into what `state_dict()` returns, in place, and hand it to `give_back`."""
         with operation("load", self.checkpoint_id, self.place.global_rank) as event:
-            if not self.together:
-                with self._explained():
-                    values = state_dict()
-                    self._read(self._local_plan(values))
-                    self._finish(values, give_back)
-            else:
-                try:
-                    with self.place.guarded():
-                        self._load_together(state_dict, give_back)
-                except StepFailed as failed:
-                    raise failed.error from failed.error.__cause__
+            try:
+                self._run(state_dict, give_back)
+            finally:
+                if isinstance(self.planner, DefaultLoadPlanner):
+                    self.planner.forget()
             event.bytes = getattr(self.reader, "bytes_read", 0)
+
+    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+        if not self.together:
+            with self._explained():
+                values = state_dict()
+                self._read(self._local_plan(values))
+            self._finish(values, give_back)
+            return
+        try:
+            with self.place.guarded():
+                self._load_together(state_dict, give_back)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of files as ours, which say on which rank and of which checkpoint."""
+        """Errors as the exception that ranks raise together, which says on which rank and of which checkpoint."""
         try:
             yield
-        except TerrazzoError:
-            raise
-        except (OSError, EOFError) as error:
-            raise CheckpointIOError(f"rank {self.place.global_rank}: {self.place.doing}: {error}") from error
+        except Exception as error:
+            raised = error
+            if isinstance(error, OSError | EOFError) and not isinstance(error, TerrazzoError):
+                raised = CheckpointIOError(str(error)).with_traceback(error.__traceback__)
+            failure = failure_of(raised, self.place.global_rank)
+            raise exception_of([failure], self.place.doing, error) from error
 
     def _local_plan(self, state_dict: STATE_DICT_TYPE) -> LoadPlan:
         metadata = self.reader.read_metadata()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -81,6 +81,11 @@ class BytesStorageMetadata:
 
 
 STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
+
+
+def is_tensor_entry(entry: Any) -> TypeGuard[TensorStorageMetadata]:
+    """Whether an entry of a table of contents is a tensor's; readers built on PyTorch's give its class."""
+    return isinstance(entry, TensorStorageMetadata) or hasattr(entry, "chunks")
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ COMPLEX: Final = 7
 BYTEARRAY: Final = 8
 RANGE: Final = 9
 SLICE: Final = 10
+BYTES_IO: Final = 11
 DTYPE: Final = 16
 DEVICE: Final = 17
 SIZE: Final = 18
@@ -240,6 +241,7 @@ _PACK: dict[type, _Packer] = {
     complex: lambda v, pack: _record(COMPLEX, [v.real, v.imag]),
     bytearray: lambda v, pack: _record(BYTEARRAY, bytes(v)),
     range: lambda v, pack: _record(RANGE, [v.start, v.stop, v.step]),
+    io.BytesIO: lambda v, pack: _record(BYTES_IO, v.getvalue()),
     slice: lambda v, pack: _record(SLICE, [pack(v.start), pack(v.stop), pack(v.step)]),
     torch.dtype: lambda v, pack: _record(DTYPE, dtype_name(v)),
     torch.device: lambda v, pack: _record(DEVICE, str(v)),
@@ -257,6 +259,7 @@ _UNPACK: dict[int, Callable[[Any], Any]] = {
     BYTEARRAY: bytearray,
     RANGE: lambda v: range(*v),
     SLICE: lambda v: slice(*v),
+    BYTES_IO: io.BytesIO,
     DTYPE: dtype_from_name,
     DEVICE: torch.device,
     SIZE: torch.Size,

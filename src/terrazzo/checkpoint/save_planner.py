@@ -283,6 +283,11 @@ class DefaultSavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
+    def forget(self) -> None:
+        """Let go of the state, which a planner that is kept would keep alive."""
+        self.state_dict = {}
+        self._holdings, self._parts, self._translated, self._described = {}, {}, {}, {}
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 

@@ -77,6 +77,9 @@ class SaveSession:
                 if failed.discard and isinstance(self._writer, NativeWriter):
                     self._discard(self._writer)
                 raise failed.error from failed.error.__cause__
+            finally:
+                if isinstance(self.planner, DefaultSavePlanner):
+                    self.planner.forget()
 
     def _discard(self, writer: NativeWriter) -> None:
         try:

@@ -8,7 +8,7 @@ share one buffer, which is kept for the next time: nothing is allocated, and hos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +47,7 @@ class AsyncStager(Protocol):
         """Whether `async_save` waits for the copy before it returns."""
         return True
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
         """A copy that later changes of the state do not reach."""
         ...
 
@@ -72,7 +72,12 @@ class Staging:
     @property
     def waits(self) -> bool:
         """Whether `async_save` returns when the copy is complete."""
-        return self._stager is None or self._stager.should_synchronize_after_execute
+        return self._stager is None or (self.future is None and self._stager.should_synchronize_after_execute)
+
+    @property
+    def future(self) -> Future[STATE_DICT_TYPE] | None:
+        """Done when the copy is, if the stager gave one."""
+        return self._staged if isinstance(self._staged, Future) else None
 
     def wait(self) -> None:
         """Return when the copy is complete."""
@@ -82,9 +87,9 @@ class Staging:
 
     def result(self) -> STATE_DICT_TYPE:
         """The copy, complete."""
+        if self.future is not None:
+            return self.future.result()
         self.wait()
-        if isinstance(self._staged, Future):
-            self._staged = self._staged.result()
         staged: STATE_DICT_TYPE = self._staged
         return staged
 
@@ -157,6 +162,69 @@ class BlockingAsyncStager:
     def close(self) -> None:
         """Let go of the memory that is kept."""
         self._memory = HostMemory()
+
+
+@dataclass(slots=True)
+class StagingOptions:
+    """How a `DefaultStager` copies.
+
+    Attributes:
+        use_pinned_memory: Accepted; memory that accelerator tensors are copied to is always pinned.
+        use_shared_memory: Keep the copy where other processes can map it.
+        use_async_staging: Copy on a thread.
+        use_non_blocking_copy: Accepted; copies from accelerators never wait for each other.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class DefaultStager:
+    """Copies into host memory that is kept, by default on a thread of its own.
+
+    With `use_async_staging`, `stage` returns a future of the copy: the state may be changed when it is done, and
+    `async_save` returns an `AsyncSaveResponse` that has it.  Values that are not tensors are copied at once.
+
+    >>> weight = torch.zeros(2)
+    >>> stager = DefaultStager()
+    >>> stager.stage({"weight": weight}).result()
+    {'weight': tensor([0., 0.])}
+    >>> stager.close()
+    """
+
+    should_synchronize_after_execute = True
+
+    def __init__(self, config: StagingOptions | None = None) -> None:
+        self._config = config or StagingOptions()
+        self._memory = HostMemory(shared=self._config.use_shared_memory)
+        self._executor = ThreadPoolExecutor(1, "terrazzo-stage") if self._config.use_async_staging else None
+        self._future: Future[STATE_DICT_TYPE] | None = None
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """A copy of the state dict in host memory, or a future of it.  It is good until the next call."""
+        skeleton, sources = take_apart(state_dict)
+
+        def copy() -> STATE_DICT_TYPE:
+            staged: STATE_DICT_TYPE = put_together(skeleton, self._memory.copy(sources))
+            return staged
+
+        if self._executor is None:
+            return copy()
+        self._future = self._executor.submit(copy)
+        return self._future
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last copy is complete."""
+        if self._future is not None:
+            self._future.result()
+
+    def close(self) -> None:
+        """Let go of the thread and of the memory."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._memory = HostMemory(shared=self._config.use_shared_memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+from terrazzo.checkpoint.argument_order import storage_may_be_second
 from terrazzo.checkpoint.coordination import find_place
+from terrazzo.checkpoint.lazy import Checkpoint
 from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.load_session import LoadSession
 from terrazzo.checkpoint.locate import find_reader
@@ -18,6 +20,7 @@ from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Store
 
 
+@storage_may_be_second("storage_reader")
 def load(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -36,9 +39,10 @@ def load(
     A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
     asked in the order of their keys, so they may communicate.
 
-    Ranks do not wait for each other, and an error stays on the rank that has it.  Only a planner with a global step of
-    its own (`create_global_plan`) or a storage reader that is not terrazzo's (one without `plans_alone`) brings the
-    ranks together: then `load` is collective, and an error of one rank is the same `CheckpointException` on all.
+    Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  Only a
+    planner with a global step of its own (`create_global_plan`) or a storage reader that is not terrazzo's (one
+    without `plans_alone`) brings the ranks together: then `load` is collective, and an error of one rank is the same
+    `CheckpointException` on all.
 
     Unlike PyTorch's, ranks may pass different keys; a key that the checkpoint lacks is an error on the rank
     that asked; and all keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`
@@ -72,6 +76,34 @@ def load(
     if session.together:
         session.place = find_place(process_group, doing=place.doing, no_dist=no_dist, timeout=timeout)
     session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """What a checkpoint holds under these keys, and under names that begin with them; None: all of it, nested.
+
+    Each rank that calls this loads it for itself.
+
+    >>> import tempfile, torch
+    >>> from terrazzo.checkpoint import save
+    >>> path = tempfile.mkdtemp()
+    >>> _ = save({"model": {"w": torch.ones(2), "b": torch.zeros(1)}, "step": 7}, checkpoint_id=path)
+    >>> _load_state_dict_from_keys({"model.w", "step"}, checkpoint_id=path)
+    {'model': {'w': tensor([1., 1.])}, 'step': 7}
+    """
+    wanted = {keys} if isinstance(keys, str) else keys
+    opened = Checkpoint(find_reader(storage_reader, checkpoint_id))
+
+    def is_wanted(name: str) -> bool:
+        parts = name.split(".")
+        return wanted is None or any(".".join(parts[:count]) in wanted for count in range(1, len(parts) + 1))
+
+    return opened.state_dict(is_wanted)
 
 
 def load_state_dict(

@@ -11,7 +11,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
 
-from terrazzo.checkpoint.background import Background, background_of
+from terrazzo.checkpoint.argument_order import storage_may_be_second
+from terrazzo.checkpoint.background import AsyncSaveResponse, Background, background_of
 from terrazzo.checkpoint.coordination import find_place, with_plane
 from terrazzo.checkpoint.events import operation
 from terrazzo.checkpoint.failures import failure_of
@@ -33,6 +34,7 @@ class AsyncCheckpointerType(Enum):
     PROCESS = "process"
 
 
+@storage_may_be_second("storage_writer")
 def save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -84,6 +86,7 @@ def save(
     return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
+@storage_may_be_second("storage_writer")
 def async_save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -115,7 +118,8 @@ def async_save(
             `FileSystemWriter` is one), else a `BlockingAsyncStager` that keeps its memory.
 
     Returns:
-        A future that holds what `save` returns.
+        A future that holds what `save` returns.  Where the stager copies in the background (its `stage` returned a
+        future), it is an `AsyncSaveResponse`: its `staging_completion` is done when the state may be changed.
 
     >>> import tempfile, torch
     >>> future = async_save({"w": torch.ones(2)}, checkpoint_id=tempfile.mkdtemp())
@@ -148,6 +152,8 @@ def async_save(
         raise
     if process is not None and parcel is not None:
         future = background.start(partial(process.save, session, parcel))
+    elif staging.future is not None:
+        future = background.start(partial(session.run, staging.result), AsyncSaveResponse(staging.future))
     else:
         future = background.start(partial(session.run, staging.result))
     staging.in_use_until(future)

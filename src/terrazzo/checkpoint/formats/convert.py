@@ -6,11 +6,14 @@ largest tensor.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from terrazzo.checkpoint.filesystem import FileSystemWriter
 from terrazzo.checkpoint.flatten import set_element
@@ -26,6 +29,8 @@ from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedValueError
+
+_JUST_MADE: Final = 5  # seconds in which a new file may not be locked yet
 
 # Called with a tensor's name and the bytes of it that have been copied.
 Progress = Callable[[str, int], None]
@@ -110,20 +115,35 @@ def _write_torch_save(source: Source, path: Path, *, overwrite: bool, progress: 
     value = _tree(source, progress)
     store = LocalStore(path.parent)
     store.prepare()
+    _remove_leftovers(path)
     temporary = f".{path.name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         file = store.upload(temporary, 0)
-        try:
-            write_archive(file, 0, value, path.stem or "archive")
-        except BaseException:
-            file.abort()
-            raise
-        file.finish()
-        os.replace(path.parent / temporary, path)
+        with (path.parent / temporary).open("rb") as locked:  # for as long as this process lives, or writes
+            fcntl.flock(locked, fcntl.LOCK_EX)
+            try:
+                write_archive(file, 0, value, path.stem or "archive")
+            except BaseException:
+                file.abort()
+                raise
+            file.finish()
+            os.replace(path.parent / temporary, path)
     except BaseException:
         store.delete([temporary])
         raise
     store.sync_folder(path.parent)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what conversions to this file that were killed have left: their files are locked by nobody."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        try:
+            with leftover.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - leftover.stat().st_mtime > _JUST_MADE:
+                    leftover.unlink()
+        except OSError:
+            continue  # it is being written, or gone
 
 
 def _tree(source: Source, progress: Progress | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ reading it, and a rank that wants a few tensors of it pays for those.  `docs/for
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, Final
@@ -101,17 +102,41 @@ _LARGEST: Final = 1 << 62  # bytes and elements that the arithmetic of a checkpo
 
 def _check_head(head: Head, source: str) -> None:
     """Raise unless the numbers and names are such as a writer writes."""
-    numbers = [head.sums, head.block, *head.counts, *(n for file in head.files for n in (file.size, file.header_size))]
+    check_sizes(head.files, source)
+    check_objects(head.objects, source)
+    numbers = [head.sums, head.block, *head.counts]
     if any(not 0 <= number < _LARGEST for number in numbers) or len(head.counts) != len(head.tensors):
         raise CheckpointCorruptError(f"{source}: the manifest's head has numbers that cannot be")
     for entry in head.tensors:
-        if any(length < 0 for length in entry.shape) or len(entry.shape) > 64 or prod(entry.shape) * 16 >= _LARGEST:
-            raise CheckpointCorruptError(f"{source}: {entry.name!r} cannot have the shape {entry.shape}")
+        check_shape(entry.name, entry.shape, source)
     for file in head.files:
         if not is_plain_name(file.name):
             raise CheckpointCorruptError(f"{source}: the manifest names the file {file.name[:300]!r}")
-    values = len(head.tensors) + len(head.objects)
-    for name, path in head.paths.items():
+    check_paths(head.paths, len(head.tensors) + len(head.objects), source)
+
+
+def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
+    """Raise for a shape that no tensor can have."""
+    if any(n < 0 for n in shape) or len(shape) > 64 or prod(max(n, 1) for n in shape) * 16 >= _LARGEST:
+        raise CheckpointCorruptError(f"{source}: {name!r} cannot have the shape {shape}")
+
+
+def check_objects(objects: Sequence[ObjectEntry], source: str) -> None:
+    """Raise for an object that is said to be a tensor."""
+    for entry in objects:
+        if entry.kind not in (TYPED, RAW):
+            raise CheckpointCorruptError(f"{source}: {entry.name!r} is of the kind {entry.kind}, and not a tensor")
+
+
+def check_sizes(files: Sequence[FileEntry], source: str) -> None:
+    """Raise for files of sizes that cannot be."""
+    if any(not 0 <= size < _LARGEST for file in files for size in (file.size, file.header_size)):
+        raise CheckpointCorruptError(f"{source}: the manifest names files of sizes that cannot be")
+
+
+def check_paths(paths: dict[str, Path], values: int, source: str) -> None:
+    """Raise for places in a nested state dict of so many values that would make lists of more."""
+    for name, path in paths.items():
         if not path or any(type(key) is int and not 0 <= key < values for key in path):
             raise CheckpointCorruptError(f"{source}: {name!r} cannot have had the place {path} in a state dict")
 

@@ -20,7 +20,15 @@ from terrazzo.checkpoint.dtypes import dtype_from_name
 from terrazzo.checkpoint.names import is_plain_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
-from terrazzo.checkpoint.native.manifest import FileEntry, ObjectEntry, Path
+from terrazzo.checkpoint.native.manifest import (
+    FileEntry,
+    ObjectEntry,
+    Path,
+    check_objects,
+    check_paths,
+    check_shape,
+    check_sizes,
+)
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 VERSION: Final = 2
@@ -106,7 +114,11 @@ class Root:
         for tensor in head.tensors:
             if not (0 <= tensor.layout < layouts and 0 <= tensor.owners < owners):
                 raise CheckpointCorruptError(f"{self.source}: {tensor.name!r} refers to a layout that is not there")
+            check_shape(tensor.name, tensor.shape, self.source)
+        check_objects(head.objects, self.source)
+        check_paths(head.paths, len(head.tensors) + len(head.objects), self.source)
         for part in head.parts:
+            check_sizes(part.files, self.source)
             for name in part_files(part):
                 check_file_name(name, self.source)
 
@@ -155,7 +167,10 @@ class Root:
         key = (tensor.layout, tensor.shape)
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = self._chunk_table(tensor)
+            found = self._chunk_table(tensor)
+            if len(found) != len(self.owner_tables[tensor.owners]):
+                raise CheckpointCorruptError(f"{self.source}: not every chunk of {tensor.name!r} is somewhere")
+            self._tables[key] = found
         return found
 
     def _chunk_table(self, tensor: StoredTensor) -> GridChunks | ChunkTable:
@@ -204,7 +219,7 @@ class _Features(msgspec.Struct, frozen=True):
 def _decoded(data: memoryview, kind: Any, source: str) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is none
         raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
 
 
