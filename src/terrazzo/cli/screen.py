@@ -22,7 +22,7 @@ ERR = Console(stderr=True)
 
 
 def shown(text: str) -> str:
-    """Text from a checkpoint, fit for a terminal: what would steer it is written out.
+    r"""Text from a checkpoint, fit for a terminal: what would steer it is written out.
 
     >>> shown("red: \x1b[31m, [bold]")
     'red: \\\\x1b[31m, [bold]'
