@@ -12,6 +12,7 @@ one `TorchMovedError` that names them all. `python -m terrazzo._torch` prints th
     function_apply, transforms,
     optimizers, clipping, masked,
     exporting                       what is replaced: each asks first, cheaply, whether a tensor is one of ours
+    replaced                        names of modules that stand for ours while `terrazzo.install()` says so
 
 It is the lowest layer. What is replaced is given functions by the layers above: `is_ours`, and what to run then.
 """

@@ -26,7 +26,6 @@ from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from terrazzo.graphs import compile as compile_module
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
 
@@ -229,6 +228,8 @@ def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: st
 
     They keep their class, their parameters and their names in the state dict.
     """
+    from terrazzo.graphs import compile as compile_module  # it brings Dynamo along, for those who ask
+
     chosen = gathered_together(model, class_names)
     if not chosen:
         return compile_module(model, backend=backend)
