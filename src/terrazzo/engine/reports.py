@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from terrazzo.comm import CommEvent, add_observer
+from terrazzo.comm import CommEvent, add_observer, remove_observer
 from terrazzo.engine.config import CommsConfig, FlopsConfig
 
 LOGGER = logging.getLogger("terrazzo.engine")
@@ -77,6 +77,7 @@ class CommsReport:
                 report.add(event)
 
         add_observer(observe)
+        weakref.finalize(self, remove_observer, observe)
 
     def add(self, event: CommEvent) -> None:
         """A collective begins."""
