@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,41 +168,3 @@ def check_odd_modules() -> None:
 
 def test_modules_without_forward_and_compiled_ones():
     run_ranks(2, check_odd_modules, timeout=120)
-
-
-# ------------------------------------------------------------------ types
-
-TYPED = """
-import torch
-from torch import nn
-from terrazzo.fsdp import FSDPModule, fully_shard
-
-model = fully_shard(nn.Linear(2, 2))
-model.set_requires_gradient_sync(False)
-model.set_reshard_after_backward(False, recurse=False)
-parameters = list(model.parameters())
-handle = model.unshard(async_op=True)
-if handle is not None:
-    handle.wait()
-several = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
-several[0].set_is_last_backward(True)
-one: FSDPModule = several[1]
-wrong: int = fully_shard(nn.Linear(2, 2))
-model.no_such_method_of_any_kind
-"""
-
-
-def test_types(tmp_path):
-    file = tmp_path / "typed.py"
-    file.write_text(TYPED)
-    source = Path(__file__).resolve().parents[2]
-    found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--no-error-summary", str(file)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        env={"MYPYPATH": str(source / "src"), "PATH": ""},
-        timeout=300,
-    )
-    lines = [line for line in found.stdout.splitlines() if ": error:" in line]
-    assert len(lines) == 1 and "Incompatible types in assignment" in lines[0], found.stdout + found.stderr

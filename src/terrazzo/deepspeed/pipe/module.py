@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.checkpointing import checkpoint
@@ -23,6 +22,9 @@ from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.pipe.partition import balanced, uniform
 from terrazzo.deepspeed.pipe.topology import ProcessTopology
 from terrazzo.errors import EngineConfigError
+
+if TYPE_CHECKING:  # it brings Dynamo along, for those who have a pipeline
+    from torch.distributed.pipelining import PipelineStage
 
 
 class LayerSpec:
@@ -151,6 +153,8 @@ class PipelineModule(nn.Module):
 
     def as_stage(self, config: Mapping[str, Any]) -> PipelineStage:
         """What `terrazzo.engine.initialize` takes."""
+        from torch.distributed.pipelining import PipelineStage
+
         if self.parts[self.stage_id] == self.parts[self.stage_id + 1]:
             raise EngineConfigError(f"stage {self.stage_id} of {self.num_stages} has no layers: {self.parts}")
         device = torch.device(get_accelerator().current_device_name())
@@ -158,6 +162,8 @@ class PipelineModule(nn.Module):
 
     def schedule(self, stage: Any, n_microbatches: int, **options: Any) -> Any:
         """PyTorch's schedule of the stages."""
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
         kind = Schedule1F1B if n_microbatches >= self.num_stages else ScheduleGPipe
         return kind(stage, n_microbatches=n_microbatches, **options)
 
