@@ -32,9 +32,10 @@ $(TRIED_DEEPSPEED): $(READY)
 test: $(READY) $(TRIED_DEEPSPEED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# What takes too long for every change: random programs, the whole of PyTorch's op database, every way for a rank to
-# fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
+# What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
+# a rank to fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
 proofs: $(READY)
+	$(BIN)/python -m pytest --proofs -m proof
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
 	$(BIN)/python -m tests.checkpoint.failing_matrix

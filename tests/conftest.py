@@ -1,4 +1,5 @@
-"""What all tests share: ranks end with the session, and what needs a GPU runs only where there is one."""
+"""What all tests share: ranks end with the session, what needs a GPU runs only where there is one, and what says little
+more than another test, at length, runs in `make proofs` (`--proofs`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ hypothesis.settings.register_profile("terrazzo", deadline=None)
 hypothesis.settings.load_profile("terrazzo")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--proofs", action="store_true", help="Also run what is marked as a proof.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--proofs"):
+        proofs = [item for item in items if item.get_closest_marker("proof")]
+        config.hook.pytest_deselected(items=proofs)
+        items[:] = [item for item in items if item not in proofs]
     if torch.cuda.is_available():
         return
     for item in items:
