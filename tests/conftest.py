@@ -3,6 +3,8 @@ more than another test, at length, runs in `make proofs` (`--proofs`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
@@ -28,6 +30,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """What a test begins in the session's own process ends with it: other tests ask what happens without one."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_sessionfinish() -> None:

@@ -25,7 +25,7 @@ def shown(text: str) -> str:
     r"""Text from a checkpoint, fit for a terminal: what would steer it is written out.
 
     >>> shown("red: \x1b[31m, [bold]")
-    'red: \\\\x1b[31m, [bold]'
+    'red: \\x1b[31m, [bold]'
     """
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
