@@ -23,6 +23,8 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Also write the results, with all samples, to this file.")] = None,
     page: Annotated[Path | None, typer.Option(help="Also write the tables into this page of Markdown.")] = None,
     quick: Annotated[bool, typer.Option(help="Small problems and few repetitions: does it run at all?")] = False,
+    seconds: Annotated[float, typer.Option(help="After so long a case takes no more samples than it needs.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which a case has failed; the others go on.")] = 900.0,
     list_only: Annotated[bool, typer.Option("--list", help="Name the cases and their budgets, and run none.")] = False,
 ) -> None:
     """Compares terrazzo with PyTorch and with plain tensors on this machine."""
@@ -36,7 +38,9 @@ def main(
         for case in chosen:
             console.print(f"{case.name}  world {case.world}  {case.budget or ''}", highlight=False)
         return
-    results = list(run(chosen, quick=quick, began=lambda case: progress.print(f"[dim]{case.name}")))
+    results = list(
+        run(chosen, quick=quick, limit=limit, seconds=seconds, began=lambda case: progress.print(f"[dim]{case.name}"))
+    )
     for table in tables(results):
         console.print(table)
     failed = [result for result in results if result.error is not None]

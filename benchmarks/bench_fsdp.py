@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cases import Budget, Implementations, Setting, case
+from benchmarks.fsdp_scale import growth
 from terrazzo.fsdp import fully_shard
 
 
@@ -73,19 +74,39 @@ def _compare(setting: Setting, width: int, blocks: int, batch: int) -> Implement
     }
 
 
-@case(budget=Budget("time", 0.5))
-def narrow_alone(setting: Setting) -> Implementations:
-    """Width 64, 24 blocks, batch 8: what the library costs when there is nobody to talk to."""
-    return _compare(setting, 64, 24, 8)
+def _steps(name: str, doc: str, world: int, sizes: tuple[int, int, int], limits: dict[str, float], n: int = 21) -> None:
+    """A case against each of those with whom the design compares."""
+    for other, limit in limits.items():
+
+        def compare(setting: Setting) -> Implementations:
+            return _compare(setting, *sizes)
+
+        compare.__doc__ = doc
+        full = name if other == "torch" else f"{name}_beside_{other}"
+        case(world=world, budget=Budget("time", limit, other), repetitions=n, name=full)(compare)
 
 
-@case(world=2, budget=Budget("time", 0.5))
-def narrow(setting: Setting) -> Implementations:
-    """The same on two ranks: latency counts."""
-    return _compare(setting, 64, 24, 8)
+_steps(
+    "narrow_alone",
+    "Width 64, 24 blocks, batch 8: what the library costs when there is nobody to talk to.",
+    1,
+    (64, 24, 8),
+    {"torch": 0.45, "ddp": 1.2},
+)
+_steps("narrow", "The same on two ranks: latency counts.", 2, (64, 24, 8), {"torch": 0.3, "ddp": 1.7})
+_steps("wide", "Width 512, 6 blocks, batch 64: bytes count.", 2, (512, 6, 64), {"torch": 0.55, "ddp": 1.15}, 11)
 
 
-@case(world=2, budget=Budget("time", 0.8), repetitions=11)
-def wide(setting: Setting) -> Implementations:
-    """Width 512, 6 blocks, batch 64: bytes count."""
-    return _compare(setting, 512, 6, 64)
+def _grown(width: int) -> None:
+    def compare(setting: Setting) -> Implementations:
+        return {
+            "terrazzo": lambda: growth("terrazzo", width, 8, 4096),
+            "torch": lambda: growth("torch", width, 8, 4096),
+        }
+
+    compare.__doc__ = f"""Host time of a step at 4096 simulated ranks over that at 8, two layers of width {width}."""
+    case(unit="times", repetitions=1, budget=Budget("value", 2), name=f"growth_{width}")(compare)
+
+
+_grown(4096)
+_grown(4097)

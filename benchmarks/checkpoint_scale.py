@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, DefaultSavePlanner, SavePlan
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
@@ -17,8 +18,8 @@ from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry, TensorEntry
 from terrazzo.checkpoint.native.merging import About, Part, make_part, merge, packed
 from terrazzo.checkpoint.native.root import PartEntry, Root, encode_root
-from terrazzo.checkpoint.ownership import groups_unsure
-from terrazzo.checkpoint.sharded import Holders
+from terrazzo.checkpoint.plan.ownership import groups_unsure
+from terrazzo.checkpoint.plan.sharded import Holders
 from terrazzo.checkpoint.stores import MemoryStore, Request
 
 ROWS, WIDTH = 4, 1024  # of each rank's shard
@@ -151,8 +152,9 @@ def with_index(data: bytes, rank: int, index: bytes) -> bytes:
 
 def read_part(data: bytes, index: bytes, state: dict[str, Shard]) -> int:
     """One rank finds what it has to read, from the root and an index; returns the number of chunks."""
-    root = Root(data, "simulated")
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(dict(state), metadata_of(root), False)
-    plan = planner.create_local_plan()
-    return len(PartIndexes(root, IndexStore(index)).find(plan.items))
+    with paused_collector():  # as a load does
+        root = Root(data, "simulated")
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(dict(state), metadata_of(root), False)
+        plan = planner.create_local_plan()
+        return len(PartIndexes(root, IndexStore(index)).find(plan.items))

@@ -15,10 +15,16 @@ from benchmarks.cases import Case, Prepared, Setting
 QUICK_REPETITIONS = 3
 SAMPLE_SECONDS = 0.005  # long against the clock, short against what disturbs a machine
 MAX_CALLS = 100_000
+LONG_CALL = 1.0  # seconds of a call that need not be warmed up again
+FEWEST = 3  # samples of each, however long they take
 
 
-def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
-    """The samples of every implementation, in the order in which they were taken; equal on all ranks."""
+def measure(case: Case, setting: Setting, seconds: float = math.inf) -> dict[str, list[float]]:
+    """The samples of every implementation, in the order in which they were taken; equal on all ranks.
+
+    After `seconds` no more are taken than the fewest that make a median.
+    """
+    began = time.monotonic()
     implementations = case.function(setting)
     runs = {name: i.run if isinstance(i, Prepared) else i for name, i in implementations.items()}
     prepare = {name: i.before if isinstance(i, Prepared) else _nothing for name, i in implementations.items()}
@@ -36,6 +42,9 @@ def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
                 prepare[name]()
                 sample = _time(runs[name], calls[name]) if timed else _value(runs[name])
                 samples[name].append(sample)
+            if math.isfinite(seconds) and repetition + 1 >= FEWEST:
+                if _slowest_rank([time.monotonic() - began])[0] > seconds:
+                    break
     finally:
         gc.unfreeze()
     return {name: _slowest_rank(values) for name, values in samples.items()}
@@ -50,6 +59,8 @@ def _calls_per_sample(run: Callable[[], object]) -> int:
     calls = 1
     for _ in range(3):  # the first call may build what later ones find
         seconds = _slowest_rank([_time(run, calls)])[0]
+        if seconds > LONG_CALL:
+            break
         calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
     return calls
 

@@ -29,7 +29,7 @@ from benchmarks.report import Result, failure_of, result_of
 
 START_LIMIT = 120.0  # seconds for ranks to import torch and find each other
 CASE_LIMIT = 900.0  # seconds for one case; a run in which ranks wait for each other for ever has to end
-
+CASE_SECONDS = 60.0  # after which a case takes no more samples than it needs
 
 Samples = dict[str, list[float]]
 
@@ -43,11 +43,13 @@ def run(
     *,
     quick: bool = False,
     limit: float = CASE_LIMIT,
+    seconds: float = CASE_SECONDS,
     began: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[Result]:
     """Runs the cases, by module and world, and yields their results as they come. `began` is told of each that starts.
 
-    A case that fails has a result that says so, and the ones after it get new processes.
+    A case that fails, or has not finished after `limit` seconds, has a result that says so, and the ones after it get
+    new processes.  One that has taken `seconds` takes no more samples than it needs.
     """
 
     def together(case: Case) -> tuple[str, int]:
@@ -57,7 +59,7 @@ def run(
         remaining = list(group)
         while remaining:
             with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-                for result in _run_together(remaining, _Job(module, world, quick, folder), limit, began):
+                for result in _run_together(remaining, _Job(module, world, quick, folder, seconds), limit, began):
                     remaining = remaining[1:]
                     yield result
 
@@ -70,6 +72,7 @@ class _Job:
     world: int
     quick: bool
     folder: str
+    seconds: float
 
 
 def _run_together(chosen: Sequence[Case], job: _Job, limit: float, began: Callable[[Case], None]) -> Iterator[Result]:
@@ -125,6 +128,11 @@ def _answers(ranks: Sequence[_Rank], limit: float) -> dict[int, Samples]:
                 ranks[index].process.join()
                 raise BenchmarkFailed(f"rank {index} died, exit status {ranks[index].process.exitcode}") from None
             if isinstance(answer, str):
+                # A rank often fails because another one died.
+                wait([ranks[other].process.sentinel for other in waiting.values()], 1.0)
+                dead = [other for other in waiting.values() if ranks[other].process.exitcode]
+                if dead:
+                    raise BenchmarkFailed(f"rank {dead[0]} died, exit status {ranks[dead[0]].process.exitcode}")
                 raise BenchmarkFailed(f"rank {index} failed\n{answer}")
             answers[index] = answer
     return answers
@@ -150,7 +158,7 @@ def _serve(rank: int, job: _Job, connection: Connection) -> None:
             return
         folder = Path(job.folder, name)
         folder.mkdir(exist_ok=True)
-        connection.send(_attempt(measure, cases.get(name), Setting(rank, job.world, folder, job.quick)))
+        connection.send(_attempt(measure, cases.get(name), Setting(rank, job.world, folder, job.quick), job.seconds))
 
 
 def _attempt(call: Callable[..., Samples | None], *args: object) -> Samples | str:

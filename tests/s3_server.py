@@ -68,7 +68,7 @@ class S3Server:
         options += [f"-{part}.port.grpc={ports[2 * n + 1]}" for n, part in enumerate(parts)]
         command = [
             str(program()), f"-logdir={folder}", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            "-s3", f"-s3.config={folder / 's3.json'}", "-s3.iam=false", "-s3.port.iceberg=0",
+            "-s3", f"-s3.config={folder / 's3.json'}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
             "-master.telemetry=false", "-master.volumeSizeLimitMB=256",
             "-volume.max=0", *options,
         ]  # fmt: skip

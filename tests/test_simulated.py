@@ -62,6 +62,10 @@ def check_a_training_step() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
+    with CommDebugMode() as together:  # small groups share their messages
+        model(torch.randn(2, 64)).sum().backward()
+    assert together.get_comm_counts() == {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1}
+    model.set_coalesce_bytes(0)
     with CommDebugMode() as seen:
         model(torch.randn(2, 64)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -141,12 +141,19 @@ class FSDPError(TerrazzoError, RuntimeError):
     """A module that cannot be sharded, or a sharded module used in a way that cannot work."""
 
 
-class FSDPValueError(FSDPError, ValueError):
-    """An argument that `fully_shard` or one of its module's methods cannot take."""
+class FSDPValueError(FSDPError, ValueError, AssertionError):
+    """An argument that `fully_shard` or one of its module's methods cannot take.
+
+    It is of both types that PyTorch has for these.
+    """
 
 
 class DivergedRanksError(FSDPError, CommError):
     """Ranks asked for different collectives; the message names each rank and where it was."""
+
+
+class OptimError(TerrazzoError, RuntimeError):
+    """Tensors that an optimizer of `terrazzo.optim`, or what these are built on, cannot take."""
 
 
 class CommPolicyError(DTensorError):

@@ -1,34 +1,44 @@
-"""Every trial of `test_failing_ranks`: `python -m tests.checkpoint.failing_matrix [--part 1/4]`."""
+"""Every trial of `test_failing_ranks`: `python -m tests.checkpoint.failing_matrix [--part 1/4] [--s3]`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import s3_server
 from tests.checkpoint import test_failing_ranks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="1/1", help="which part of the trials, of how many")
-    part, parts = map(int, parser.parse_args().part.split("/"))
+    parser.add_argument("--s3", action="store_true", help="on an S3 server instead of the disk")
+    given = parser.parse_args()
+    part, parts = map(int, given.part.split("/"))
     trials = test_failing_ranks.matrix()
     random.Random(0).shuffle(trials)
     trials = trials[part - 1 :: parts]
+    server = s3_server.S3Server().start() if given.s3 else None
+    environment = {} if server is None else server.environment()
+    os.environ.update(environment)
     failed = 0
     for number, trial in enumerate(trials, 1):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                test_failing_ranks.check_trial(Path(folder), *trial)
+                place = folder if server is None else f"s3://{s3_server.BUCKET}/{Path(folder).name}"
+                test_failing_ranks.check_trial(place, *trial, environment)
             except AssertionError as error:
                 failed += 1
                 print(f"FAILED {trial}: {error}", flush=True)
         if number % 20 == 0 or number == len(trials):
             print(f"{number} of {len(trials)} trials, {failed} failed", flush=True)
+    if server is not None:
+        server.stop()
     return 1 if failed else 0
 
 

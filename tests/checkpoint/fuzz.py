@@ -34,11 +34,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint.formats.deepspeed.made import write, write_universal
 from terrazzo.checkpoint import Checkpoint, LazyTensor, load, save, verify
-from terrazzo.checkpoint.compare import compare
-from terrazzo.checkpoint.events import LOGGER
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.manifest import _PREAMBLE as PREAMBLE
+from terrazzo.checkpoint.run.events import LOGGER
+from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.errors import TerrazzoError
 
 MEMORY = 256 << 20

@@ -24,7 +24,7 @@ from terrazzo.checkpoint import (
     load,
     save,
 )
-from terrazzo.checkpoint.background import background_of
+from terrazzo.checkpoint.run.background import background_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 KINDS = list(AsyncCheckpointerType)

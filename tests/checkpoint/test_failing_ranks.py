@@ -141,10 +141,13 @@ class Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-def attempt(how: str, path: str, victim: int, stage: str, kind: str, connected: bool) -> Any:
+def attempt(
+    how: str, path: str, victim: int, stage: str, kind: str, connected: bool, environment: dict[str, str]
+) -> Any:
     """One save or load with a mishap; what this rank raised, and after how long."""
+    os.environ.update(environment)
     if connected:
-        ControlPlane.for_group(timeout=LIMIT)
+        ControlPlane.for_group(timeout=10 * LIMIT)  # that all have started is not what is tested
     mishap = Mishap(victim, stage, kind)
     start = time.monotonic()
     try:
@@ -172,20 +175,29 @@ def saved(path: str) -> None:
     save({"w": torch.ones(4), "object": {"x": torch.zeros(3), "n": 0}}, checkpoint_id=path)
 
 
-def values_at(path: Path) -> float:
+def values_at(path: str) -> float:
     target = {"w": torch.zeros(4)}
     load(target, checkpoint_id=path, no_dist=True)
     assert target["w"].eq(target["w"][0]).all()
     return float(target["w"][0])
 
 
-def check_trial(tmp_path: Path, world: int, how: str, victim: int, stage: str, kind: str, connected: bool) -> None:
+def check_trial(
+    place: str | Path,
+    world: int,
+    how: str,
+    victim: int,
+    stage: str,
+    kind: str,
+    connected: bool,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Carry out a trial in a place: a folder, or a URL with what the ranks' environment has to say of it."""
     case = f"{how} {stage} {kind} rank {victim} of {world}"
-    path = tmp_path / case.replace(" ", "-")
-    saved(str(path))
-    outcomes = run_fresh(
-        world, attempt, how, str(path), victim, stage, kind, connected, timeout=20 if kind == "stop" else 40
-    )
+    path = f"{place}/{case.replace(' ', '-')}"
+    saved(path)
+    timeout = 20 if kind == "stop" else 40
+    outcomes = run_fresh(world, attempt, how, path, victim, stage, kind, connected, environment or {}, timeout=timeout)
     only_coordinator = stage in ("global", "finish", "commit")
     if only_coordinator and victim != 0:
         assert all(outcome.value[0] == "" for outcome in outcomes), case
@@ -199,7 +211,7 @@ def check_trial(tmp_path: Path, world: int, how: str, victim: int, stage: str, k
     assert len(texts) == 1, f"{case}: {texts}"
     for outcome in others:
         name, text, failures, _, seconds = outcome.value
-        assert name == "CheckpointException" and str(path) in text, f"{case}: {name} {text}"
+        assert name == "CheckpointException" and path in text, f"{case}: {name} {text}"
         assert list(failures) == [victim] and f"rank {victim}: " in text, f"{case}: {failures} {text}"
         assert seconds < LIMIT.total_seconds() + 12, case
     _, text, failures, kinds, _ = others[0].value

@@ -19,7 +19,7 @@ from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnsafePickleError

@@ -32,9 +32,9 @@ from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.detect import Format, detect
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
-from terrazzo.checkpoint.messages import decode, encode
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.planner import SavePlan
+from terrazzo.checkpoint.run.messages import decode, encode
 from terrazzo.cli import app
 from terrazzo.errors import (
     CheckpointCorruptError,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
+from terrazzo.checkpoint.tools.compare import compare
+from terrazzo.checkpoint.tools.lazy import names_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
@@ -125,3 +127,20 @@ def test_only_our_format_can_be_verified(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="checksums"):
         verify(tmp_path / "x.pt")
+
+
+def test_names_are_listed_as_people_sort_them_whatever_digits_they_have(tmp_path: Path) -> None:
+    long = "layers." + "9" * 5000
+    save(
+        {name: torch.ones(1) for name in ("layers.10", long, "layers.2", "layers.\u00b2", "a")}, checkpoint_id=tmp_path
+    )
+    assert names_of(Checkpoint(tmp_path)) == ["a", "layers.2", "layers.10", long, "layers.\u00b2"]
+
+
+def test_tensors_of_other_dtypes_and_shapes_with_the_same_bytes_differ(tmp_path: Path) -> None:
+    for number, value in enumerate((torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32))):
+        save({"w": value, "same": torch.ones(3)}, checkpoint_id=tmp_path / str(number))
+    opened = [Checkpoint(tmp_path / str(number)) for number in range(3)]
+    assert [found.what for found in compare(opened[0], opened[1])] == ["shapes [4] and [2, 2]"]
+    assert [found.what for found in compare(opened[0], opened[2])] == ["dtypes torch.float32 and torch.int32"]
+    assert list(compare(opened[0], opened[0])) == []

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.native.merging import About, make_part, merge
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.ownership import Claim, Negotiation, answers, assign, groups_unsure
+from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box
 

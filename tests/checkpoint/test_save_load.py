@@ -19,6 +19,7 @@ from terrazzo.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    Metadata,
     PerRank,
     load,
     load_state_dict,
@@ -27,6 +28,7 @@ from terrazzo.checkpoint import (
 )
 from terrazzo.errors import (
     CheckpointError,
+    CheckpointException,
     CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -539,3 +541,52 @@ def test_our_distributed_tensors_and_torchs_load_each_other(tmp_path: Path) -> N
     run_ranks(4, save_and_load_across_libraries, str(tmp_path))
     data = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert data < 2 * 7 * 9 * 4 + 4 * 4096 + 4  # each element once
+
+
+# ------------------------------------------------------------------ loading as one
+
+
+class Tampering(FileSystemReader):
+    """Replaces the checkpoint when this rank has learned what is in it, or cannot read its root."""
+
+    replace_on = -1
+    no_root_on = -1
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator)
+        if dist.get_rank() == self.replace_on:
+            save({"w": torch.full((300, 300), 2.0)}, checkpoint_id=self.path, no_dist=True)
+
+    def read_metadata(self) -> Metadata:
+        if dist.get_rank() == self.no_root_on:
+            raise AssertionError("the root was asked for on this rank")
+        return super().read_metadata()
+
+
+def load_as_one(path: str, replace_on: int, no_root_on: int) -> tuple[str, list[float]]:
+    reader = Tampering(path)
+    reader.replace_on, reader.no_root_on = replace_on, no_root_on
+    state = {"w": torch.zeros(300, 300)}
+    error = ""
+    try:
+        load(state, storage_reader=reader, together=True)
+    except CheckpointException as raised:
+        error = f"{sorted(raised.failures)} {raised}"
+    return error, state["w"].unique().tolist()
+
+
+def test_ranks_that_load_as_one_are_given_the_root(tmp_path: Path) -> None:
+    save({"w": torch.full((300, 300), 1.0)}, checkpoint_id=tmp_path)
+    assert run_ranks(2, load_as_one, str(tmp_path), -1, 1) == [("", [1.0])] * 2
+
+
+def test_a_checkpoint_that_is_replaced_while_ranks_load_it_as_one_is_the_same_error_for_all(tmp_path: Path) -> None:
+    save({"w": torch.full((300, 300), 1.0)}, checkpoint_id=tmp_path)
+    (first, values), (second, others) = run_ranks(2, load_as_one, str(tmp_path), 1, 1)
+    assert first == second and "was the checkpoint replaced or removed while it was read?" in first
+    assert 2.0 not in values + others  # nobody has a part of the other checkpoint
+
+
+def test_a_root_that_cannot_be_had_is_the_same_error_for_all(tmp_path: Path) -> None:
+    (first, _), (second, _) = run_ranks(2, load_as_one, str(tmp_path), -1, 1)
+    assert first == second and first.startswith("[0]") and "no committed checkpoint" in first

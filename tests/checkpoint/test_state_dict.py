@@ -297,6 +297,33 @@ def test_parameters_that_were_never_stepped_have_an_entry() -> None:
     assert model.idle.weight not in optimizer.state
 
 
+class PassesOn(torch.optim.Optimizer):
+    """As wrappers of Accelerate and Lightning are: everything is the inner optimizer's."""
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_an_optimizer_behind_another_before_its_first_step() -> None:
+    net, other = Net(), Net()
+    inner, fresh = (torch.optim.AdamW(model.parameters(), lr=lr) for model, lr in ((net, 0.1), (other, 0.2)))
+    expected = get_optimizer_state_dict(net, inner)
+    found = get_optimizer_state_dict(net, PassesOn(PassesOn(inner)))
+    torch.testing.assert_close(found["state"], expected["state"])
+    assert found["param_groups"] == expected["param_groups"]
+    set_optimizer_state_dict(other, PassesOn(fresh), found)
+    assert fresh.param_groups[0]["lr"] == 0.1 and len(fresh.state) == len(expected["state"])
+
+
 def test_lbfgs_has_no_state_before_its_first_step() -> None:
     model = nn.Linear(2, 1)
     assert get_optimizer_state_dict(model, torch.optim.LBFGS(model.parameters()))["state"] == {}

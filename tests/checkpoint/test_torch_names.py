@@ -123,7 +123,7 @@ def test_a_saving_process_leaves_the_callers_tensors_where_they_are(tmp_path: Pa
     state = {"w": torch.ones(3), "t": (torch.ones(2), 1)}
     async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result(90)
     assert not any(tensor.is_shared() for tensor in (writer.tensor, state["w"], state["t"][0]))
-    from terrazzo.checkpoint.background import background_of
+    from terrazzo.checkpoint.run.background import background_of
 
     background_of(None, False).close()
 

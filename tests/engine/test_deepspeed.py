@@ -26,9 +26,9 @@ from engine.deepspeed_cases import (
 from engine.runs import config, make_model, param_groups, train, weights
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, PerRank
-from terrazzo.checkpoint.compare import compare
 from terrazzo.checkpoint.formats import Format, detect
 from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.engine import initialize
 from terrazzo.errors import CheckpointError, EngineError
 

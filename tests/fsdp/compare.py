@@ -58,6 +58,12 @@ def shard_blocks(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
+def apart(model: Any) -> Any:
+    """Each group goes alone, also if it is small."""
+    model.set_coalesce_bytes(0)
+    return model
+
+
 def batches(steps: int, seed: int = 1, ranks: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Whole batches, the same on every rank."""
     ranks = dist.get_world_size() if ranks is None else ranks

@@ -1,4 +1,4 @@
-"""Large collectives on CPU as messages between pairs, against the collectives of torch.distributed."""
+"""Collectives as messages between pairs, and those among very many ranks, against what they have to give."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import torch.distributed as dist
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.comm.axis import axis_over
-from terrazzo.fsdp.run import direct
+from terrazzo.fsdp.run import direct, flat
 from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
+from terrazzo.fsdp.run.flat import FlatPlan
 
 
 def check(uneven: bool, dtype: torch.dtype) -> None:
     direct._SMALL, before = 0, direct._SMALL
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = axis_over(tuple(range(world)), "cpu")
-    sizes = [5, 0, 3, 2][:world] if uneven else [6] * world
+    plan = FlatPlan([(5 if uneven else 6, 3)], [0], world, rank)
+    sizes = plan.sizes
     wholes = [(torch.arange(sum(sizes)) % 7 + r).to(dtype) for r in range(world)]
     events: list[object] = []
     add_observer(events.append)
     try:
         part = wholes[0].split(sizes)[rank]
-        first = start_gather(part, axis, sizes, FIRST_TAG)
-        second = start_gather(part * 2, axis, sizes, FIRST_TAG + 2)  # two under way, waited for in the other order
+        first = start_gather(part, axis, plan, FIRST_TAG)
+        second = start_gather(part * 2, axis, plan, FIRST_TAG + 2)  # two under way, waited for in the other order
         assert torch.equal(second.wait(), wholes[0] * 2) and torch.equal(first.wait(), wholes[0])
         total = torch.stack(wholes).float().sum(0).split(sizes)[rank]
         for op, expected in (("sum", total), ("avg", total / world)):
-            reduced = start_reduce(wholes[rank], axis, sizes, op, FIRST_TAG + 1).wait()
+            reduced = start_reduce(wholes[rank], axis, plan, op, FIRST_TAG + 1).wait()
             torch.testing.assert_close(reduced, expected.to(dtype))
     finally:
         remove_observer(events.append)
@@ -42,3 +44,38 @@ def check(uneven: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_do_what_collectives_do(world, uneven, dtype):
     run_ranks(world, check, uneven, dtype)
+
+
+def check_sums(dtype: torch.dtype, rows: int) -> None:
+    flat.MANY, before = 2, flat.MANY
+    world, rank = dist.get_world_size(), dist.get_rank()
+    axis = axis_over(tuple(range(world)), "cpu")
+    try:
+        plan = FlatPlan([(rows, 4), (1,)], [0, 0], world, rank, extra=1)
+        assert plan.ragged
+        values = (torch.randn(plan.total) * 100).to(dtype)
+        dist.broadcast(values, 0)
+        values[:2] = torch.tensor([-0.0, torch.nan])
+        moved: list[int] = []
+        observer = lambda event: moved.append(event.bytes)  # noqa: E731
+        add_observer(observer)
+        first, last = plan.own_start, plan.own_start + plan.own_size
+        gathered = start_gather(values[first:last], axis, plan, FIRST_TAG).wait()
+        assert torch.equal(gathered.view(torch.uint8), values.view(torch.uint8))  # bit for bit, signs of zeros too
+        sections = (torch.arange(plan.total) % 7 + rank).to(dtype)
+        sums = torch.stack([(torch.arange(plan.total) % 7 + r).to(dtype) for r in range(world)]).float().sum(0)
+        for op, expected in (("sum", sums), ("avg", sums / world)):
+            reduced = start_reduce(sections.clone(), axis, plan, op, FIRST_TAG + 1).wait()
+            torch.testing.assert_close(reduced, expected[first:last].to(dtype))
+        remove_observer(observer)
+        assert moved == [plan.moved(dtype.itemsize)] * 3 == [2 * (world - 1) * values.nbytes // world] * 3
+        alike = FlatPlan([(world, 3)], [0], world, rank)
+        wholes = torch.arange(3 * world).to(dtype)
+        assert torch.equal(start_gather(wholes.view(world, 3)[rank], axis, alike, FIRST_TAG).wait(), wholes)
+    finally:
+        flat.MANY = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sections_of_any_length_among_very_many_ranks(dtype):
+    run_ranks(4, check_sums, dtype, 2)

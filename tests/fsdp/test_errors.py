@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch import Tensor, nn
 
-from fsdp.compare import Block, Model, adamw, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
 from terrazzo.errors import DivergedRanksError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
@@ -178,7 +178,7 @@ def check_small(in_first_step: bool) -> str:
     short_group()
     model = Forking()
     model.blocks[1] = Block(7, 33)  # what rank 1 leaves out is larger than what it asks for instead
-    shard_blocks(model)
+    apart(shard_blocks(model))
     x, y = next(batches(1))
     if not in_first_step:
         loss_of(model, mine(x), mine(y)).backward()

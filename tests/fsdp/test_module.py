@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.errors import FSDPError, FSDPValueError
@@ -86,7 +87,7 @@ def test_unshard_and_reshard_by_hand(world):
 def check_reshard_after_backward() -> None:
     model, reference = sharded_and_plain()
     ours, theirs = adamw(model), adamw(reference)
-    model.set_reshard_after_backward(False)
+    apart(model).set_reshard_after_backward(False)
     for step, (x, y) in enumerate(batches(4)):
         with Counted() as kinds:
             loss_of(model, mine(x), mine(y)).backward()
@@ -136,7 +137,7 @@ def check_unshard_in_backward() -> None:
     fully_shard(model.head)
     fully_shard(model)
     ids = torch.arange(8) % 11
-    model.table.set_unshard_in_backward(False)
+    apart(model).table.set_unshard_in_backward(False)
     for _ in range(2):
         model.zero_grad()
         with Counted() as kinds:
@@ -155,7 +156,7 @@ def test_no_gather_in_backward_where_none_is_needed():
 
 def check_prefetch() -> None:
     model, reference = sharded_and_plain(reshard_after_forward=True)
-    first, second, third = model.blocks
+    first, second, third = apart(model).blocks
     model.set_modules_to_forward_prefetch([first, second])
     first.set_modules_to_forward_prefetch([third])
     third.set_modules_to_backward_prefetch([second, first])
@@ -186,8 +187,10 @@ def test_explicit_prefetching(world):
 
 
 def check_accumulation() -> None:
-    for reduce_at_once in (True, False):
+    for reduce_at_once, messages in product((True, False), (4, 1)):
         model, reference = sharded_and_plain()
+        if messages == 4:
+            apart(model)
         ours, theirs = adamw(model), adamw(reference)
         for _ in range(3):
             for step, (x, y) in enumerate(batches(3)):
@@ -198,7 +201,7 @@ def check_accumulation() -> None:
                 model.set_is_last_backward(last)
                 with Counted() as kinds:
                     loss_of(model, mine(x), mine(y)).backward()
-                assert kinds.count("reduce_scatter") == (4 if last or reduce_at_once else 0)
+                assert kinds.count("reduce_scatter") == (messages if last or reduce_at_once else 0)
                 loss_of(reference, x, y).backward()
             for optimizer in (ours, theirs):
                 optimizer.step()
@@ -213,7 +216,7 @@ def test_gradients_accumulate_with_and_without_communication(world):
 
 def check_not_recursive() -> None:
     model, _ = sharded_and_plain()
-    model.set_requires_gradient_sync(False, recurse=False)
+    apart(model).set_requires_gradient_sync(False, recurse=False)
     x, y = next(batches(1))
     with Counted() as kinds:
         loss_of(model, mine(x), mine(y)).backward()
@@ -235,12 +238,16 @@ def check_hsdp_accumulation() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model, reference = sharded_and_plain(mesh=mesh)
     ours, theirs = adamw(model), adamw(reference)
-    for _ in range(2):
+    for together in (False, True):
+        model.set_coalesce_bytes(together << 20)
         for step, (x, y) in enumerate(batches(3)):
-            model.set_requires_all_reduce(step == 2)
+            last = step == 2
+            model.set_requires_all_reduce(last)
             with Counted() as kinds:
                 loss_of(model, mine(x), mine(y)).backward()
-            assert kinds.count("reduce_scatter") == 4 and kinds.count("all_reduce") == (4 if step == 2 else 0)
+            # What is kept for the replicas is kept by each group.
+            messages = 1 if together and last else 4
+            assert kinds.count("reduce_scatter") == messages and kinds.count("all_reduce") == last * messages
             assert (model.head.weight.grad is not None) == (step == 2)
             loss_of(reference, x, y).backward()
         assert_same_gradients(model, reference)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import MixedPrecisionPolicy, PlanError, explain, report, trace
@@ -134,8 +134,9 @@ def sharded_ways() -> list[dict[str, Any]]:
 
 
 def check_models() -> None:
-    for options in sharded_ways():
+    for options, bound in product(sharded_ways(), (0, 500, 1 << 20)):  # each alone, root and two blocks, all
         model = shard_blocks(Model(), **options)
+        model.set_coalesce_bytes(bound)
         root = root_of(group_of(model))
         x, y = next(batches(1))
         for _ in range(2):
@@ -161,7 +162,7 @@ def test_what_is_planned_is_what_runs(world):
 
 def check_text() -> None:
     model = shard_blocks(Model(), reshard_after_forward=True)
-    text = str(explain(model))
+    text = str(explain(apart(model)))
     lines = [line.split() for line in text.splitlines()]
     assert lines[0][:3] == ["stream", "what", "group"]
     assert [line[2] for line in lines if line[:2] == ["gather", "gather"]] == [

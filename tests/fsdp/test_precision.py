@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
@@ -109,9 +110,52 @@ def test_inputs_and_outputs_are_cast_as_asked():
     run_ranks(1, check_casts)
 
 
+@dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """Like a model output of Transformers: made once, also read by attribute, and no `update`."""
+
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.logits, dict):
+            self.logits = self.logits["logits"]
+        super().__setitem__("logits", self.logits)
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        raise Exception("no update")  # as there
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.layer(x))
+
+
+def check_outputs_of_their_own() -> None:
+    model = Answers()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    output = model(torch.ones(2, 4))
+    assert type(output) is Output and output.logits is output["logits"]
+    assert output.logits.dtype == torch.float32
+    output.logits.sum().backward()
+    assert model.layer.weight.grad is not None
+
+
+def test_outputs_with_behaviour_of_their_own_are_cast():
+    run_ranks(1, check_outputs_of_their_own)
+
+
 def check_traffic() -> None:
     events: list[object] = []
     model = shard_blocks(Model(), mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))
+    apart(model)
     add_observer(events.append)
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()

@@ -23,6 +23,7 @@ from terrazzo.fsdp.plan.check import Checker
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run import bucket, root, streams
+from terrazzo.fsdp.run.bundle import Bundle
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
@@ -107,6 +108,9 @@ def recording() -> Iterator[Recorded]:
     for name in TOUCHED:
         before.append((Unit, name, getattr(Unit, name)))
         setattr(Unit, name, logged(recorded, name, getattr(Unit, name)))
+    for name in ("gather", "copy_out", "pack", "reduce", "all_reduce", "release"):  # the rest its units do
+        before.append((Bundle, name, getattr(Bundle, name)))
+        setattr(Bundle, name, logged(recorded, name, getattr(Bundle, name)))
     try:
         yield recorded
     finally:
@@ -115,8 +119,9 @@ def recording() -> Iterator[Recorded]:
 
 
 def logged(recorded: Recorded, name: str, method: Any) -> Any:
-    def call(self: Unit) -> None:
-        recorded.log.append(("call", recorded.now, name, self.index))
+    def call(self: Unit | Bundle) -> None:
+        for unit in self.units if isinstance(self, Bundle) else (self,):
+            recorded.log.append(("call", recorded.now, name, unit.index))
         method(self)
 
     return call
@@ -197,8 +202,9 @@ def check_recorded() -> None:
         # What was called is what the plan says, on the streams that it says.
         spec = root.root_of(root.group_of(model)).spec()
         planned = [
-            (each.stream.value, each.unit)
+            (each.stream.value, unit)
             for each in plan_steps(spec, 3).operations
+            for unit in each.units
             if each.kind not in (Kind.USE, Kind.WRITE, Kind.QUEUED, Kind.FOLLOW, Kind.SETTLE)
         ]
         called = [(entry[1], entry[3]) for entry in log if entry[0] == "call" and entry[2] in TOUCHED]

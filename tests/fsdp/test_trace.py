@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.compare import Model, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import report, trace
 
 
 def check_trace(folder: str) -> None:
-    model = shard_blocks(Model(), reshard_after_forward=True)
+    model = apart(shard_blocks(Model(), reshard_after_forward=True))
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     with trace(model) as steps:

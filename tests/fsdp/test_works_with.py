@@ -16,6 +16,7 @@ from fsdp.compare import (
     Block,
     Model,
     adamw,
+    apart,
     assert_same_parameters,
     batches,
     loss_of,
@@ -369,6 +370,7 @@ def check_branches() -> None:
 
     for block in model.blocks:
         block.up.register_forward_hook(lambda m, args, out: out.register_hook(count) and None)
+    apart(model)
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     assert whole_at_once == [1, 1, 1], "each is freed when its own backward ends"

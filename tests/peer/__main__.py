@@ -51,6 +51,15 @@ FILES = [
         )
     ),
     *(f"checkpoint/e2e/test_{name}.py" for name in ("e2e_save_and_load", "fine_tuning", "fsdp_ep", "pipeline")),
+    *(
+        f"_composable/fsdp/test_fully_shard_{name}.py"
+        for name in (
+            *("autograd", "clip_grad_norm_", "comm", "extensions", "frozen", "grad_scaler", "init", "mixed_precision"),
+            *("overlap", "state", "state_dict", "training"),
+        )
+    ),
+    *(f"_composable/test_{name}.py" for name in ("checkpoint", "contract", "replicate")),
+    *(f"_composable/test_composability/test_{name}.py" for name in ("2d_composability", "pp_composability")),
     *(f"tensor/parallel/test_{name}.py" for name in ("parallelize_api", "tp_examples", "tp_random_state", "tp_style")),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

@@ -17,6 +17,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+import on_cpu
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -27,9 +28,12 @@ OURS = {
     "torch.distributed.tensor": "terrazzo.tensor",
     "torch.distributed._tensor": "terrazzo.tensor",
     "torch.distributed.checkpoint": "terrazzo.checkpoint",
+    "torch.distributed.fsdp": "terrazzo.fsdp",
+    "torch.distributed._composable": "terrazzo.fsdp",
 }
 FAMILY = tuple(OURS)
-HELPERS = "torch.testing._internal.distributed._tensor.common_dtensor"
+# Helpers of the tests, which are loaded as the tests are.
+HELPERS = ("torch.testing._internal.distributed._tensor.common_dtensor", "torch.testing._internal.common_fsdp")
 # What a name's module was called in older versions of PyTorch, and where names have moved since.
 HOMES = {
     "torch.distributed._tensor": ["torch.distributed.tensor"],
@@ -40,6 +44,7 @@ HOMES = {
     ],
     "torch.distributed.tensor.placement_types": ["torch.distributed.tensor._dtensor_spec"],
 }
+ON_CPU = "_composable/"  # the folder whose files ask for GPUs
 
 
 SLOW = {"test_depthwise_convolution": "minutes of convolutions on a CPU"}
@@ -75,8 +80,8 @@ class Names:
 class Tree:
     """A source tree of PyTorch, of which files are loaded for one of the two libraries."""
 
-    def __init__(self, source: Path, peer: str) -> None:
-        self._source, self._peer = source, peer
+    def __init__(self, source: Path, peer: str, on_cpu: bool) -> None:
+        self._source, self._peer, self._on_cpu = source, peer, on_cpu
         self._loaded: dict[str, types.ModuleType] = {}
 
     def load(self, name: str, path: Path) -> types.ModuleType:
@@ -86,23 +91,30 @@ class Tree:
             module.__dict__["__name_of__"], module.__dict__["__names_of__"] = self.name, self.names
             # Known by its name before it runs: its classes are looked up there.
             self._loaded[name] = sys.modules[name] = module
-            parsed = ast.fix_missing_locations(_Asks().visit(ast.parse(path.read_text())))
+            parsed = ast.parse(path.read_text())
+            if self._on_cpu:
+                module.__dict__["__cuda__"] = on_cpu.CUDA
+                parsed = on_cpu.OnCPU().visit(parsed)
+            parsed = ast.fix_missing_locations(_Asks().visit(parsed))
             exec(compile(parsed, str(path), "exec"), module.__dict__)
         return self._loaded[name]
 
-    def helpers(self) -> types.ModuleType:
-        first = "common_dtensor" not in self._loaded
-        module = self.load("common_dtensor", self._source / f"{HELPERS.replace('.', '/')}.py")
-        if first:
+    def helpers(self, name: str) -> types.ModuleType:
+        short = name.rpartition(".")[2]
+        first = short not in self._loaded
+        module = self.load(short, self._source / f"{name.replace('.', '/')}.py")
+        if first and short == "common_dtensor":
             module.__dict__["DTensorOpTestBase"] = _with_processes(module)
+        elif first:
+            on_cpu.helpers(module)
         return module
 
     def names(self, module: str) -> Names:
         return Names(self, module)
 
     def name(self, module: str, name: str) -> Any:
-        if module == HELPERS:
-            return getattr(self.helpers(), name)
+        if module in HELPERS:
+            return getattr(self.helpers(module), name)
         for home in self._homes(module):
             try:
                 found = importlib.import_module(home)
@@ -150,7 +162,7 @@ class _Asks(ast.NodeTransformer):
 
 
 def _ours(module: str) -> bool:
-    return module == HELPERS or module in FAMILY or module.startswith(tuple(f"{f}." for f in FAMILY))
+    return module in HELPERS or module in FAMILY or module.startswith(tuple(f"{f}." for f in FAMILY))
 
 
 def _ask(function: str, *arguments: str) -> ast.expr:
@@ -225,7 +237,10 @@ def run(source: Path, file: str, peer: str, results: Path) -> None:
     torch.set_num_threads(1)
     common_distributed.MultiProcessTestCase._spawn_processes = _fork_ranks
     path = source / "test" / "distributed" / file
-    module = Tree(source, peer).load(path.stem, path)
+    needs_cpu = file.startswith(ON_CPU)
+    if needs_cpu:
+        on_cpu.prepare()
+    module = Tree(source, peer, needs_cpu).load(path.stem, path)
     for case in vars(module).values():
         for name, why in SLOW.items():
             if isinstance(case, type) and name in vars(case):

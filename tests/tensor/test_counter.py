@@ -167,3 +167,14 @@ def test_even_where_the_first_key_words_of_two_draws_run_into_each_other(monkeyp
     second = stream(22)
     assert bits_alike(first[5 : 5 + (1 << 17)], second[: 1 << 17]) < 5.5
     assert far((first[5:] ^ second[:-5]) >> 16, 1 << 16) < 5.5
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 5), (1, 1, 7)])
+def test_few_elements_have_the_same_words(shape: tuple[int, ...]) -> None:
+    run = counter.run_of(Box((2, *[0] * (len(shape) - 1)), shape), (9, *shape[1:]) if len(shape) > 1 else (80,))
+    run = run._replace(first=run.first + (5 << 32))
+    for key in (0, 1, (1 << 62) - 1):
+        many = counter.Words(run, key, counter.lower_index(run, "cpu"))
+        few = counter.FewWords(counter.Few.of(run, shape), key)
+        for number in range(4):
+            assert torch.equal(few.word(number), many.word(number).reshape(shape))

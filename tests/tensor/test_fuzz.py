@@ -19,6 +19,56 @@ def test_programs_are_as_on_one_device():
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    (
+        (4,),
+        ("v0 = leaf((5,), 'complex64', Shard(0))", "v1 = v0.real[0:4:1]", "v2 = v1.as_strided((2,), (1,))"),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((4, 5), 'float64', Replicate())",
+            "torch.where(v0 > 0, leaf((4, 5), 'float32', Replicate()), leaf((4, 5), 'float32', Replicate()), out=v0)",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((2, 3), 'float32', Shard(1), Shard(0))",
+            "v1 = v0[[False, True]]",
+            "v2 = place(v1, Shard(1), Replicate())",
+            "torch.add(leaf((2, 2, 3), 'float32', Shard(0), Replicate()), v2, out=torch.broadcast_to(v1, (2, 2, -1)))",
+        ),
+    ),
+    ((2,), ("v0 = leaf((4, 3, 5), 'float32', Shard(0))", "torch.Tensor.zero_(v0[..., -4:][-3,].flatten())")),
+    ((2,), ("v0 = leaf((4, 3, 5), 'float32', Shard(0))", "torch.Tensor.zero_(v0[-3,].flatten())")),
+    (
+        (2,),
+        ("v0 = leaf((6,), 'float32', Replicate(), grad=True)", "v0.diag().split([4, 2], -1)[1].swapaxes_(0, 0)"),
+    ),
+    ((2,), ("v0 = leaf((1, 5, 5), 'int64', Shard(0))", "v0.unfold(1, 1, 3).as_strided((2,), (1,)).clamp_(-3, 4)")),
+    ((4,), ("v0 = leaf((6, 3, 5), 'float32', Replicate(), grad=True)", "with torch.no_grad(): v0[1].transpose_(0, 0)")),
+    ((4,), ("v0 = leaf((3, 1), 'bool', Replicate())", "torch.movedim(v0, 1, -2)[..., -1, 1].cumsum_(0)")),
+    ((4,), ("v0 = leaf((3, 5), 'int8', Shard(0))", "v0.cumprod_(0)")),
+    ((2,), ("v0 = leaf((3, 1), 'float32', Shard(0))", "v1 = v0.narrow(-1, 1, 0)", "v1[(1, 0)] = 9")),
+    (
+        (2, 2),
+        ("v0 = leaf((4, 6), 'float32', Replicate(), Replicate(), grad=True)", "v1 = v0[1:0:3,]", "v1[[1]] = 4"),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((3, 8), 'float32', Shard(1), grad=True)",
+            "v1 = v0 * 1",
+            "with torch.no_grad(): v0.t_()",
+            "v2 = v0 * 3",
+        ),
+    ),
+    ((4,), ("v0 = leaf((1,), 'float32', Replicate(), grad=True)", "torch.unsqueeze(v0, dim=0).swapaxes_(-1, 0)")),
+    (
+        (2,),
+        ("v0 = leaf((5,), 'float32', Replicate(), grad=True)", "v1 = torch.atleast_3d(v0)", "v1[[0, 1]] = 7"),
+    ),
+    ((2,), ("v0 = leaf((1, 3), 'complex64', Shard(0))", "q = int(v0.argmax())")),
     ((4,), ("v0 = leaf((3,), 'float32', Replicate(), grad=True)", "v0[False] = 7")),
     (
         (4,),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo._torch.declared import attribute, private
+from terrazzo._torch.declared import attribute, later, private
 
 for _name, _why in {
     "_parameters": "fully_shard and distribute_module exchange parameters, also tied ones and those without a value",
@@ -23,6 +23,18 @@ keys_found: Any = private(
 )
 
 attribute("torch.nn.Module._apply", "sharded modules override it, to follow moves to another device or dtype")
+
+
+_contract = later(
+    "torch.distributed._composable.contract",
+    "PyTorch's replicate leaves modules alone that are registered there as fully_shard's",
+)
+
+
+def register_as_fully_sharded(module: nn.Module) -> None:
+    """Have PyTorch's `replicate` around the module leave its parameters alone."""
+    contract = _contract()
+    module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

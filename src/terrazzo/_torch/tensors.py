@@ -41,6 +41,16 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+_creation_meta: Any = private(
+    "torch._C._autograd._get_creation_meta", "in-place changes of views that were made together are refused"
+)
+
+
+def is_one_of_several_views(tensor: torch.Tensor) -> bool:
+    """Whether autograd allows no in-place change, as the function that made the view made others with it."""
+    return is_view(tensor) and _creation_meta(tensor).name == "MULTI_OUTPUT_NODE"
+
+
 PARAMETER_MARK = "_is_param"
 """An attribute of tensor subclasses: those that have it count as `nn.Parameter`."""
 

@@ -4,10 +4,8 @@
 how.  Names are those of `torch.distributed.checkpoint`.
 """
 
-from terrazzo.checkpoint.background import AsyncSaveResponse
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
-from terrazzo.checkpoint.lazy import Checkpoint, LazyTensor
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from terrazzo.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,7 +15,8 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.per_rank import PerRank
+from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
+from terrazzo.checkpoint.plan.per_rank import PerRank
 from terrazzo.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -28,12 +27,14 @@ from terrazzo.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from terrazzo.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+from terrazzo.checkpoint.run.background import AsyncSaveResponse
+from terrazzo.checkpoint.run.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
 from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
 from terrazzo.checkpoint.stateful import Stateful
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.verify import verify
+from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
+from terrazzo.checkpoint.tools.verify import verify
 from terrazzo.errors import CheckpointException
 
 __all__ = [

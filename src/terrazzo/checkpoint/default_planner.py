@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.checkpoint.flatten import flatten_state_dict, set_element
-from terrazzo.checkpoint.global_plan import merged_metadata
-from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex
+from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
+from terrazzo.checkpoint.plan.global_plan import merged_metadata
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
+from terrazzo.checkpoint.plan.sharded import flatten_sharded_tensors as _flatten_sharded_tensors
 from terrazzo.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
-from terrazzo.checkpoint.save_planner import DefaultSavePlanner
-from terrazzo.checkpoint.sharded import flatten_sharded_tensors as _flatten_sharded_tensors
 
 __all__ = [
     "DefaultLoadPlanner",

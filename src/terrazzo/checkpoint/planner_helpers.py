@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.checkpoint.chunks import Overlaps
-from terrazzo.checkpoint.load_planner import read_items
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.native.chunks import Overlaps
+from terrazzo.checkpoint.plan.load_planner import read_items
 from terrazzo.checkpoint.planner import ReadItem
 
 __all__ = ["create_read_items_for_chunk_list"]

@@ -7,17 +7,17 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-from terrazzo.checkpoint.argument_order import storage_may_be_second
-from terrazzo.checkpoint.coordination import find_place
-from terrazzo.checkpoint.lazy import Checkpoint
-from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
-from terrazzo.checkpoint.load_session import LoadSession
-from terrazzo.checkpoint.locate import find_reader
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlanner
+from terrazzo.checkpoint.run.argument_order import storage_may_be_second
+from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.run.load_session import LoadSession
+from terrazzo.checkpoint.run.locate import find_reader
 from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.tools.lazy import Checkpoint
 
 
 @storage_may_be_second("storage_reader")
@@ -31,6 +31,7 @@ def load(
     no_dist: bool = False,
     timeout: timedelta | None = None,
     store: Store | None = None,
+    together: bool = False,
 ) -> None:
     """Load a checkpoint into a state dict, in place.
 
@@ -39,7 +40,8 @@ def load(
     A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
     asked in the order of their keys, so they may communicate.
 
-    Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  Only a
+    Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  If a job
+    replaces the checkpoint meanwhile, ranks may load different ones, each whole; `together` rules that out.  A
     planner with a global step of its own (`create_global_plan`) or a storage reader that is not terrazzo's (one
     without `plans_alone`) brings the ranks together: then `load` is collective, and an error of one rank is the same
     `CheckpointException` on all.
@@ -50,13 +52,15 @@ def load(
 
     Args:
         state_dict: What to load, nested dicts and lists allowed; its tensors must be allocated.
-        checkpoint_id: Where the checkpoint is.  A path may hold any format that terrazzo reads, a URL its own.
+        checkpoint_id: Where the checkpoint is.  It may be of any format that terrazzo reads.
         storage_reader: How to read it, if the path does not tell.
         planner: What goes where, if not one to one; `DefaultLoadPlanner(allow_partial_load=True)` and the like.
         process_group: The ranks that load together, if planner or storage bring ranks together; default: all.
         no_dist: Load in this process alone.
         timeout: How long to wait for other ranks, where they are waited for; default: as long as the process group's
             own collectives do.
+        together: Load as one: the coordinator reads the checkpoint's root for all, so all load the same checkpoint even
+            if it is replaced meanwhile, or all get the same `CheckpointException`.  `load` is collective then.
         store: Where the checkpoint is, instead of `checkpoint_id`: a store with settings of its own.
 
     >>> import tempfile, torch
@@ -72,7 +76,7 @@ def load(
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
     place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
-    session = LoadSession(planner, reader, place, place_id)
+    session = LoadSession(planner, reader, place, place_id, together)
     if session.together:
         session.place = find_place(process_group, doing=place.doing, no_dist=no_dist, timeout=timeout)
     session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))

@@ -11,17 +11,17 @@ from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
 
-from terrazzo.checkpoint.argument_order import storage_may_be_second
-from terrazzo.checkpoint.background import AsyncSaveResponse, Background, background_of
-from terrazzo.checkpoint.coordination import find_place, with_plane
-from terrazzo.checkpoint.events import operation
-from terrazzo.checkpoint.failures import failure_of
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.process_saver import Parcel, ProcessSaver
-from terrazzo.checkpoint.save_planner import DefaultSavePlanner
-from terrazzo.checkpoint.save_session import SaveSession
-from terrazzo.checkpoint.staging import AsyncStager, Staging
+from terrazzo.checkpoint.run.argument_order import storage_may_be_second
+from terrazzo.checkpoint.run.background import AsyncSaveResponse, Background, background_of
+from terrazzo.checkpoint.run.coordination import find_place, with_plane
+from terrazzo.checkpoint.run.events import operation
+from terrazzo.checkpoint.run.failures import failure_of
+from terrazzo.checkpoint.run.process_saver import Parcel, ProcessSaver
+from terrazzo.checkpoint.run.save_session import SaveSession
+from terrazzo.checkpoint.run.staging import AsyncStager, Staging
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Store

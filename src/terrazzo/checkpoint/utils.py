@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, MetadataIndex
-from terrazzo.checkpoint.sharded import Viewer, is_sharded
+from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded
 from terrazzo.errors import IndexMismatchError
 
 __all__ = ["find_state_dict_object", "find_tensor_shard"]

@@ -15,9 +15,7 @@ from terrazzo.errors import CheckpointExistsError
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[
-        str, typer.Argument(help="Where the new one goes: a path, or (native) a URL.", show_default=False)
-    ],
+    target: Annotated[str, typer.Argument(help="Where the new one goes: a path or a URL.", show_default=False)],
     to: Annotated[Format, typer.Option("--to", "--format", help="The new checkpoint's format.")] = Format.NATIVE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     stage: Annotated[

@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from terrazzo.checkpoint import Checkpoint, LazyTensor, verify
-from terrazzo.checkpoint.compare import Difference, compare
-from terrazzo.checkpoint.lazy import names_of
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.tools.compare import Difference, compare
+from terrazzo.checkpoint.tools.lazy import names_of
 from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown, tensor_bytes
 from terrazzo.layout.box import Box
 
@@ -30,7 +32,7 @@ def list_values(
     json: Json = False,
 ) -> None:
     """List what a checkpoint holds, with shapes, dtypes, sizes and the number of parts."""
-    with errors():
+    with errors(), paused_collector():
         opened = Checkpoint(checkpoint)
         rows = [_row(opened, name) for name in names_of(opened) if fnmatchcase(name, pattern)]
         total = sum(row["bytes"] or 0 for row in rows)
@@ -38,8 +40,7 @@ def list_values(
             print_json({"checkpoint": str(checkpoint), **_about(opened), "bytes": total, "values": rows})
             return
         if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
-            for row in rows:
-                typer.echo("  ".join(_cells(row)))
+            typer.echo("\n".join("  ".join(_cells(row)) for row in rows))
         else:
             table = Table("name", "dtype", "shape", box=None, header_style="bold")
             table.add_column("size", justify="right")
@@ -56,7 +57,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show one value: shape, dtype, where each part lies in the tensor and on which file, and its first numbers."""
-    with errors():
+    with errors(), paused_collector():
         opened = Checkpoint(checkpoint)
         if name not in opened:
             close = [known for known in opened if name in known][:5]
@@ -87,7 +88,7 @@ def show(
 
 def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Read every byte and compare it with its checksum."""
-    with errors():
+    with errors(), paused_collector():
         total = tensor_bytes(Checkpoint(checkpoint))
         with progress("verifying", total, hidden=json) as advance:
             found = verify(checkpoint, advance)
@@ -107,7 +108,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Say what differs between two checkpoints: names, shapes, dtypes, values."""
-    with errors():
+    with errors(), paused_collector():
         a, b = Checkpoint(one), Checkpoint(other)
         total = tensor_bytes(a)
         with progress("comparing", total, hidden=json) as advance:
@@ -123,16 +124,15 @@ def diff(
 
 def _row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """What `ls` says of one value."""
-    tensor = checkpoint.tensor(name)
-    if tensor is None:
+    entry = checkpoint.metadata.state_dict_metadata[name]
+    if not isinstance(entry, TensorStorageMetadata):
         return {"name": name, "dtype": None, "shape": None, "bytes": None, "parts": None}
-    dtype = str(tensor.dtype).removeprefix("torch.")
     return {
         "name": name,
-        "dtype": dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.nbytes,
-        "parts": tensor.parts,
+        "dtype": str(entry.properties.dtype).removeprefix("torch."),
+        "shape": list(entry.size),
+        "bytes": checkpoint.nbytes(name),
+        "parts": len(entry.chunks),
     }
 
 

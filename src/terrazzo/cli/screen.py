@@ -27,6 +27,8 @@ def shown(text: str) -> str:
     >>> shown("red: \x1b[31m, [bold]")
     'red: \\x1b[31m, [bold]'
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -40,8 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def tensor_bytes(checkpoint: Checkpoint) -> int:
-    tensors = (checkpoint.tensor(name) for name in checkpoint)
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(map(checkpoint.nbytes, checkpoint))
 
 
 def print_json(document: Any) -> None:

@@ -58,7 +58,7 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
     x = dense(x)
     if (x.is_cpu or x.dtype in wire.HALF) and nbytes * n <= _ONE_ROUND_BYTES:
         stack = x.new_empty((n, *x.shape))
-        work = _start_gather(axis, stack, x)
+        work = gather_into(axis, stack, x)
         return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
     native_op = "sum" if op == "avg" else op
     if wire.reduces(x, native_op):
@@ -103,9 +103,9 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
     if _all_equal(sizes):
         if lead == 1:
             out = x.new_empty(shape)
-            return Pending("all_gather", axis, _start_gather(axis, out, x), out)
+            return Pending("all_gather", axis, gather_into(axis, out, x), out)
         stack = x.new_empty((n, *x.shape))
-        work = _start_gather(axis, stack, x)
+        work = gather_into(axis, stack, x)
         # Parts of length 1 can be joined without a copy, out of order.
         return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape).contiguous())
     row = lead * prod(x.shape[dim + 1 :])
@@ -337,7 +337,7 @@ def scatter(
 # ------------------------------------------------------------------ moving and reducing
 
 
-def _start_gather(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
+def gather_into(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
     """All parts one after the other in `out`, all as large as the dense `x`."""
     if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
         return wire.all_to_all(axis, out.view(-1), repeat(x, axis.size))

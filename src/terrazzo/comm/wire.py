@@ -88,13 +88,18 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | N
     return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor; one of a single element may have any stride, which another type cannot view."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     """Concatenate equally long parts in `out`."""
     if is_wrapper(part):
         return each_inner(lambda out, part: all_gather(axis, out, part), out, part)
     out, part = out.view(-1), part.view(-1)
     if part.dtype not in _MOVABLE:
-        out, part = out.view(torch.uint8), part.view(torch.uint8)
+        out, part = _bytes_of(out), _bytes_of(part)
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
@@ -119,7 +124,7 @@ def all_to_all(
         return _all_to_all_even(axis, out, buffer)
     if buffer.dtype not in _MOVABLE:
         width = buffer.element_size()
-        out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
+        out, buffer = _bytes_of(out), _bytes_of(buffer)
         out_sizes = [size * width for size in out_sizes]
         buffer_sizes = [size * width for size in buffer_sizes]
     if captured.capturing():
@@ -130,7 +135,7 @@ def all_to_all(
 
 def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
     if buffer.dtype not in _MOVABLE:
-        out, buffer = out.view(torch.uint8), buffer.view(torch.uint8)
+        out, buffer = _bytes_of(out), _bytes_of(buffer)
     if captured.capturing():
         sizes = [buffer.numel() // axis.size] * axis.size
         captured.all_to_all(axis, out, buffer, sizes, sizes)
@@ -143,7 +148,7 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     if is_wrapper(buffer):
         return each_inner(lambda buffer: broadcast(axis, buffer, src), buffer)
     if buffer.dtype not in _MOVABLE:
-        buffer = buffer.view(-1).view(torch.uint8)
+        buffer = _bytes_of(buffer)
     if captured.capturing():
         captured.broadcast(axis, buffer, src)
         return None

@@ -2,17 +2,14 @@
 
 Each rank writes its flat partitions, and in stage 3 its part of the model's states; in stages 1 and 2 the first rank
 writes the model.  Tensors are gathered one at a time, so a rank holds its partitions, which it writes, and one whole
-tensor; the first rank of stages 1 and 2 also the model, in the precision of forward.  The folder appears under its name
+tensor; the first rank of stages 1 and 2 also the model, in the precision of forward.  The folder is a checkpoint
 once every file in it is complete.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import PerRank
+from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     Layout,
@@ -29,11 +27,11 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
     param_group,
     write_file,
 )
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import content
 from terrazzo.engine.trained import Trained
-from terrazzo.errors import CheckpointExistsError, EngineError
+from terrazzo.errors import EngineError
 from terrazzo.tensor import DTensor
 
 # What of a run's content DeepSpeed's files have under the same names.
@@ -41,7 +39,7 @@ _TAKEN_OVER = ("buffer_names", "lr_scheduler", "skipped_steps", "global_steps", 
 
 
 def save_in_deepspeed_layout(
-    engine: Trained, folder: Path, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool
+    engine: Trained, folder: Place, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool
 ) -> None:
     """Write `<folder>/<tag>` from all ranks together; an existing one is an error."""
     if engine.stage == 0 or engine.mp_world_size > 1:
@@ -51,14 +49,13 @@ def save_in_deepspeed_layout(
         )
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
-    if b"1" in plane.all_gather(b"1" if (folder / tag).exists() else b"0"):
-        raise CheckpointExistsError(f"{folder / tag} exists; DeepSpeed's layout is not written over a checkpoint")
-    temporary = folder / f".{tag}.tmp"
+    new = NewFolder(folder / tag)
+    if b"1" in plane.all_gather(b"1" if new.is_taken() else b"0"):
+        raise new.refusal()
 
     def prepare() -> None:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            new.prepare()
 
     plane.run_together(prepare, f"preparing {folder / tag}")
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
@@ -73,18 +70,16 @@ def save_in_deepspeed_layout(
     model = model_states(layout, tensors, rank, {**rest, "ds_config": config, **_each_ranks(client_state, plane)})
 
     def write() -> None:
-        write_file(temporary, layout.optim_file(rank), optimizer)
+        write_file(new.store, layout.optim_file(rank), optimizer)
         name = layout.model_file(rank)
         if name is not None:
-            write_file(temporary, name, model)
+            write_file(new.store, name, model)
 
     plane.run_together(write, f"writing {folder / tag}")
 
     def commit() -> None:
         if rank == 0:
-            LocalStore(temporary).sync_folder(temporary)
-            os.rename(temporary, folder / tag)
-            LocalStore(folder).sync_folder(folder)
+            new.commit()
 
     plane.run_together(commit, f"committing {folder / tag}")
 

@@ -11,10 +11,11 @@ from torch import nn
 from terrazzo.engine.config import OptimizerConfig
 from terrazzo.engine.optimizers import Lamb, Lion
 from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.optim import Muon
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion}
+_OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion, "muon": Muon}
 
 # As optimizers take them: parameters, or param groups.
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]

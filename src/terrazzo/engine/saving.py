@@ -1,7 +1,8 @@
 """Saving a run, and resuming it: on the same ranks or others, in the same ZeRO stage or another.
 
-A checkpoint is a folder `<dir>/<tag>`; the file `<dir>/latest` holds the tag of the last one.  A folder is a checkpoint
-once its manifest is in it, and `latest` moves after that, so a run that dies at any time finds a whole checkpoint.
+A checkpoint is a folder `<dir>/<tag>`, of a file system or behind a URL; the file `<dir>/latest` holds the tag of the
+last one.  A folder is a checkpoint once its manifest is in it, and `latest` moves after that, so a run that dies at any
+time finds a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, async_save, load, save
-from terrazzo.checkpoint.collector import paused_collector
-from terrazzo.checkpoint.flatten import set_element
-from terrazzo.checkpoint.locate import reader_for
-from terrazzo.checkpoint.names import named_by_latest
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.names import named_by_latest
+from terrazzo.checkpoint.plan.flatten import set_element
+from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
@@ -64,7 +64,7 @@ def save_engine(
         )
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag, plane)
-    folder = Path(save_dir)
+    folder = Place(save_dir)
     finished: Future[None] = Future()
     if layout == "deepspeed":
         if async_op:
@@ -78,11 +78,11 @@ def save_engine(
     buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
     planner = DefaultSavePlanner(lowest_rank_wins=buffers)
     if not async_op:
-        save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
+        save(state, checkpoint_id=(folder / tag).path, planner=planner, timeout=timeout)
         plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished.set_result(None)
         return finished
-    saving = async_save(state, checkpoint_id=folder / tag, planner=planner, timeout=timeout)
+    saving = async_save(state, checkpoint_id=(folder / tag).path, planner=planner, timeout=timeout)
 
     def committed(done: Future[Any]) -> None:
         try:
@@ -97,10 +97,10 @@ def save_engine(
     return finished
 
 
-def _point(folder: Path, tag: str, save_latest: bool) -> None:
+def _point(folder: Place, tag: str, save_latest: bool) -> None:
     """Have `latest` name a checkpoint that is committed."""
     if save_latest and dist.get_rank() == 0:
-        LocalStore(folder).put(LATEST, tag.encode())
+        folder.store.put(LATEST, tag.encode())
 
 
 def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
@@ -123,9 +123,9 @@ def _escaped(name: str) -> str:
 # ------------------------------------------------------------------ loading
 
 
-def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
+def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place | None:
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
-    folder = Path(load_dir)
+    folder = Place(load_dir)
     if tag is None:
         named = named_by_latest(folder)
         if not named:
@@ -133,7 +133,9 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
         tag = named[0].name
     path = folder / str(tag)
     if not path.is_dir():
-        here = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST}"))
+        here = (
+            sorted(name for name in folder.names() if (folder / name / MANIFEST).is_file()) if folder.is_dir() else []
+        )
         raise CheckpointNotFoundError(
             f"there is no checkpoint {path}; " + (f"{folder} has {', '.join(here)}" if here else f"{folder} has none")
         )
@@ -142,11 +144,10 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Path |
 
 @paused_collector()  # once, not for each of the many small values
 def load_engine(
-    engine: Trained, path: Path, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
+    engine: Trained, path: Place, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
     """Load a checkpoint into the engine, as far as is asked for; returns the client state."""
     reader = reader_for(path)
-    reader.reset(path)
     checkpoint = Checkpoint(reader)
     values = _values(checkpoint)
     reshard(engine.module)
@@ -157,7 +158,7 @@ def load_engine(
         live = get_optimizer_state_dict(engine.module, engine.optimizer) if optimizer and not module_only else None
         if live is not None:
             wanted["optimizer"] = {"state": _renamed(live["state"], _tied(engine))}
-        load(wanted, storage_reader=reader, checkpoint_id=path)
+        load(wanted, storage_reader=reader)
         _finish_module(engine, state, copies)
         if live is not None:
             here = {first: name for name, first in _tied(engine).items()}

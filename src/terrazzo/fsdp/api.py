@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo._torch.modules import buffers_of
-from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
+from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.misuse import watch_optimizers
@@ -102,6 +102,7 @@ def fully_shard(
     keep_state_dicts_sharded(group)
     for each in modules:
         make_fsdp_module(each)
+        register_as_fully_sharded(each)
     watch_optimizers()
     return module
 
@@ -113,7 +114,7 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
         if not isinstance(module, nn.Module):
             raise FSDPValueError(f"fully_shard takes modules, got {type(module).__name__}")
         if isinstance(module, FSDPModule):
-            raise FSDPError(f"fully_shard was called twice on the same {type(module).__name__}")
+            raise FSDPValueError(f"fully_shard was called twice on the same {type(module).__name__}")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(
                 f"{type(module).__name__} has no forward, so nothing would gather its parameters: call fully_shard on "

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo._torch.groups import backend_of, default_group, device_types, is_alive, joined, root_of, without_groups
 from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.mesh import when_groups_end
-from terrazzo.errors import FSDPError
+from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 
 _REPLICATE = Replicate()
@@ -32,7 +32,7 @@ class DataMesh:
     def of(mesh: DeviceMesh | None) -> DataMesh:
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
-            raise FSDPError(
+            raise FSDPValueError(
                 f"fully_shard takes a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and "
                 f"shards on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the "
                 "submesh of the data-parallel dims, as in mesh['dp']"
@@ -118,7 +118,8 @@ def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 
 def _is_accelerated(group: Any, device: torch.device) -> bool:
     """Whether the group has a backend of the device's own; gloo claims devices that it serves through the CPU."""
-    if device.type == "cpu" or not torch.get_device_module(device.type).is_available():
+    module = getattr(torch, device.type, None)  # a backend may name devices that this PyTorch does not know
+    if device.type == "cpu" or module is None or not module.is_available():
         return False
     return backend_of(group, device).name() != "gloo"
 

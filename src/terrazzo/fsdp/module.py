@@ -48,7 +48,7 @@ class FSDPModule(_Module):
         return after_forward(group, self, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise FSDPError(
+        raise FSDPValueError(
             f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the "
             "module before fully_shard, or make a second one, shard it too, and load this one's state dict"
         )
@@ -109,6 +109,25 @@ class FSDPModule(_Module):
         By default that is the module whose forward ended just before this one's.
         """
         _changing(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
+
+    def set_coalesce_bytes(self, nbytes: int) -> None:
+        """Up to how many bytes of unsharded parameters small groups that follow one another go in one message.
+
+        One message takes them all before the first of them runs, and their gradients are reduced in one when the last
+        of them has some. Numbers stay what they are. It holds for the whole model; 0 has each group go alone.
+
+        >>> import torch
+        >>> from terrazzo.fsdp import fully_shard
+        >>> fully_shard(torch.nn.Linear(2, 2)).set_coalesce_bytes(4 << 20)
+
+        Args:
+            nbytes: 1 MiB unless this is called.
+        """
+        if nbytes < 0:
+            raise FSDPValueError(f"set_coalesce_bytes takes a number of bytes, got {nbytes}")
+        root = root_of(_group(self))
+        root.coalesce_bytes = nbytes
+        root.changed()
 
     # ------------------------------------------------------------------ gradients
 
@@ -191,14 +210,14 @@ class FSDPModule(_Module):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether custom reductions are only asked for sums, which are divided afterwards."""
-        _group(self).options.force_sum = enable
+        _changing(self).options.force_sum = enable
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over connections of their own, so that gathers need not wait for them.
 
         All ranks that shard have to call it together.
         """
-        for group in _groups(self, recurse):
+        for group in _all_changing(self, recurse):
             axis = group.settings.mesh.shard
             group.options.reduce_axis = axis_beside(axis) if enable else None
 

@@ -87,6 +87,16 @@ class ShardedParameter:
             self.unsharded.__dict__.update(attributes)
             self.unsharded_local = self.unsharded
 
+    def make_unsharded_of(self, local: Tensor, attributes: dict[str, Any]) -> None:
+        """The unsharded face around a tensor that a subclass has made, of whatever class, with its own counter."""
+        if self.within is not None:
+            self.unsharded = as_parameter(local, self.within, self.requires_grad, attributes)
+            self.unsharded_local = self.unsharded._local
+        else:
+            self.unsharded = nn.Parameter(local, self.requires_grad)
+            self.unsharded.__dict__.update(attributes)
+            self.unsharded_local = self.unsharded
+
     def set_requires_grad(self, value: bool) -> None:
         self.requires_grad = value
         self.unsharded_local.requires_grad_(value)
@@ -157,10 +167,19 @@ def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn
             f"parameter {name!r} is a {type(parameter.data).__name__} of torch.distributed; make it a DTensor of "
             "terrazzo.tensor (terrazzo.tensor.parallel.parallelize_module, distribute_tensor)"
         )
+    kind = type(parameter._local if isinstance(parameter, DTensor) else parameter.data)
+    if _acts_otherwise(kind):
+        raise FSDPError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass whose operations fully_shard cannot follow: "
+            "to be sharded it has to define __tensor_flatten__ and __tensor_unflatten__, fsdp_pre_all_gather and "
+            "fsdp_post_all_gather; or put it among ignored_params"
+        )
     if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
         raise FSDPError(f"parameter {name!r} is placed {list(parameter.placements)}: redistribute its terms first")
     if parameter.ndim == 0:
-        raise FSDPError(f"parameter {name!r} is a scalar, which cannot be cut: give it the shape (1,), or ignore it")
+        raise FSDPValueError(
+            f"parameter {name!r} is a scalar, which cannot be cut: give it the shape (1,), or ignore it"
+        )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise FSDPError(f"parameter {name!r} of {parameter.dtype} cannot have a gradient")
     placement = placement_fn(parameter) if placement_fn is not None else None
@@ -176,6 +195,17 @@ def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn
             f"shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(parameter.shape)}"
         )
     return dim
+
+
+def _acts_otherwise(kind: type[Tensor]) -> bool:
+    """Whether a class has operations of its own, and does not say of which tensors it consists."""
+    if hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch."):  # torch's fake tensors
+        return False
+    usual = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+    own_functions = getattr(kind.__torch_function__, "__func__", kind.__torch_function__) not in [
+        getattr(function, "__func__", function) for function in usual
+    ]
+    return own_functions or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 __all__ = [

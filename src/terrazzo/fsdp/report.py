@@ -34,6 +34,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     moved_backward: int  # gathering again, and reducing
     kept: int  # of the unsharded parameters, between forward and backward
     within: tuple[str, ...] = ()  # groups that are unsharded whenever this one is: those of modules around it
+    together: tuple[str, ...] = ()  # groups that are gathered and reduced in one message, this one among them
 
     @property
     def moved(self) -> int:
@@ -45,6 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     """All groups of a model, in the order of its modules."""
 
     groups: list[GroupReport]
+    coalesce_bytes: int = 0  # of unsharded parameters that are gathered and reduced in one message, at most
 
     @property
     def held(self) -> int:
@@ -63,17 +65,18 @@ class Report(msgspec.Struct, frozen=True):
 
     def _transient(self) -> list[int]:
         """Beside what is held: at each group, in forward, in backward, while packing and while exchanging."""
-        by_name = {group.name: group for group in self.groups}
+        groups = _joined(self.groups)
+        by_name = {name: group for group in groups for name in group.together}
         moments = []
-        for i, group in enumerate(self.groups):
-            around = [by_name[name] for name in group.within]
-            kept = sum(each.kept for each in self.groups[:i] if each.name not in group.within)
-            after = self.groups[i + 1].gathered if i + 1 < len(self.groups) else 0
-            last = self.groups[i - 1] if i else None
+        for i, group in enumerate(groups):
+            around = list({id(by_name[name]): by_name[name] for name in group.within}.values())
+            kept = sum(each.kept for each in groups[:i] if each.name not in group.within)
+            after = groups[i + 1].gathered if i + 1 < len(groups) else 0
+            last = groups[i - 1] if i else None
             stays = last is None or last.name in group.within or last.kept == last.unsharded
             before = 0 if last is None or stays else last.gathered
             forward = kept + sum(each.unsharded for each in around)
-            reducing = self.groups[i + 1].under_way if i + 1 < len(self.groups) else 0
+            reducing = groups[i + 1].under_way if i + 1 < len(groups) else 0
             backward = forward + sum(each.gradients for each in around) + before + reducing
             moments += [
                 forward + group.unsharded + max(after, group.gathered),  # and filling from what was gathered
@@ -99,12 +102,34 @@ class Report(msgspec.Struct, frozen=True):
             ],
             ("all", _size(self.held), "", "", _size(self.moved), f"peak {_size(self.peak)}"),
         ]
+        joined = [group for group in _joined(self.groups) if len(group.together) > 1]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = []
         for name, *sizes, remark in rows:
             cells = [size.rjust(width) for size, width in zip(sizes, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *cells, remark]).rstrip())
+        lines += [f"in one message, up to {_size(self.coalesce_bytes)}: {', '.join(g.together)}" for g in joined]
         return "\n".join(lines)
+
+
+def _joined(groups: list[GroupReport]) -> list[GroupReport]:
+    """One for all that go together."""
+    found: list[GroupReport] = []
+    for group in groups:
+        last = found[-1] if found else None
+        if last is None or group.name not in last.together:
+            found.append(msgspec.structs.replace(group, together=group.together or (group.name,)))
+            continue
+        sizes = ("held", "unsharded", "gathered", "gradients", "reduce_buffer", "under_way", "kept")
+        found[-1] = msgspec.structs.replace(
+            last,
+            within=tuple(name for name in {**dict.fromkeys(last.within), **dict.fromkeys(group.within)}),
+            **{size: getattr(last, size) + getattr(group, size) for size in sizes},
+        )
+    return [
+        msgspec.structs.replace(group, within=tuple(n for n in group.within if n not in group.together))
+        for group in found
+    ]
 
 
 def report(model: nn.Module) -> Report:
@@ -120,7 +145,7 @@ def report(model: nn.Module) -> Report:
     spec = root.spec()
     units = [unit for unit in root.units if unit.params]
     around = _units_around(model, units)
-    return Report([_group_report(unit, spec, around[unit]) for unit in units])
+    return Report([_group_report(unit, spec, around[unit]) for unit in units], spec.coalesce_bytes)
 
 
 def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
@@ -160,6 +185,7 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
         within=tuple(each.name for each in around),
+        together=tuple(spec.units[each].name for each in spec.together[unit.index]),
     )
 
 

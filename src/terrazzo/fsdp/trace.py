@@ -64,7 +64,7 @@ class Trace:
         self.operations.append(operation)
         kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
         if kind is not None:
-            name, now = self._names[operation.unit], perf_counter() - self._zero
+            name, now = ", ".join([self._names[unit] for unit in operation.units]), perf_counter() - self._zero
             self.events.append(TraceEvent(kind, name, operation.moves, began - self._zero, now, in_backward()))
 
     def total_bytes(self) -> int:

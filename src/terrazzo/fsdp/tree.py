@@ -56,13 +56,17 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def _rebuilt_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
-    """Mappings with behaviour of their own (model outputs that are also attributes) keep it."""
+    """Mappings with behaviour of their own keep it: model outputs are attributes too, and allow no `update`."""
+    kind = type(value)
     try:
         copied = value.copy()
-        copied.update(mapped)
+        if type(copied) is kind:
+            for key, item in mapped.items():
+                copied[key] = item
+            return copied
     except (AttributeError, TypeError):
-        return type(value)(mapped)
-    return copied
+        pass  # it is made once and stays
+    return kind(mapped)
 
 
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, links, wrap
 from terrazzo.tensor.indices import region_of
-from terrazzo.tensor.strides import has_view, no_view
+from terrazzo.tensor.strides import has_view, is_contiguous, no_view
 
 _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
@@ -92,13 +92,19 @@ class Origin:
 
         if with_grad:
             local = self._base._local
-            root = base_of(local)
-            if local.requires_grad and root.is_leaf:
-                raise RuntimeError(
-                    "a view of a leaf Variable that requires grad is being used in an in-place operation."
-                )
+            if local.requires_grad and base_of(local).is_leaf:
+                raise _of_a_leaf()
         if type(self._base) is CopiedView:
             self._base._pending.check_writable(with_grad)
+
+    def has_gaps(self) -> bool:
+        """Whether on one device the view's elements may not lie one behind the other: to flatten it is to copy it."""
+        base = self._base
+        if self._index is None or (type(base) is CopiedView and base._pending.has_gaps()):
+            return True
+        if not is_contiguous(base._local, base.shape):
+            return True
+        return not torch.empty(tuple(base.shape), device="meta")[self._index].is_contiguous()
 
     def pass_on(self) -> None:
         """Write the copy to where it is from."""
@@ -184,11 +190,14 @@ def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
             _become(t, Origin(base, t, index))
 
 
-def mark_alias(result: Any, view: CopiedView) -> None:
-    """Make the results of a view function on a copied view copied views as well."""
+def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
+    """Make the results of the view function `name` on a copied view copied views as well."""
+    origin = view._pending
+    copies = name in _COPYING_RESHAPES and origin.has_gaps()
     for t in (result,) if isinstance(result, DTensor) else result:
         if isinstance(t, DTensor):
-            _become(t, view._pending)
+            # What one device may have copied is nothing to write to.
+            _become(t, Origin(view, t, None) if copies else origin)
 
 
 def _become(view: DTensor, origin: Origin) -> None:
@@ -225,6 +234,21 @@ def check_writable(target: Any) -> None:
     """Before an in-place write: raise if it would be lost."""
     if type(target) is CopiedView:
         target._pending.check_writable(torch.is_grad_enabled() and target.requires_grad)
+
+
+def check_no_leaf(target: Any) -> None:
+    """Before an in-place write: raise what C++ raises if autograd is to follow it into a leaf."""
+    if not (torch.is_grad_enabled() and target.requires_grad):
+        return
+    if target.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    base = base_of(target._local)
+    if base.is_leaf and base.requires_grad:
+        raise _of_a_leaf()
+
+
+def _of_a_leaf() -> RuntimeError:
+    return RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def check_keeps_shape(target: Any) -> None:

@@ -106,7 +106,7 @@ def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
     local = value._local
     # Without a graph, a leaf stays one that wants its gradient; a view that C++ says wants one has nowhere to put it.
-    if target.requires_grad and local.grad_fn is None:
+    if target.requires_grad and local.grad_fn is None and local is not target._local:
         local = local.detach().requires_grad_()
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
@@ -198,7 +198,11 @@ def _general_key(
     for name, a in kwargs.items():
         key.append(KEYWORD)
         key.append(name)
-        kw[name] = key_of(a, key, func)
+        if type(a) in PLAIN_KEYS:
+            key.append(a)
+            kw[name] = a
+        else:
+            kw[name] = key_of(a, key, func)
     return tuple(key), loc, kw
 
 

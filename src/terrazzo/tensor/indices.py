@@ -66,9 +66,13 @@ def consumes(i: Any) -> int:
     return 1
 
 
+MASKS = frozenset((torch.bool, torch.uint8))
+"""The types of tensors that choose by truth."""
+
+
 def is_mask(i: Any) -> bool:
     """Whether an item chooses by truth."""
-    return isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+    return isinstance(i, torch.Tensor) and i.dtype in MASKS
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:

@@ -21,7 +21,7 @@ from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
 from terrazzo.layout import Box, Layout, Replicate, Shard
-from terrazzo.tensor.counter import Run, Words, is_one_piece, lower_index, run_of, words_of
+from terrazzo.tensor.counter import AnyWords, Few, FewWords, Run, Words, is_one_piece, lower_index, run_of, words_of
 from terrazzo.tensor.in_step import check_in_step
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -82,33 +82,37 @@ def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
     return None if runs is None else runs[dtype.is_complex]
 
 
-# For layouts of few elements the lower bits of their indices, which nothing writes to.
-_indices: WeakKeyDictionary[Layout, torch.Tensor] = WeakKeyDictionary()
-_FEW = 4096
-
-
-def _index(layout: Layout, run: Run, device: torch.device | str) -> torch.Tensor:
-    """The lower 32 bits of the index of each element of a run of one piece."""
-    if layout.local_shape.numel() > _FEW or under_fake_tensors():
-        return lower_index(run, device)
-    index = _indices.get(layout)
-    if index is None:
-        index = _indices[layout] = lower_index(run, device)
-    return index
+# For layouts of few elements on a CPU, which are one piece.
+_few: WeakKeyDictionary[Layout, Few] = WeakKeyDictionary()
+_MOST = 4096
 
 
 def drawn(
     layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
     """A new local tensor of what `make(words, *pieces of aligned)` makes of the random words of each piece."""
-    key, run = draw_key(layout, generator), _run(layout, dtype)
-    device = layout.mesh.device_type
+    key = draw_key(layout, generator)
+    if type(key) is int and not dtype.is_complex and not under_fake_tensors():
+        few = _few.get(layout) or _few_of(layout)
+        if few is not None:
+            local = make(FewWords(few, key), *aligned)
+            return local if local.dtype is dtype else local.to(dtype)
+    run, device = _run(layout, dtype), layout.mesh.device_type
     if run is not None and not dtype.is_complex and is_one_piece(run, device):
-        words = Words(run, key, _index(layout, run, device))
+        words = Words(run, key, lower_index(run, device))
         local = make(words, *[tensor.reshape(run.lengths) for tensor in aligned])
         return local.to(dtype).view(layout.local_shape)
     out = torch.empty(tuple(layout.local_shape), dtype=dtype, device=device)
     return out if run is None else _fill(out, run, key, make, aligned)
+
+
+def _few_of(layout: Layout) -> Few | None:
+    shape, device = layout.local_shape, layout.mesh.device_type
+    run = _run(layout, torch.float32)
+    if device != "cpu" or not shape or shape.numel() > _MOST or run is None or not is_one_piece(run, device):
+        return None
+    few = _few[layout] = Few.of(run, shape)
+    return few
 
 
 def fill(
@@ -145,7 +149,7 @@ def _working(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if is_double(dtype) else torch.float32
 
 
-def centred(words: Words, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+def centred(words: AnyWords, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
     """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0; from words `first` and, for doubles,
     `first + 1`, of 2**-65."""
     work = _working(dtype)
@@ -159,7 +163,7 @@ def _digits(dtype: torch.dtype) -> int:
     return {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
 
 
-def unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
+def unit(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     """Uniform in [0, 1): all multiples of 2**-24 (float64: 2**-53, float16: 2**-11, bfloat16: 2**-8)."""
     if is_double(dtype):
         low = words.word(1).bitwise_right_shift_(6).to(torch.float64).add_(2.0**25).mul_(2.0**-53)
@@ -168,24 +172,24 @@ def unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
     return words.word().bitwise_right_shift_(32 - digits).to(torch.float32).mul_(2.0**-digits).add_(0.5)
 
 
-def bell(words: Words, dtype: torch.dtype) -> torch.Tensor:
+def bell(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     """Standard normal (Box and Muller); finite, for what the logarithm is taken of is never 0."""
     radius = centred(words, dtype).abs_().mul_(2).log_().mul_(-2).sqrt_()
     return radius.mul_(centred(words, dtype, 2 if is_double(dtype) else 1).mul_(2 * math.pi).cos_())
 
 
-def waiting(words: Words, dtype: torch.dtype) -> torch.Tensor:
+def waiting(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     """Exponential with mean 1; never 0, which is what rounding would make of the smallest."""
     smallest = {torch.float64: 2.0**-55, torch.float16: 2.0**-24}.get(dtype, 2.0**-26)
     return centred(words, dtype).abs_().mul_(2).log_().neg_().clamp_min_(smallest)
 
 
-def whole(words: Words) -> torch.Tensor:
+def whole(words: AnyWords) -> torch.Tensor:
     """64 random bits, as an int64."""
     return words.word(0).to(torch.int64).mul_(1 << 32).add_(words.word(1))
 
 
-def chance(words: Words, p: float) -> torch.Tensor:
+def chance(words: AnyWords, p: float) -> torch.Tensor:
     """True with probability `p`, to 2**-33."""
     threshold = round(p * 2.0**32) - (1 << 31)
     word = words.word()

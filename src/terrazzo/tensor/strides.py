@@ -38,7 +38,8 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
     (True, False)
     """
-    if (local.is_contiguous() and not is_thin(local.shape, shape)) or _says_nothing(local):
+    says_all = local.numel() > 0 or 0 in shape  # C++ takes whatever is empty for contiguous
+    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _says_nothing(local):
         return True
     dims = [d for d, n in enumerate(shape) if n != 1]
     if 0 in shape or not dims:

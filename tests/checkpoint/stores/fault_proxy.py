@@ -105,6 +105,9 @@ class FaultProxy:
         length = headers.get("Content-Length", str(len(data))) if client.command == "HEAD" else str(len(data))
         client.send_header("Content-Length", length)
         client.end_headers()
+        if client.command == "HEAD":
+            client.close_connection = half
+            return
         client.wfile.write(data[: len(data) // 2] if half else data)
         if half:
             client.close_connection = True

@@ -13,7 +13,7 @@ import torch
 
 from s3_server import BUCKET
 from terrazzo.checkpoint import load, save
-from terrazzo.checkpoint.stores import ABSENT, LocalStore, MemoryStore, Request, Store
+from terrazzo.checkpoint.stores import ABSENT, LocalStore, MemoryStore, Place, Request, Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.errors import ConflictError
@@ -171,3 +171,32 @@ def test_leases_and_lists(store: Store) -> None:
     assert not store.lease_ended("save-1.lease", entry.modified)
     lease.release()
     assert keys(store) == ["data-1", "data-2"]
+
+
+def test_streams_and_folders(store: Store) -> None:
+    store.prepare()
+    version = store.put("file", b"old")
+    for pieces in ([b"ab", b"", b"cde"], [bytes(5 << 20)] * 14):  # 70 MiB: more than is sent at once
+        abandoned = store.stream("file")
+        abandoned.write(0, [memoryview(b"x")])
+        file, position = store.stream("file"), 0
+        for piece in pieces:
+            file.write(position, [memoryview(piece)])
+            position += len(piece)
+        assert store.get("file")[1] == version
+        file.finish()
+        abandoned.abort()
+        data, version = store.get("file")
+        assert bytes(data) == b"".join(pieces)
+    assert [entry.key for entry in store.list()] == ["file"] and store.folders() == []
+    try:
+        inner = store.beneath("inner")
+    except OSError:
+        return  # flat, as a store may be
+    assert inner.list() == [] and inner.location.endswith("inner") or isinstance(inner, MemoryStore)
+    inner.prepare()
+    inner.put("one", b"1")
+    assert store.folders() == ["inner"] and [entry.key for entry in store.list()] == ["file"]
+    assert store.beneath("inner").get("one")[0] == b"1" and (Place(store) / "inner" / "one").is_file()
+    assert sorted(Place(store).names()) == ["file", "inner"] and (Place(store) / "inner").is_dir()
+    assert not (Place(store) / "file").is_dir() and not (Place(store) / "other").exists()

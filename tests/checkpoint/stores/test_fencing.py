@@ -15,7 +15,7 @@ import torch
 
 import terrazzo
 from terrazzo.checkpoint import DefaultSavePlanner, FileSystemWriter, load, save, verify
-from terrazzo.checkpoint.filesystem import NativeReader, NativeWriter
+from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore
 from terrazzo.errors import CheckpointError, ConflictError

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, FileSystemWriter, load, save
-from terrazzo.checkpoint.filesystem import NativeReader, NativeWriter
+from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request
 from terrazzo.errors import CheckpointNotFoundError
 from terrazzo.layout.box import Box

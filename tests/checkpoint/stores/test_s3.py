@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 
 import terrazzo
 from checkpoint.stores.fault_proxy import Fault, FaultProxy
+from checkpoint.test_failing_ranks import check_trial
 from ranks import run_ranks
 from s3_server import BUCKET, S3Server
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, async_save, load, save, verify
-from terrazzo.checkpoint.filesystem import NativeWriter
 from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.cli import app
@@ -289,3 +290,16 @@ def test_a_killed_upload_leaves_nothing_that_a_later_save_does_not_remove(s3: S3
     threading.Event().wait(1.5)
     save(state(2.0), store=store, no_dist=True)
     assert len(names(store)) == 2 and value_at(store) == 2.0
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        (2, "save", 1, "write", "kill", True),
+        (2, "async_save", 0, "commit", "kill", True),
+        (2, "load", 1, "read", "raise", True),
+    ],
+    ids=lambda trial: "-".join(map(str, trial[:5])),
+)
+def test_the_others_hear_of_a_mishap(s3: S3Server, url: str, trial: tuple[int, str, int, str, str, bool]) -> None:
+    check_trial(url, *trial, s3.environment())

@@ -27,6 +27,7 @@ from tests.tensor.sweep.compare import (
     compare_gradient,
     compare_kind,
     compare_values,
+    rounding_of_sums,
     rounding_of_terms,
     tensors,
     unwrapped,
@@ -148,12 +149,14 @@ class _Reference:
         self.op, self.name, self.sample, self.form, self.seed = entries()[name], name, sample, form, seed
         self.in_place = is_in_place(form)
         self.differentiable = differentiable(self.op, dtype) and form != "out"
+        self._is_half = dtype in ("float16", "bfloat16")
         self._functions = calls(self.op, form, sample.args)
         self.is_random = False
         self._prototype: Any = None  # of what is given as out=
         self._expected: _Expected | _Skip | None = None
         self._precise: tuple[list[Any], list[Any]] | None = None
         self._moved: list[float] | None = None
+        self._moved_by_terms: list[list[torch.Tensor]] | None = None
 
     def expected(self) -> _Expected:
         if self._expected is None:
@@ -303,6 +306,44 @@ class _Reference:
                     self._moved[which] = max([self._moved[which], *far])
         return 4 * self._moved[kind]
 
+    def moved_by_terms(self, kind: int, index: int, placed: _Inputs) -> torch.Tensor | float:
+        """How far an output or a gradient moves on one device when inputs move as far as their terms are rounded.
+
+        Terms of half types are larger than what they add up to; what such an input makes undefined is infinitely off.
+        """
+        if not self._is_half or self.is_random:
+            return 0.0
+        if not any(p.is_partial() for t in placed.tensors for p in t._layout.placements):
+            return 0.0
+        if self._moved_by_terms is None:
+            expected = self.expected()
+            known = tensors(expected.result), [_or_nothing(g) for g in expected.gradients or ()]
+            self._moved_by_terms = [[torch.zeros_like(t, dtype=torch.float64) for t in found] for found in known]
+            generator = torch.Generator().manual_seed(self.seed)
+            for _ in range(8):
+                outs, gradients = self._run_with_noise(generator)
+                for far, before, after in zip(self._moved_by_terms, known, (outs, gradients), strict=True):
+                    for most, a, b in zip(far, before, after, strict=False):
+                        moved = (a.double() - b.double()).abs()
+                        most.copy_(torch.maximum(most, moved.nan_to_num(float("inf")).masked_fill(a == b, 0.0)))
+        found = self._moved_by_terms[kind]
+        return 2 * found[index] if index < len(found) else 0.0
+
+    def _run_with_noise(self, generator: torch.Generator) -> tuple[list[Any], list[Any]]:
+        def move(t: torch.Tensor) -> torch.Tensor:
+            moved = t.detach().clone()
+            if t.is_floating_point() and t.numel():
+                size = t.detach().abs().double().clamp(min=1.0)
+                noise = torch.randn(tuple(t.shape), generator=generator, dtype=torch.float64) * torch.finfo(t.dtype).eps
+                moved = (t.detach().double() + 2 * noise * size).to(t.dtype)
+            return moved.requires_grad_(t.requires_grad and self.form != "out")
+
+        inputs = _Inputs(self.sample, move)
+        outs = tensors(self.call(inputs, out=self.outs(lambda t: t)))
+        roots = [t for t in outs if t.requires_grad]
+        gradients = self._gradients(roots, self.expected().cotangents, inputs) if roots else None
+        return [t.detach() for t in outs], [_or_nothing(g) for g in gradients or ()]
+
     def _run_moved(self, generator: torch.Generator) -> tuple[list[Any], list[Any]]:
         mesh = mesh_of("4")
 
@@ -353,7 +394,11 @@ def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Re
                 mine,
                 theirs,
                 lambda i=i: reference.precise(0, i),
-                lambda i=i: rounding_of_terms(tensors(result)[i]) + reference.moved_by_rounding(0),
+                lambda i=i: (
+                    rounding_of_terms(tensors(result)[i])
+                    + reference.moved_by_rounding(0)
+                    + reference.moved_by_terms(0, i, placed)
+                ),
             )
     if not any(expected.requires_grad):
         return
@@ -379,8 +424,16 @@ def _run_case(reference: _Reference, expected: _Expected, case: Case, report: Re
                 gradient,
                 terms,
                 lambda i=i: reference.precise(1, i),
-                lambda: reference.moved_by_rounding(1),
+                lambda i=i, x=x, terms=terms: (
+                    reference.moved_by_rounding(1)
+                    + reference.moved_by_terms(1, i, placed) / terms
+                    + rounding_of_sums(x, outs)
+                ),
             )
+
+
+def _or_nothing(gradient: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(()) if gradient is None else gradient
 
 
 class _Inputs:

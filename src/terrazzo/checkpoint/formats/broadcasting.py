@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from terrazzo.checkpoint.flatten import flatten_state_dict
 from terrazzo.checkpoint.formats.torch_archive import replace_tensors
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveFile
-from terrazzo.checkpoint.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
@@ -23,11 +20,14 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plan.flatten import flatten_state_dict
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.plan.sharded import is_sharded
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.sharded import is_sharded
 from terrazzo.checkpoint.state_dict.broadcast import wire_device
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
 
@@ -100,7 +100,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.isfile(checkpoint_id)
+        return Place(checkpoint_id).is_file()
 
     # -------------------------------------------------------------- on the coordinator
 
@@ -108,7 +108,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         if self.checkpoint_id is None:
             raise CheckpointError("nothing says what to read: pass checkpoint_id to the reader or to load")
         if self._file is None:
-            self._file = TorchSaveFile(Path(self.checkpoint_id))
+            self._file = TorchSaveFile(Place(self.checkpoint_id))
         return self._file
 
     def _value(self, name: str) -> Any:

@@ -6,39 +6,32 @@ largest tensor.
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import os
-import time
-import uuid
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from terrazzo.checkpoint.filesystem import FileSystemWriter
-from terrazzo.checkpoint.flatten import set_element
 from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
 from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspeed
 from terrazzo.checkpoint.formats.detect import Format
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
-from terrazzo.checkpoint.locate import find_reader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.storage import NativeWriter
+from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.planner import WriteItem
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.run.locate import reader_for
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedValueError
-
-_JUST_MADE: Final = 5  # seconds in which a new file may not be locked yet
 
 # Called with a tensor's name and the bytes of it that have been copied.
 Progress = Callable[[str, int], None]
 
 
 def convert(
-    source: str | os.PathLike[str] | StorageReader,
-    target: str | os.PathLike[str],
+    source: str | os.PathLike[str] | StorageReader | Store | Place,
+    target: str | os.PathLike[str] | Store | Place,
     to: Format | str,
     *,
     overwrite: bool = False,
@@ -50,9 +43,10 @@ def convert(
     """Copy a checkpoint of any format that terrazzo reads to `target`, in the format `to`.
 
     Args:
-        source: where the checkpoint is, or a reader of it.
-        target: a file for `torch_save`, a folder for the others; of `deepspeed` it is that of a tag, and the source has
-            to be a checkpoint of a training engine, terrazzo's or DeepSpeed's.
+        source: where the checkpoint is, a path, a URL or a store, or a reader of it.
+        target: a file for `torch_save`, a folder for the others, or its URL, or a store in place of a folder; of
+            `deepspeed` it is that of a tag, and the source has to be a checkpoint of a training engine, terrazzo's or
+            DeepSpeed's.
         overwrite: whether a checkpoint at `target` may be replaced; it is whole until the new one is.  Not for
             `deepspeed`, whose files cannot be replaced all at once.
         allow_pickle: store values that have no typed form (in the native format) as pickles.
@@ -69,29 +63,35 @@ def convert(
     {'w': tensor([0., 1., 2.])}
     """
     to = Format(to)
+    place = target if isinstance(target, Place) else Place(target)
     if to is not Format.DEEPSPEED and (stage is not None or ranks is not None):
         raise CheckpointFormatError(f"the format {to.value} is of no ZeRO stage, and for any number of ranks")
-    reader = source if isinstance(source, StorageReader) else find_reader(None, source)
+    reader = source if isinstance(source, StorageReader) else reader_for(source)
     if to is Format.TORCH_SAVE:
-        _write_torch_save(Source(reader), Path(target), overwrite=overwrite, progress=progress)
+        _write_torch_save(Source(reader), place, overwrite=overwrite, progress=progress)
     elif to is Format.NATIVE:
-        writer = FileSystemWriter(target, overwrite=overwrite)
+        writer = NativeWriter(place.store, overwrite=overwrite)
         _copy(Source(reader), writer, allow_pickle=allow_pickle, progress=progress)
     elif to is Format.DCP:
-        _copy(Source(reader), DCPWriter(target, overwrite=overwrite), allow_pickle=True, progress=progress)
+        _copy(Source(reader), DCPWriter(place.store, overwrite=overwrite), allow_pickle=True, progress=progress)
     else:
-        write_deepspeed(Source(reader), Path(target), stage, ranks, progress)
+        write_deepspeed(Source(reader), place, stage, ranks, progress)
 
 
-def _copy(source: Source, writer: StorageWriter, *, allow_pickle: bool, progress: Progress | None) -> None:
+def _copy(source: Source, writer: DCPWriter | NativeWriter, *, allow_pickle: bool, progress: Progress | None) -> None:
     """Save the source with a writer, in this process alone."""
     planner = _Reporting(source, progress, allow_pickle=allow_pickle)
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
+    try:
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        writer.finish(metadata, [results])
+    except BaseException:
+        if writer.may_abandon():
+            writer.abandon()
+        raise
 
 
 class _Reporting(CopyPlanner):
@@ -108,42 +108,20 @@ class _Reporting(CopyPlanner):
         return data
 
 
-def _write_torch_save(source: Source, path: Path, *, overwrite: bool, progress: Progress | None) -> None:
-    """One file, written beside its final name and renamed."""
-    if path.exists() and not overwrite:
-        raise CheckpointExistsError(f"{path} exists; convert to another name, or with overwrite=True")
+def _write_torch_save(source: Source, place: Place, *, overwrite: bool, progress: Progress | None) -> None:
+    """One file, which takes the place of what was there when it is complete."""
+    if not overwrite and place.exists():
+        raise CheckpointExistsError(f"{place} exists; convert to another name, or with overwrite=True")
     value = _tree(source, progress)
-    store = LocalStore(path.parent)
+    store = place.parent.store
     store.prepare()
-    _remove_leftovers(path)
-    temporary = f".{path.name}.{uuid.uuid4().hex[:12]}.tmp"
+    file = store.stream(place.name)
     try:
-        file = store.upload(temporary, 0)
-        with (path.parent / temporary).open("rb") as locked:  # for as long as this process lives, or writes
-            fcntl.flock(locked, fcntl.LOCK_EX)
-            try:
-                write_archive(file, 0, value, path.stem or "archive")
-            except BaseException:
-                file.abort()
-                raise
-            file.finish()
-            os.replace(path.parent / temporary, path)
+        write_archive(file, 0, value, place.name.rpartition(".")[0] or place.name or "archive")
     except BaseException:
-        store.delete([temporary])
+        file.abort()
         raise
-    store.sync_folder(path.parent)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove what conversions to this file that were killed have left: their files are locked by nobody."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        try:
-            with leftover.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - leftover.stat().st_mtime > _JUST_MADE:
-                    leftover.unlink()
-        except OSError:
-            continue  # it is being written, or gone
+    file.finish()
 
 
 def _tree(source: Source, progress: Progress | None) -> dict[str, Any]:

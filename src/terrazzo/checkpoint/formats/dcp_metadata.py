@@ -28,7 +28,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.names import is_plain_name
+from terrazzo.checkpoint.native.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 from terrazzo.layout.box import Box
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch.futures import Future
@@ -17,10 +16,10 @@ from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
-from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.checkpoint.stores import LocalStore, ReadFile, Store
+from terrazzo.checkpoint.stores import Place, ReadFile, Store
 from terrazzo.checkpoint.stores.base import read_all
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -33,13 +32,13 @@ class DCPReader(StorageReader):
     `UnsafePickleError`.
 
     Args:
-        path: The folder; `load(checkpoint_id=...)` names another.
+        path: The folder, or its URL; `load(checkpoint_id=...)` names another.
     """
 
     plans_alone = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
         self.bytes_read = 0
         self._locations: dict[Any, Location] = {}
         self._entries: Mapping[str, Any] = {}
@@ -47,23 +46,23 @@ class DCPReader(StorageReader):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the checkpoint is read from."""
-        return self.path
+        return self.place.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._locations = {}
         self.bytes_read = 0
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.place = Place(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        store = LocalStore(self.path)
+        store = self.place.store
         present = {entry.key for entry in store.list()}
         if METADATA in present:
             names = [METADATA]
         else:
             names = sorted(name for name in present if name.startswith("__") and name.endswith(METADATA))
         if not names:
-            raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.path} (no {METADATA})")
+            raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.place} (no {METADATA})")
         metadata = dcp_metadata.merged([self._parse(store, name) for name in names])
         self._locations, self._entries = metadata.storage_data, metadata.state_dict_metadata
         return metadata
@@ -71,7 +70,7 @@ class DCPReader(StorageReader):
     def _parse(self, store: Store, name: str) -> Metadata:
         file = store.open(name)
         try:
-            return dcp_metadata.parse(read_all(file), f"{self.path}/{name}")
+            return dcp_metadata.parse(read_all(file), f"{self.place}/{name}")
         finally:
             file.close()
 
@@ -89,16 +88,16 @@ class DCPReader(StorageReader):
         for item in plan.items:
             location = self._locations.get(item.storage_index)
             if location is None:
-                raise CheckpointCorruptError(f"{self.path}: {item.storage_index} is listed, but has no place")
+                raise CheckpointCorruptError(f"{self.place}: {item.storage_index} is listed, but has no place")
             by_file.setdefault(location.file, []).append((location, item))
-        store = LocalStore(self.path)
+        store = self.place.store
         for name, items in by_file.items():
             try:
                 file = store.open(name)
             except FileNotFoundError as error:
-                raise CheckpointNotFoundError(f"{self.path}: the data file {name} is missing") from error
+                raise CheckpointNotFoundError(f"{self.place}: the data file {name} is missing") from error
             try:
-                reading = _FileReading(file, f"{self.path}/{name}", self._entries)
+                reading = _FileReading(file, f"{self.place}/{name}", self._entries)
                 for location, item in sorted(items, key=lambda pair: pair[0].offset):
                     self.bytes_read += reading.read(location, item, planner)
             finally:
@@ -109,7 +108,7 @@ class DCPReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.isfile(os.path.join(checkpoint_id, METADATA))
+        return (Place(checkpoint_id) / METADATA).is_file()
 
 
 class _FileReading:

@@ -1,18 +1,21 @@
 """Writing torch DCP checkpoints: what `torch.distributed.checkpoint.load` reads.
 
 PyTorch names data files after ranks, so saving twice to one folder overwrites the first checkpoint while it is
-still the valid one.  Nothing in the format asks for that: here every save has file names of its own, the table of
-contents replaces the old one by a rename at the end, and the old data files go after that.
+still the valid one.  Nothing in the format asks for that: here every save has file names of its own, and the table of
+contents replaces the old one at the end, if it is still the one that was there at the beginning.  The old data files
+go after that, and those of saves that were killed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,11 +25,14 @@ from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
+from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from terrazzo.checkpoint.run.save_side import PlainSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import LocalStore, Store, Upload
-from terrazzo.errors import CheckpointError, CheckpointExistsError
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Place, Store, Upload, Version, is_url, store_at
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
+_NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
 _SUFFIX: Final = ".distcp"
 
 
@@ -34,43 +40,70 @@ class DCPWriter(StorageWriter):
     """Writes checkpoints for `torch.distributed.checkpoint.load`.
 
     Args:
-        path: The folder; `save(checkpoint_id=...)` names another.
+        path: The folder, or its URL; `save(checkpoint_id=...)` names another.
         sync_files: Wait until everything is on the disk.
         overwrite: Whether a checkpoint that is there may be replaced.
     """
 
-    def __init__(self, path: str | os.PathLike[str], sync_files: bool = True, overwrite: bool = True) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | Store, sync_files: bool = True, overwrite: bool = True) -> None:
         self.sync_files = sync_files
         self.overwrite = overwrite
-        self._name = ""
+        self._name = ""  # what the names of this rank's files begin with
+        self._committed = False
+        self._replacing: Absent | Version = ABSENT
+        self._replaced: set[str] = set()  # the files of the checkpoint that was there
+        self._lease: Lease | None = None
+        self._go_to(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lease": None}  # a lease belongs to the process that took it
+
+    def _go_to(self, path: str | os.PathLike[str] | Store) -> None:
+        if isinstance(path, Store):
+            self.path: str | Path = path.location
+            self._store = path
+        else:
+            self.path = os.fspath(path) if is_url(path) else Path(path)
+            self._store = store_at(path, durable=self.sync_files)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the next checkpoint goes."""
         return self.path
 
-    @property
-    def _store(self) -> Store:
-        return LocalStore(self.path, durable=self.sync_files)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._release()
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
-        self._name = ""
+            self._go_to(checkpoint_id)
+        self._name, self._committed = "", False
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        store = self._store
-        store.prepare()
-        if is_coordinator and not self.overwrite and store.exists(METADATA):
-            raise CheckpointExistsError(f"{self.path} holds a checkpoint; save elsewhere, or with overwrite=True")
+        self._store.prepare()
+        if not is_coordinator:
+            return
+        # First of all, for whoever commits from now on is in this save's way.
+        try:
+            data, self._replacing = self._store.get(METADATA)
+        except FileNotFoundError:
+            self._replacing, self._replaced = ABSENT, set()
+        else:
+            if not self.overwrite:
+                raise CheckpointExistsError(f"{self.path} holds a checkpoint; save elsewhere, or with overwrite=True")
+            self._replaced = _files_of(data, str(self.path)) or set()
+        _remove_leftovers(self._store)
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         save_id = uuid.uuid4().hex[:12]
-        return [replace(plan, storage_data=f"__{rank}_{save_id}{_SUFFIX}") for rank, plan in enumerate(plans)]
+        self._lease = self._store.lease(lease_name(save_id))
+        return [replace(plan, storage_data=f"__{rank}_{save_id}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(plan.storage_data, str):
@@ -78,28 +111,33 @@ class DCPWriter(StorageWriter):
             raise CheckpointError(f"rank {rank}: the plan has not passed through this writer's prepare_global_plan")
         self._name = plan.storage_data
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        try:
+            done.set_result(self._write(plan.items, planner))
+        except BaseException:
+            self._remove_own()
+            raise
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        store = self._store
+        caps = self._store.caps
         results: list[WriteResult] = []
-        try:
-            file = store.upload(self._name, 0)
+        left = list(reversed(items))
+        while left:
+            # One file, or several where files should be small; they are named as PyTorch names those of threads.
+            name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
+            file = self._store.upload(name, 0) if caps.in_place else self._store.stream(name)
             try:
                 position = 0
-                for item in items:
+                while left and (caps.file_bytes is None or position < caps.file_bytes):
+                    item = left.pop()
                     end = self._write_item(file, position, item, planner)
-                    place = Location(self._name, position, end - position)
+                    place = Location(name, position, end - position)
                     results.append(WriteResult(item.index, end - position, place))
                     position = end
             except BaseException:
                 file.abort()
                 raise
             file.finish()
-        except BaseException:
-            store.delete([self._name])
-            raise
         return results
 
     def _write_item(self, file: Upload, position: int, item: WriteItem, planner: SavePlanner) -> int:
@@ -122,15 +160,86 @@ class DCPWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
-        store = self._store
-        store.put(METADATA, dcp_metadata.encode(metadata))
+        self._store.put(METADATA, dcp_metadata.encode(metadata), only_if=self._replacing)
+        self._committed = True
+        self._release()
         used = {location.file for location in metadata.storage_data.values()}
-        old = [entry.key for entry in store.list("__") if entry.key.endswith(_SUFFIX) and entry.key not in used]
-        store.delete(old)
+        self._store.delete(self._replaced - used)
+
+    def abandon(self) -> None:
+        """The save has failed: remove what this rank has written."""
+        self._remove_own()
+        self._release()
+
+    def save_side(self) -> _Side:
+        """How a save deals with it."""
+        return _Side(self)
+
+    def may_abandon(self) -> bool:
+        """Whether the checkpoint is certainly not valid, so that its files are of no use."""
+        return not self._committed
+
+    def _remove_own(self) -> None:
+        if self._name:
+            names = [entry.key for entry in self._store.list(self._name) if entry.key.endswith(_SUFFIX)]
+            self._store.delete([name for name in names if name.removeprefix(self._name)[0] in "._"])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        return is_url(checkpoint_id) or not Place(checkpoint_id).is_file()
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(str(self.path), self._name)
+
+
+class _Side(PlainSide):
+    """A save that has failed on some rank takes away what all have written."""
+
+    def __init__(self, writer: DCPWriter) -> None:
+        super().__init__(writer)
+        self._writer = writer
+
+    def may_abandon(self) -> bool:
+        return self._writer.may_abandon()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+
+def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
+    """The data files of a checkpoint; None if its table of contents cannot be read."""
+    try:
+        found = dcp_metadata.parse(data, f"{where}/{METADATA}").storage_data
+    except (CheckpointCorruptError, CheckpointFormatError):
+        return None
+    return {location.file for location in found.values()}
+
+
+def _remove_leftovers(store: Store) -> None:
+    """Remove the files of saves that have ended and were never committed.
+
+    First it is seen which files there are, then which leases are held, then what is committed: a save that commits in
+    between is either seen to be alive or seen to be committed.
+    """
+    by_save: dict[str, list[Entry]] = defaultdict(list)
+    for entry in store.list():
+        match = _NAME.fullmatch(entry.key)
+        save_id = save_of(entry.key) if match is None else match["save"]
+        if save_id is not None:
+            by_save[save_id].append(entry)
+    stale: list[str] = []
+    for save_id, entries in by_save.items():
+        names = [entry.key for entry in entries]
+        lease = lease_name(save_id)
+        ours = all(name == lease or _NAME.fullmatch(name) for name in names)
+        ended = lease not in names or store.lease_ended(lease, max(entry.modified for entry in entries))
+        if ours and ended:
+            stale += names
+    if not stale:
+        return
+    try:
+        used = _files_of(store.get(METADATA)[0], store.location)
+    except FileNotFoundError:
+        used = set()
+    if used is not None:
+        store.delete([name for name in stale if name not in used])

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -18,7 +17,8 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.objects import ObjectBytes, encode
+from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.planner import (
     LoadItemType,
     LoadPlan,

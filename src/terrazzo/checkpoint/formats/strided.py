@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import torch
 
-from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.layout.box import Box
 
 _BUFFER: Final = 8 << 20

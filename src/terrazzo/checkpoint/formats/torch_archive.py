@@ -21,7 +21,7 @@ from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stand_ins import Call
 from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.zip_reading import Window, ZipDirectory
-from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from terrazzo.checkpoint.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import (
@@ -22,10 +20,11 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.checkpoint.stores import LocalStore, ReadFile
+from terrazzo.checkpoint.stores import Place, ReadFile
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
@@ -39,7 +38,7 @@ class TorchSaveFile:
         close: releases the file; so does forgetting this object.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._file = _open(path)
         self.close = weakref.finalize(self, self._file.close)
         try:
@@ -76,34 +75,34 @@ class TorchSaveReader(StorageReader):
     refers to anything else (a whole module, say) raises `UnsafePickleError`.
 
     Args:
-        path: The file; `load(checkpoint_id=...)` names another.
+        path: The file, or its URL; `load(checkpoint_id=...)` names another.
     """
 
     plans_alone = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
         self.bytes_read = 0
         self._opened: TorchSaveFile | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The file that is read."""
-        return self.path
+        return self.place.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._opened = None
         self.bytes_read = 0
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.place = Place(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        self._opened = TorchSaveFile(self.path)
+        self._opened = TorchSaveFile(self.place)
         return self._opened.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         if self._opened is None:
-            self._opened = TorchSaveFile(self.path)
+            self._opened = TorchSaveFile(self.place)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -113,7 +112,7 @@ class TorchSaveReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._opened is None:
-            self._opened = TorchSaveFile(self.path)
+            self._opened = TorchSaveFile(self.place)
         for item in plan.items:
             self.bytes_read += self._opened.read(item, planner)
         done: Future[None] = Future()
@@ -122,19 +121,19 @@ class TorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.isfile(checkpoint_id)
+        return Place(checkpoint_id).is_file()
 
 
-def _open(path: Path) -> ReadFile:
+def _open(path: Place) -> ReadFile:
     try:
-        return LocalStore(path.parent).open(path.name)
+        return path.open()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     except IsADirectoryError as error:
         raise CheckpointFormatError(f"{path} is a folder, not a file of torch.save") from error
 
 
-def _flatten(value: Any, path: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def _flatten(value: Any, path: Place) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"{path} holds a {type(value).__name__}, not a state dict; put it into a dict")
     # A list is taken apart if it holds tensors; to be seen as such, stored ones pose as tensors without data.

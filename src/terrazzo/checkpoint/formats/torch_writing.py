@@ -19,7 +19,7 @@ import torch
 from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
 from terrazzo.checkpoint.formats.strided import Strided
 from terrazzo.checkpoint.formats.zip_writing import ZipWriter
-from terrazzo.checkpoint.memory import bytes_of
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.stores.base import Upload
 
 # dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.

@@ -271,7 +271,7 @@ def _items_of(container: Any) -> list[Any]:
 
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
 _EXPANDED: Final = 16  # values for each byte of the pickle
-_DEEPEST: Final = 200  # as `terrazzo.checkpoint.objects`
+_DEEPEST: Final = 200  # as `terrazzo.checkpoint.native.objects`
 
 
 def finished(value: Any) -> Any:

@@ -18,12 +18,16 @@ _LOCATOR64: Final = struct.Struct("<4sLQL")
 _LARGE: Final = 0xFFFFFFFF
 _PLAIN_VERSION: Final = 20
 _LARGE_VERSION: Final = 45
+_DESCRIBED: Final = 0x08  # a record's checksum and size come after it
 _DATE: Final = 0x21  # 1980-01-01: equal contents give equal archives
 _TOGETHER: Final = 1 << 20  # bytes gathered before they are written
 
 
 class ZipWriter:
-    """One archive, begun at `start` of a file.  `finish` writes its directory and says where it ends."""
+    """One archive, begun at `start` of a file and written from its beginning to its end.
+
+    `finish` writes its directory and says where it ends.
+    """
 
     def __init__(self, file: Upload, start: int, folder: str = "archive") -> None:
         self._file = file
@@ -41,14 +45,11 @@ class ZipWriter:
         self._append(view)
 
     def add_pieces(self, name: str, size: int, pieces: Iterable[memoryview]) -> None:
-        """A record whose contents come piece by piece: its checksum, known only then, is filled in at the end.
+        """A record whose contents come piece by piece: its checksum, known only then, comes after it.
 
         Each piece is written before the next is asked for.
         """
-        self.flush()
-        start = self._position
-        header = self._header(name, size, 0)
-        self._append(header)
+        self._append(self._header(name, size, None))
         self.flush()
         crc = 0
         written = 0
@@ -62,7 +63,7 @@ class ZipWriter:
         entry = bytearray(self._directory[-1])
         struct.pack_into("<L", entry, 16, crc)
         self._directory[-1] = bytes(entry)
-        self._file.write(start + 14, [memoryview(struct.pack("<L", crc))])
+        self._append(struct.pack("<4sL2Q" if size >= _LARGE else "<4s3L", b"PK\x07\x08", crc, size, size))
 
     def finish(self) -> int:
         """Write the directory; the position after it."""
@@ -83,27 +84,33 @@ class ZipWriter:
         self.flush()
         return self._position
 
-    def _header(self, name: str, size: int, crc: int) -> bytes:
-        """The local header of the next record, padded to align its contents; also notes the directory entry."""
+    def _header(self, name: str, size: int, crc: int | None) -> bytes:
+        """The local header of the next record, padded to align its contents; also notes the directory entry.
+
+        Without a checksum, it and the size are left to what follows the contents.
+        """
         path = f"{self._folder}/{name}".encode()
         offset = self._position + self._waiting_bytes - self._start
         large = size >= _LARGE
         short = min(size, _LARGE)
         version = _LARGE_VERSION if large or offset >= _LARGE else _PLAIN_VERSION
-        extra = struct.pack("<2H2Q", 1, 16, size, size) if large else b""
+        flags = _DESCRIBED if crc is None else 0
+        told = 0 if crc is None else size
+        extra = struct.pack("<2H2Q", 1, 16, told, told) if large else b""
         padding = -(offset + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
         extra += struct.pack("<2sH", b"FB", padding) + bytes(padding)
         sizes64 = [value for value in (size, size, offset) if value >= _LARGE]
         central_extra = struct.pack(f"<2H{len(sizes64)}Q", 1, 8 * len(sizes64), *sizes64) if sizes64 else b""
         self._directory.append(
             _CENTRAL.pack(
-                b"PK\x01\x02", version, version, 0, 0, 0, _DATE, crc, short, short,
+                b"PK\x01\x02", version, version, flags, 0, 0, _DATE, crc or 0, short, short,
                 len(path), len(central_extra), 0, 0, 0, 0, min(offset, _LARGE),
             )
             + path
             + central_extra
         )  # fmt: skip
-        header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, _DATE, crc, short, short, len(path), len(extra))
+        sizes = (short, short) if large or crc is not None else (0, 0)
+        header = _LOCAL.pack(b"PK\x03\x04", version, flags, 0, 0, _DATE, crc or 0, *sizes, len(path), len(extra))
         return header + path + extra
 
     def _append(self, data: bytes | memoryview) -> None:

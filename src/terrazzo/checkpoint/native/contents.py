@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint import objects
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -16,6 +15,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
 from terrazzo.checkpoint.native.root import Root
 
@@ -27,6 +27,8 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
         self._properties: dict[torch.dtype, TensorProperties] = {}
+        # Of tensors of one dtype, shape and layout, which share one entry: a model has many of each.
+        self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
 
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
@@ -34,9 +36,26 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
             entry = self._made[name] = self._make(name)
         return entry
 
+    def get(self, name: str, default: Any = None) -> Any:
+        entry = self._made.get(name)
+        if entry is not None:
+            return entry
+        return self[name] if name in self._manifest.names else default
+
     def _make(self, name: str) -> STORAGE_TYPES:
-        if self._manifest.names[name] != TENSOR:
+        manifest = self._manifest
+        if manifest.names[name] != TENSOR:
             return BytesStorageMetadata()
+        if isinstance(manifest, Manifest):
+            return self._tensor(name)
+        tensor = manifest.tensors[name]
+        key = (tensor.dtype, tensor.shape, tensor.layout)
+        entry = self._alike.get(key)
+        if entry is None:
+            entry = self._alike[key] = self._tensor(name)
+        return entry
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
         dtype, shape, chunks = self._manifest.describe(name)
         properties = self._properties.get(dtype)
         if properties is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from terrazzo.checkpoint.dtypes import safetensors_form
+from terrazzo.checkpoint.native.dtypes import safetensors_form
 from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, chunk_suffix
 from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.planner import WriteItem

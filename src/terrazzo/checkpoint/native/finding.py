@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.chunks import ChunkTable, GridChunks
 from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.chunks import ChunkTable, GridChunks
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
@@ -113,14 +113,16 @@ class PartIndexes:
         return found
 
     def digests(self) -> dict[str, tuple[bytes, ...]]:
-        """For each tensor, a digest of each of its chunks: of its box, and of the checksums of its bytes."""
+        """For each tensor, a digest of each of its chunks: of dtype, shape, box, and the checksums of its bytes."""
         by_hash = self._root.by_hash
-        found: dict[str, list[bytes]] = {}
+        found: dict[str, tuple[bytes, ...]] = {}
+        described: dict[tuple[str, tuple[int, ...]], bytes] = {}
         parts = range(len(self._root.head.parts))
         self._load(parts)
         for part in parts:
             rows = self._rows[part]
-            about = np.stack([rows.nbytes, rows.blocks.astype(np.uint64), rows.codecs.astype(np.uint64)], axis=1)
+            abouts = np.stack([rows.nbytes, rows.blocks.astype(np.uint64), rows.codecs.astype(np.uint64)], axis=1)
+            about, boxes, sums = (column.tobytes() for column in (abouts, rows.boxes, rows.sums))
             last_sum = rows.first_sum + rows.block_counts()
             last_box = rows.first_box + 2 * rows.ndims.astype(np.int64)
             columns = (rows.hashes, rows.first_box, last_box, rows.first_sum, last_sum)
@@ -128,9 +130,15 @@ class PartIndexes:
             for row, (value, box, box_end, first, last) in enumerate(lines):
                 tensor = by_hash.get(value)
                 if tensor is not None:
-                    digest = about[row].tobytes() + rows.boxes[box:box_end].tobytes() + rows.sums[first:last].tobytes()
-                    found.setdefault(tensor.name, []).append(digest)
-        return {name: tuple(sorted(digests)) for name, digests in found.items()}
+                    of = described.get((tensor.dtype, tensor.shape))
+                    if of is None:
+                        of = f"{tensor.kind} {tensor.dtype} {tensor.shape}".encode()
+                        described[tensor.dtype, tensor.shape] = of
+                    digest = b"".join(
+                        (of, about[24 * row : 24 * row + 24], boxes[8 * box : 8 * box_end], sums[8 * first : 8 * last])
+                    )
+                    found[tensor.name] = (*found.get(tensor.name, ()), digest)
+        return {name: digests if len(digests) == 1 else tuple(sorted(digests)) for name, digests in found.items()}
 
     def tensor(self, name: str) -> StoredTensor:
         """What the root says of a tensor."""

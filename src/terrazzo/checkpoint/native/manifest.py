@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.chunks import ChunkTable
-from terrazzo.checkpoint.dtypes import dtype_from_name
-from terrazzo.checkpoint.names import is_plain_name
+from terrazzo.checkpoint.native.chunks import ChunkTable
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
+from terrazzo.checkpoint.native.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 _PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
@@ -30,7 +30,7 @@ _PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
 Path = tuple[str | int, ...]
 
 TENSOR: Final = 0
-TYPED: Final = 1  # an object, as terrazzo.checkpoint.objects writes it
+TYPED: Final = 1  # an object, as terrazzo.checkpoint.native.objects writes it
 RAW: Final = 2  # an object that a planner turned into bytes of its own
 
 
@@ -43,7 +43,7 @@ class FileEntry(msgspec.Struct, array_like=True, frozen=True):
     header_sum: int
 
 
-class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A tensor, or (with a kind other than TENSOR) the bytes of an object that is too large for the head."""
 
     name: str
@@ -75,7 +75,7 @@ class Head(msgspec.Struct, frozen=True):
     objects: list[ObjectEntry]
     wide: bool = False  # boxes in 64-bit numbers instead of 32-bit ones
     paths: dict[str, Path] = {}  # where in the nested state dict a name was, unless at the top
-    planner_data: bytes | None = None  # what a custom planner adds, as terrazzo.checkpoint.objects writes it
+    planner_data: bytes | None = None  # what a custom planner adds, as terrazzo.checkpoint.native.objects writes it
 
 
 class TensorRecord(msgspec.Struct, frozen=True, eq=False):

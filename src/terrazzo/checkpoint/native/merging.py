@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import zstandard
 
-from terrazzo.checkpoint.dtypes import dtype_from_name
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.manifest import ObjectEntry, Path, TensorEntry
 from terrazzo.checkpoint.native.root import PartEntry, RootHead, StoredTensor, encode_root

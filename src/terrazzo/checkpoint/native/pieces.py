@@ -21,7 +21,7 @@ from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.layout.box import Box
 
 
-class StoredChunk(msgspec.Struct, frozen=True, eq=False):
+class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A chunk where it lies: `nbytes` from `start` on in `file`, a checksum for each `block` bytes."""
 
     name: str

@@ -12,11 +12,11 @@ from typing import Final
 import torch
 import xxhash
 
-from terrazzo.checkpoint.dtypes import as_bytes
-from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.native.codec import encode_frame
 from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
+from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.format import BLOCK, checksum
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from terrazzo.checkpoint.collector import paused_collector
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted

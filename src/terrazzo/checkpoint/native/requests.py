@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.dtypes import as_bytes
-from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.native.codec import decode_frame
+from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError

@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.chunks import ChunkTable, GridChunks
-from terrazzo.checkpoint.dtypes import dtype_from_name
-from terrazzo.checkpoint.names import is_plain_name
+from terrazzo.checkpoint.native.chunks import ChunkTable, GridChunks
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.manifest import (
@@ -29,6 +28,7 @@ from terrazzo.checkpoint.native.manifest import (
     check_shape,
     check_sizes,
 )
+from terrazzo.checkpoint.native.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 VERSION: Final = 2
@@ -46,7 +46,7 @@ class PartEntry(msgspec.Struct, array_like=True, frozen=True):
     index: bytes = b""
 
 
-class StoredTensor(msgspec.Struct, array_like=True, frozen=True):
+class StoredTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A tensor (or with another kind, the bytes of an object): its chunks, and which parts have them."""
 
     name: str
@@ -95,14 +95,12 @@ class Root:
         packed = view[_PREAMBLE.size :]
         if checksum(packed) != head_sum:
             raise CheckpointCorruptError(f"{source}: the manifest's head is damaged")
-        features = _decoded(packed, _Features, source).features
-        unknown = set(features) - KNOWN_FEATURES
-        if unknown:
-            raise CheckpointFormatError(
-                f"{source}: the checkpoint needs {', '.join(sorted(unknown))}, which this release does not know; load "
-                f"it with a newer terrazzo"
-            )
-        self.head = _decoded(packed, RootHead, source)
+        try:
+            self.head = _decoded(packed, RootHead, source)
+        except CheckpointCorruptError:  # or written with a feature that changes the head
+            _check_features(_decoded(packed, _Features, source).features, source)
+            raise
+        _check_features(self.head.features, source)
         self._check_references()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,7 +109,12 @@ class Root:
     def _check_references(self) -> None:
         head = self.head
         layouts, owners = len(head.layouts), len(head.owners)
+        checked: set[tuple[int, int, tuple[int, ...]]] = set()  # many tensors have the same
         for tensor in head.tensors:
+            about = (tensor.layout, tensor.owners, tensor.shape)
+            if about in checked:
+                continue
+            checked.add(about)
             if not (0 <= tensor.layout < layouts and 0 <= tensor.owners < owners):
                 raise CheckpointCorruptError(f"{self.source}: {tensor.name!r} refers to a layout that is not there")
             check_shape(tensor.name, tensor.shape, self.source)
@@ -214,6 +217,15 @@ def part_files(part: PartEntry) -> list[str]:
 
 class _Features(msgspec.Struct, frozen=True):
     features: list[str]
+
+
+def _check_features(features: list[str], source: str) -> None:
+    unknown = set(features) - KNOWN_FEATURES
+    if unknown:
+        raise CheckpointFormatError(
+            f"{source}: the checkpoint needs {', '.join(sorted(unknown))}, which this release does not know; load "
+            f"it with a newer terrazzo"
+        )
 
 
 def _decoded(data: memoryview, kind: Any, source: str) -> Any:

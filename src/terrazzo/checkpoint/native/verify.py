@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
@@ -90,8 +91,7 @@ def _stored_chunks(manifest: Manifest | Root, store: Store, damage: list[Damage]
     return chunks
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True, eq=False):
     """Some blocks of a chunk: where they begin, the bytes of each, the first one's checksum, and memory for them."""
 
     chunk: StoredChunk
@@ -138,8 +138,9 @@ class _File:
             try:
                 for done in self.store.read(remembered(), in_flight_bytes=0):
                     for piece in done.owner:
-                        yield from self._wrong_blocks(piece)
-                        self.progress(len(piece.memory))
+                        if self._is_wrong(piece):
+                            yield from self._wrong_blocks(piece)
+                    self.progress(sum(len(piece.memory) for piece in done.owner))
                 return
             except (OSError, EOFError) as error:
                 for piece in request.owner if request is not None else []:
@@ -154,6 +155,10 @@ class _File:
             if checksum(header) != self.entry.header_sum:
                 return "the header is not what was saved; the file is damaged"
         return None
+
+    def _is_wrong(self, piece: _Piece) -> bool:
+        """Whether there may be damage: of one block, most often, it is known at once."""
+        return len(piece.sizes) > 1 or checksum(piece.memory) != piece.chunk.sums.item(piece.first_sum)
 
     def _wrong_blocks(self, piece: _Piece) -> Iterator[Damage]:
         chunk, at, number = piece.chunk, 0, piece.first_sum
@@ -191,6 +196,10 @@ def _requests(name: str, chunks: list[StoredChunk], limit: int) -> Iterator[Requ
 
 def _block_sizes(chunk: StoredChunk, limit: int) -> Iterator[list[int]]:
     """The stored bytes of the chunk's blocks, as many at a time as are about `limit` bytes."""
+    if chunk.nbytes <= chunk.block and not chunk.codec:
+        if chunk.nbytes:
+            yield [chunk.nbytes]
+        return
     count, each = -(-chunk.nbytes // chunk.block), max(limit // chunk.block, 1)
     if chunk.codec:
         frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].tolist()

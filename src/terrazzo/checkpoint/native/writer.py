@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,11 @@ import numpy as np
 import torch
 
 import terrazzo
-from terrazzo.checkpoint import objects
-from terrazzo.checkpoint.collector import paused_collector
-from terrazzo.checkpoint.dtypes import dtype_name
-from terrazzo.checkpoint.events import LOGGER
+from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.codec import FRAME
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
+from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import (
     INLINE_INDEX,
     INLINE_LIMIT,
@@ -42,6 +42,8 @@ from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
 _WORTH_COMPRESSING: Final = 1024  # bytes
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

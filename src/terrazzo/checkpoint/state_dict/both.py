@@ -42,8 +42,8 @@ def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers | None,
     *,
-    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]],
-    optim_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]] | None,
+    optim_state_dict: Mapping[str, Any] | None,
     options: StateDictOptions | None = None,
 ) -> Any:
     """Load both; returns the model's `missing_keys` and `unexpected_keys`.

@@ -35,6 +35,7 @@ def initial_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, group: 
     >>> len(adam.state)
     0
     """
+    optimizer = _behind(optimizer)
     if not param.requires_grad or _needs_closure(optimizer):
         return {}
     stand_in = param.detach().clone()
@@ -64,6 +65,15 @@ def complete_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 state[index] = initial
             index += 1
     return {**by_index, "state": state}
+
+
+def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one that it passes everything on to, as Accelerate's and Lightning's wrappers do."""
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer):
+            if inner.state is optimizer.state and inner.param_groups is optimizer.param_groups:
+                return _behind(inner)
+    return optimizer
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

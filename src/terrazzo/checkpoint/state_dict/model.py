@@ -52,14 +52,15 @@ def get_model_state_dict(
 
 def set_model_state_dict(
     model: nn.Module,
-    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]],
+    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]] | None,
     *,
     options: StateDictOptions | None = None,
 ) -> Any:
     """Load a state dict with canonical names into the model; returns `missing_keys` and `unexpected_keys`.
 
     Values may be whole or distributed, in any layout: each rank takes its part.  With
-    `options.broadcast_from_rank0` only rank 0's dict counts.  `model_state_dict` itself is not modified.
+    `options.broadcast_from_rank0` only rank 0's dict counts, and others may give None.  `model_state_dict` itself is
+    not modified.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> set_model_state_dict(model, {"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
@@ -68,7 +69,7 @@ def set_model_state_dict(
     options = checked(options)
     interop.reshard_all(model)
     names = Names(model, options.dsd_fqn_modifiers)
-    state = _by_name(model, names, model_state_dict)
+    state = _by_name(model, names, model_state_dict or {})
     flattened_by_fsdp1 = bool(interop.fsdp1_modules(model))
     # FSDP1 takes its parameters apart and puts them together itself.
     targets = {} if flattened_by_fsdp1 else names.aliases()

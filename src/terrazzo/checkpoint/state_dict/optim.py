@@ -63,7 +63,7 @@ def get_optimizer_state_dict(
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
-    optim_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any] | None,
     *,
     options: StateDictOptions | None = None,
 ) -> None:
@@ -71,7 +71,8 @@ def set_optimizer_state_dict(
 
     Tensors may be whole or distributed in any layout.  The dict may hold more parameters of the model than
     `optimizers` do.  Missing state of a trainable parameter, and with `strict` names that the model does not have,
-    are reported together in one error.  `optim_state_dict` itself is not modified.
+    are reported together in one error.  `optim_state_dict` itself is not modified.  With `options.broadcast_from_rank0`
+    only rank 0's counts, and others may give None.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> old, new = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5))
@@ -80,6 +81,7 @@ def set_optimizer_state_dict(
     0.25
     """
     options = checked(options)
+    optim_state_dict = optim_state_dict or {}
     interop.reshard_all(model)
     names = Names(model, options.dsd_fqn_modifiers)
     if interop.fsdp1_modules(model):

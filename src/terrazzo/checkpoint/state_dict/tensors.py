@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.sharded import Viewer
+from terrazzo.checkpoint.plan.sharded import Viewer
 from terrazzo.errors import CheckpointMismatchError
 
 

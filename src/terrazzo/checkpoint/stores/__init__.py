@@ -5,6 +5,7 @@ from terrazzo.checkpoint.stores.base import (
     Absent,
     Capabilities,
     Entry,
+    GrowingUpload,
     Lease,
     MemoryUpload,
     ReadFile,
@@ -15,17 +16,19 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.checkpoint.stores.memory import MemoryStore
-from terrazzo.checkpoint.stores.places import is_url, store_at
+from terrazzo.checkpoint.stores.places import Place, is_url, store_at
 
 __all__ = [
     "ABSENT",
     "Absent",
     "Capabilities",
     "Entry",
+    "GrowingUpload",
     "Lease",
     "LocalStore",
     "MemoryStore",
     "MemoryUpload",
+    "Place",
     "ReadFile",
     "Request",
     "Store",

@@ -10,11 +10,12 @@ A new kind of place is one file with one subclass of `Store`: see docs/stores.md
 from __future__ import annotations
 
 import abc
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NewType
+from typing import Any, Final, NewType, Protocol
 
 import msgspec
 
@@ -128,6 +129,66 @@ class MemoryUpload(Upload):
         """Nothing is there before `finish`."""
 
 
+class GrowingUpload(Upload):
+    """A file that is written from its beginning to its end, and may become larger than memory.
+
+    Args:
+        send: is given all of a file that has stayed small, when it is complete.
+        begin: makes something to write a larger one to, piece by piece.
+        bound: how many bytes are small.
+    """
+
+    def __init__(self, send: Callable[[memoryview], object], begin: Callable[[], Sink], bound: int = 64 << 20) -> None:
+        self._send = send
+        self._begin = begin
+        self._bound = bound
+        self._held = bytearray()
+        self._position = 0
+        self._sink: Sink | None = None
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        if offset != self._position:
+            raise ValueError(f"byte {offset} was to be written next, but the file goes on at {self._position}")
+        for buffer in buffers:
+            self._position += len(buffer)
+            if self._sink is not None:
+                self._sink.write(buffer)
+                continue
+            self._held += buffer
+            if len(self._held) > self._bound:
+                self._sink = self._begin()
+                held, self._held = self._held, bytearray()
+                self._sink.write(memoryview(held))
+
+    def finish(self) -> None:
+        if self._sink is None:
+            held, self._held = self._held, bytearray()
+            self._send(memoryview(held))
+        else:
+            sink, self._sink = self._sink, None
+            sink.commit()
+
+    def abort(self) -> None:
+        self._held = bytearray()
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            with suppress(OSError):
+                sink.discard()
+
+
+class Sink(Protocol):
+    """Where a large file goes, piece by piece."""
+
+    def write(self, data: memoryview) -> object:
+        """Take the next bytes."""
+
+    def commit(self) -> object:
+        """That was all: the file exists from now on."""
+
+    def discard(self) -> object:
+        """Give up."""
+
+
 class Lease(abc.ABC):
     """A sign that a save is under way: nobody removes its files."""
 
@@ -137,7 +198,13 @@ class Lease(abc.ABC):
 
 
 class ReadFile(abc.ABC):
-    """A file of a store, open for reading in any order."""
+    """A file of a store, open for reading in any order.
+
+    Attributes:
+        holds_handle: whether an open one holds something that a process has few of.
+    """
+
+    holds_handle: bool = False
 
     @property
     @abc.abstractmethod
@@ -200,6 +267,21 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files; no error for those that are not there."""
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders in this one, of stores that have any."""
+        return []
+
+    def beneath(self, name: str) -> Store:
+        """The store of a folder in this one, whether it is there or not."""
+        raise OSError(errno.ENOTSUP, f"{self.location} has no folders in it, so there is no", name)
+
+    def stream(self, key: str) -> Upload:
+        """A file of any size, written from its beginning to its end.
+
+        Until it is finished there is under its key what was there before, and all of the new one from then on.
+        """
+        return MemoryUpload(0, lambda data: self.put(key, data))
 
     def stat(self, key: str) -> Entry:
         """One file, without its bytes."""

@@ -8,8 +8,9 @@ it saved if it did not.  For S3, Google and Azure there is `ObjectStore`, which 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import xxhash
 
@@ -19,6 +20,7 @@ from terrazzo.checkpoint.stores.base import (
     Absent,
     Capabilities,
     Entry,
+    GrowingUpload,
     MemoryUpload,
     Request,
     Store,
@@ -27,7 +29,7 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.errors import ConflictError
 
-_TIMES = ("mtime", "LastModified", "last_modified", "created")  # file systems agree on none
+_TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems agree on none
 
 
 class FsspecStore(Store):
@@ -68,6 +70,21 @@ class FsspecStore(Store):
             raise FileExistsError(f"{self._url}/{key} exists already")
         return MemoryUpload(size, lambda data: self.put(key, data))
 
+    def stream(self, key: str) -> Upload:
+        def begin() -> _Opened:
+            for left in self.list(f".{key}."):  # of processes that were killed
+                if self.lease_ended(left.key, left.modified):
+                    self.delete([left.key])
+            return _Opened(self._fs, self._path(f".{key}.{uuid.uuid4().hex[:12]}.tmp"), self._path(key))
+
+        return GrowingUpload(lambda data: self.put(key, data), begin)
+
+    def folders(self) -> Sequence[str]:
+        return [self._name(info) for info in self._listing() if info["type"] == "directory"]
+
+    def beneath(self, name: str) -> FsspecStore:
+        return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self._lease_seconds)
+
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         for request in requests:
             size = request.size
@@ -102,13 +119,21 @@ class FsspecStore(Store):
             return ABSENT
 
     def list(self, prefix: str = "") -> list[Entry]:
+        names = [(self._name(info), info) for info in self._listing() if info["type"] == "file"]
+        return [self._entry(name, info) for name, info in names if name.startswith(prefix)]
+
+    def _listing(self) -> Sequence[dict[str, Any]]:
         self._fs.invalidate_cache(self._folder)
         try:
-            found = self._fs.ls(self._folder, detail=True)
-        except FileNotFoundError:
+            found: Sequence[dict[str, Any]] = self._fs.ls(self._folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        names = [(info["name"].rstrip("/").rsplit("/", 1)[-1], info) for info in found if info["type"] == "file"]
-        return [self._entry(name, info) for name, info in names if name.startswith(prefix)]
+        return [info for info in found if info["name"].strip("/") != self._folder.strip("/")]  # of a file, itself
+
+    @staticmethod
+    def _name(info: dict[str, Any]) -> str:
+        name: str = info["name"]
+        return name.rstrip("/").rsplit("/", 1)[-1]
 
     def stat(self, key: str) -> Entry:
         self._fs.invalidate_cache(self._folder)
@@ -118,9 +143,7 @@ class FsspecStore(Store):
         return self._entry(key, info)
 
     def _entry(self, key: str, info: dict[str, Any]) -> Entry:
-        modified = next(
-            (info[name] for name in ("mtime", "LastModified", "last_modified", "created") if name in info), 0
-        )
+        modified = next((info[name] for name in _TIMES if name in info), 0)
         return Entry(key, info["size"], modified if isinstance(modified, (int, float)) else modified.timestamp())
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -132,6 +155,27 @@ class FsspecStore(Store):
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
         return time.time() - last_sign > self._lease_seconds
+
+
+class _Opened:
+    """A file of the file system that is moved to its place when it is complete."""
+
+    def __init__(self, fs: Any, temporary: str, path: str) -> None:
+        self._fs = fs
+        self._temporary = temporary
+        self._path = path
+        self._file = fs.open(temporary, "wb")
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def commit(self) -> None:
+        self._file.close()
+        self._fs.mv(self._temporary, self._path)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._fs.rm_file(self._temporary)
 
 
 def _version(data: bytes | memoryview) -> Version:

@@ -99,6 +99,22 @@ class LocalStore(Store):
         fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
+    def stream(self, key: str) -> Upload:
+        for left in self.list(f".{key}."):  # of processes that were killed
+            if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
+                self.delete([left.key])
+        temporary, fd = self._create_locked(lambda: f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+        return _Replacing(self, LocalUpload(self._os, fd, self._path / temporary, durable=self._durable), key)
+
+    def folders(self) -> Sequence[str]:
+        try:
+            return [name for name in self._os.listdir(self._path) if os.path.isdir(self._path / name)]
+        except FileNotFoundError:
+            return []
+
+    def beneath(self, name: str) -> LocalStore:
+        return LocalStore(self._path / name, self._os, durable=self._durable)
+
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         file: _LocalReadFile | None = None
         name = ""
@@ -227,7 +243,9 @@ class LocalStore(Store):
         for name in names:
             if name.startswith(prefix):
                 with suppress(FileNotFoundError):  # removed in this moment
-                    entries.append(self.stat(name))
+                    found = os.stat(self._path / name)
+                    if not stat.S_ISDIR(found.st_mode):
+                        entries.append(Entry(name, found.st_size, found.st_mtime))
         return entries
 
     def stat(self, key: str) -> Entry:
@@ -322,6 +340,11 @@ class LocalUpload(Upload):
         self._behind = 0  # bytes written since the kernel was last asked to begin with the disk
         self._lock = threading.Lock()
 
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self._path
+
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for group in _groups(buffers):
             total = sum(map(len, group))
@@ -383,7 +406,38 @@ class LocalUpload(Upload):
             self._os.close(fd)
 
 
+class _Replacing(Upload):
+    """A file under a name of its own, which takes its place when it is complete."""
+
+    def __init__(self, store: LocalStore, file: LocalUpload, key: str) -> None:
+        self._store = store
+        self._file = file
+        self._key = key
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._file.write(offset, buffers)
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def finish(self) -> None:
+        try:
+            self._file.sync()
+            self._store._os.replace(self._file.path, self._store.path / self._key)
+        except BaseException:
+            self._file.abort()
+            raise
+        self._file.finish(synced=True)
+        if self._store._durable:
+            self._store.sync_folder(self._store.path)
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
 class _LocalReadFile(ReadFile):
+    holds_handle = True
+
     def __init__(self, system: Any, fd: int, path: str) -> None:
         self._os = system
         self._fd = fd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
@@ -32,6 +32,7 @@ class MemoryStore(Store):
     def __init__(self, caps: Capabilities | None = None) -> None:
         self.caps = caps or Capabilities()
         self._files: dict[str, tuple[bytearray, int, float]] = {}  # bytes, number of the version, time
+        self._folders: dict[str, MemoryStore] = {}
         self._writes = 0
         self._lock = threading.Lock()
 
@@ -82,6 +83,13 @@ class MemoryStore(Store):
         with self._lock:
             for key in keys:
                 self._files.pop(key, None)
+
+    def folders(self) -> Sequence[str]:
+        return [name for name, store in self._folders.items() if store.list() or store.folders()]
+
+    def beneath(self, name: str) -> MemoryStore:
+        with self._lock:
+            return self._folders.setdefault(name, MemoryStore(self.caps))
 
     def _file(self, key: str) -> bytearray:
         try:

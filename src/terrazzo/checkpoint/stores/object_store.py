@@ -7,6 +7,7 @@ What each step is there for:
 - a data file is sent by one request when it is complete.  A killed rank leaves whole files under names of its save,
   which a later save removes, and no half-sent ones, which only a rule of the bucket could remove;
 - that is why data files are kept small here, and why several are under way at once;
+- only what has to be one large file (`torch.save`, DeepSpeed's) is sent in parts, from 64 MiB on;
 - the root is put on condition that the one that is there has not changed.  If the store says that it has, the reply to
   an earlier try may have been lost: so it is read back, and if it is ours, all is well;
 - leases are judged by the age of the newest file of their save, by the store's clock.
@@ -14,11 +15,12 @@ What each step is there for:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -34,7 +36,9 @@ from terrazzo.checkpoint.stores.base import (
     Absent,
     Capabilities,
     Entry,
+    GrowingUpload,
     MemoryUpload,
+    ReadFile,
     Request,
     Store,
     Upload,
@@ -44,6 +48,7 @@ from terrazzo.errors import ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
 _TRIES: Final = 5  # beside those that the client makes
 T = TypeVar("T")
 
@@ -68,7 +73,9 @@ class ObjectStore(Store):
         self._url = url.rstrip("/")
         self._settings = settings
         self._lease_seconds = lease_seconds
-        self._store: Any = from_url(self._url, **_with_plain_http(settings))
+        parts = urlsplit(self._url)
+        self._prefix = parts.path.strip("/")
+        self._bucket: Any = from_url(f"{parts.scheme}://{parts.netloc}", **_with_plain_http(settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self._url, self._lease_seconds, self._settings)
@@ -76,6 +83,28 @@ class ObjectStore(Store):
     @property
     def location(self) -> str:
         return self._url
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def beneath(self, name: str) -> ObjectStore:
+        store = copy.copy(self)  # with the same client
+        store._url = f"{self._url}/{name}"
+        store._prefix = self._path(name)
+        return store
+
+    def folders(self) -> Sequence[str]:
+        return [path.rstrip("/").rpartition("/")[2] for path in self._listing()["common_prefixes"]]
+
+    def stream(self, key: str) -> Upload:
+        def begin() -> _Parts:
+            return _Parts(obstore.open_writer(self._bucket, self._path(key), buffer_size=_PART, max_concurrency=3))
+
+        file = GrowingUpload(lambda data: self.put(key, data), begin)
+        return _Told(file, partial(self._fail, key))
+
+    def open(self, key: str) -> ReadFile:
+        return _ObjectFile(self, key, self.stat(key).size)
 
     def upload(self, key: str, size: int) -> Upload:
         def send(data: memoryview) -> None:
@@ -99,7 +128,7 @@ class ObjectStore(Store):
                     held -= done.size
                     yield done
                 held += request.size
-                under_way.append((request, pool.submit(self._fetch, request)))
+                under_way.append((request, pool.submit(self.fetch, request)))
             while under_way:
                 done, future = under_way.popleft()
                 future.result()
@@ -107,11 +136,12 @@ class ObjectStore(Store):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _fetch(self, request: Request) -> None:
+    def fetch(self, request: Request) -> None:
+        """Carry out one request."""
         size = request.size
         if size == 0:
             return
-        read = partial(self._store.get_range, request.key, start=request.start, length=size)
+        read = partial(self._bucket.get_range, self._path(request.key), start=request.start, length=size)
         data = memoryview(self._tried(request.key, read))
         if len(data) < size:
             raise EOFError(f"{self._url}/{request.key} ends at byte {request.start + len(data)}; more was expected")
@@ -122,7 +152,7 @@ class ObjectStore(Store):
 
     def get(self, key: str) -> tuple[bytes, Version]:
         def read() -> tuple[bytes, Version]:
-            found = self._store.get(key)
+            found = self._bucket.get(self._path(key))
             return bytes(found.bytes()), _version(found.meta)
 
         return self._tried(key, read)
@@ -134,7 +164,7 @@ class ObjectStore(Store):
             mode = "create" if isinstance(only_if, Absent) else json.loads(only_if)
         for attempt in range(_TRIES):
             try:
-                return _version(self._store.put(key, data, mode=mode, use_multipart=False))
+                return _version(self._bucket.put(self._path(key), data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
                 written = self._version_if_ours(key, data)
                 if written is None:
@@ -157,19 +187,23 @@ class ObjectStore(Store):
         return version if present == data else None
 
     def list(self, prefix: str = "") -> list[Entry]:
+        start = len(self._path(""))
+        entries = [_entry(meta["path"][start:], meta) for meta in self._listing()["objects"]]
+        return [entry for entry in entries if entry.key and entry.key.startswith(prefix)]
+
+    def _listing(self) -> Any:
         try:
-            found = self._tried(prefix, self._store.list_with_delimiter)["objects"]
+            return self._tried("", partial(self._bucket.list_with_delimiter, self._prefix or None))
         except FileNotFoundError:
-            return []
-        return [_entry(meta) for meta in found if meta["path"] and meta["path"].startswith(prefix)]
+            return {"objects": [], "common_prefixes": []}
 
     def stat(self, key: str) -> Entry:
-        return _entry(self._tried(key, partial(self._store.head, key)))
+        return _entry(key, self._tried(key, partial(self._bucket.head, self._path(key))))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             try:
-                self._store.delete(key)
+                self._bucket.delete(self._path(key))
             except FileNotFoundError:
                 pass
             except exceptions.BaseError as error:
@@ -182,10 +216,9 @@ class ObjectStore(Store):
         here, there = urlsplit(self._url), urlsplit(other._url)
         if (here.scheme, here.netloc, self._settings) != (there.scheme, there.netloc, other._settings):
             return False
-        if here.path != there.path:
-            bucket = from_url(f"{here.scheme}://{here.netloc}", **_with_plain_http(self._settings))
+        if self._prefix != other._prefix:
             try:
-                obstore.copy(bucket, f"{there.path.strip('/')}/{key}", f"{here.path.strip('/')}/{key}")
+                obstore.copy(self._bucket, other._path(key), self._path(key))
             except exceptions.BaseError as error:
                 self._fail(key, error)
         return True
@@ -215,6 +248,64 @@ class ObjectStore(Store):
         raise OSError(f"{self._url}/{key}: {_short(error)}") from error
 
 
+class _ObjectFile(ReadFile):
+    """An object, read by a request for each range that is asked for."""
+
+    def __init__(self, store: ObjectStore, key: str, size: int) -> None:
+        self._store = store
+        self._key = key
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._store.fetch(Request(self._key, offset, buffers))
+
+    def close(self) -> None:
+        """Nothing is held between reads."""
+
+
+class _Parts:
+    """An object that is sent in parts; it exists when the last one has been sent."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, data: memoryview) -> None:
+        self._writer.write(bytes(data))  # it sends later what it is given now, from where it lies
+
+    def commit(self) -> None:
+        self._writer.close()
+
+    def discard(self) -> None:
+        self._writer = None  # closing it would make an object of what has been sent
+
+
+class _Told(Upload):
+    """An upload whose errors the rest of the library knows."""
+
+    def __init__(self, inner: Upload, fail: Callable[[Exception], NoReturn]) -> None:
+        self._inner = inner
+        self._fail = fail
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self._inner.write(offset, buffers)
+        except exceptions.BaseError as error:
+            self._fail(error)
+
+    def finish(self) -> None:
+        try:
+            self._inner.finish()
+        except exceptions.BaseError as error:
+            self._fail(error)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
 def _rebuilt(url: str, lease_seconds: float, settings: dict[str, Any]) -> ObjectStore:
     return ObjectStore(url, lease_seconds=lease_seconds, **settings)
 
@@ -237,5 +328,5 @@ def _version(meta: Any) -> Version:
     return Version(json.dumps({name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}))
 
 
-def _entry(meta: Any) -> Entry:
-    return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+def _entry(key: str, meta: Any) -> Entry:
+    return Entry(key, meta["size"], meta["last_modified"].timestamp())

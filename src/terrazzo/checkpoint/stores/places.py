@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, Final
 
-from terrazzo.checkpoint.stores.base import Store
+from terrazzo.checkpoint.stores.base import ReadFile, Store
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.errors import CheckpointNotFoundError
 
+_FILE: Final = "file://"
 _OBJECT_SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 
 
@@ -30,9 +33,9 @@ def store_at(path: str | os.PathLike[str], *, durable: bool = True, **settings: 
     ('/runs/1', 's3://bucket/run')
     """
     text = os.fspath(path)
-    scheme, mark, rest = text.partition("://")
+    scheme, mark, _ = text.partition("://")
     if not mark or scheme == "file":
-        return LocalStore(rest if mark else text, durable=durable)
+        return LocalStore(_local(text), durable=durable)
     if scheme in _OBJECT_SCHEMES:
         from terrazzo.checkpoint.stores.object_store import ObjectStore  # its client is loaded when it is asked for
 
@@ -42,10 +45,118 @@ def store_at(path: str | os.PathLike[str], *, durable: bool = True, **settings: 
     return FsspecStore(text, **settings)
 
 
-def beneath(path: str | os.PathLike[str], name: str) -> str | Path:
-    """Something in a folder, or under a URL.
+class Place:
+    """A folder or a file, of this machine or behind a URL: as much of `pathlib.Path` as checkpoints ask for.
 
-    >>> beneath("s3://bucket/run", "step-1"), beneath("/runs", "1")
-    ('s3://bucket/run/step-1', PosixPath('/runs/1'))
+    What is given may also be a store, whose folder this is then.
+
+    >>> str(Place("s3://bucket/run") / "latest"), Place("/runs/1").name
+    ('s3://bucket/run/latest', '1')
     """
-    return f"{os.fspath(path).rstrip('/')}/{name}" if is_url(path) else Path(path) / name
+
+    def __init__(self, path: str | os.PathLike[str] | Store) -> None:
+        self._path: str | Path | None
+        if isinstance(path, Store):
+            self._store: Store | None = path
+            self._path = path.path if isinstance(path, LocalStore) else None
+            self._text = path.location
+        else:
+            self._store = None
+            text = os.fspath(path)
+            self._path = text.rstrip("/") if is_url(text) and not text.startswith(_FILE) else Path(_local(text))
+            self._text = str(self._path)
+        self._parent: Place | None = None
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Place({self._text!r})"
+
+    def __truediv__(self, name: str) -> Place:
+        outer, _, name = name.rpartition("/")
+        if outer:
+            return self / outer / name
+        child = copy.copy(self)
+        child._parent, child._store = self, None
+        child._text = f"{self._text}/{name}"
+        if self._path is not None:
+            child._path = self._path / name if isinstance(self._path, Path) else f"{self._path}/{name}"
+            child._text = str(child._path)
+        return child
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self._path.name if isinstance(self._path, Path) else self._text.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Place:
+        """The folder that it is in."""
+        if self._parent is not None:
+            return self._parent
+        if isinstance(self._path, Path):
+            return Place(self._path.parent)
+        outer, _, name = self._text.rpartition("/")
+        if self._path is None or outer.endswith(("/", ":")):  # of a bucket itself
+            raise CheckpointNotFoundError(f"{self._text} is in no folder, so {name!r} cannot be a file")
+        return Place(outer)
+
+    @property
+    def store(self) -> Store:
+        """The store of the folder that this is."""
+        if self._store is None:
+            if self._parent is not None:
+                self._store = self._parent.store.beneath(self.name)
+            else:
+                assert self._path is not None
+                self._store = store_at(self._path)
+        return self._store
+
+    @property
+    def local(self) -> Path | None:
+        """The path, of what is in a file system of this machine."""
+        return self._path if isinstance(self._path, Path) else None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its path or URL says all that there is to know; a store may have settings besides."""
+        return self._path is not None
+
+    @property
+    def path(self) -> str | Path:
+        """The path or the URL."""
+        return self._text if self._path is None else self._path
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        if isinstance(self._path, Path):
+            return self._path.is_file()
+        return self._has_parent() and self.parent.store.exists(self.name)
+
+    def is_dir(self) -> bool:
+        """Whether there is a folder; behind a URL it is one if something is in it."""
+        return self._path.is_dir() if isinstance(self._path, Path) else bool(self.names())
+
+    def exists(self) -> bool:
+        """Whether there is anything."""
+        return self._path.exists() if isinstance(self._path, Path) else self.is_file() or self.is_dir()
+
+    def names(self) -> list[str]:
+        """The names of the files and folders in a folder."""
+        if isinstance(self._path, Path):
+            return os.listdir(self._path)
+        return [*(entry.key for entry in self.store.list()), *self.store.folders()]
+
+    def open(self) -> ReadFile:
+        """The file, for reading."""
+        return self.parent.store.open(self.name)
+
+    def _has_parent(self) -> bool:
+        if self._parent is not None or isinstance(self._path, Path):
+            return True
+        return self._path is not None and not self._text.rpartition("/")[0].endswith(("/", ":"))
+
+
+def _local(text: str) -> str:
+    return text.removeprefix(_FILE)

@@ -146,14 +146,19 @@ def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None)
 
 def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
     """Whether parameters are used that were gathered before their shards were written to for the last time."""
-    unit, kind = operation.unit, operation.kind
+    for unit in operation.units:
+        _check_epoch_of(unit, operation, epochs, gathered)
+
+
+def _check_epoch_of(unit: int, operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
+    kind, epoch = operation.kind, operation.epoch_of(unit)
     if kind is Kind.WRITE:
-        epochs[unit] = operation.epoch
+        epochs[unit] = epoch
     elif kind is Kind.GATHER and operation.reads[0].kind == "shard":
-        shards = epochs.setdefault(unit, operation.epoch)
-        if operation.epoch != shards:
-            raise PlanError(f"{operation}: epoch {operation.epoch} is gathered, and shards are at {shards}")
-        gathered[unit] = operation.epoch
+        shards = epochs.setdefault(unit, epoch)
+        if epoch != shards:
+            raise PlanError(f"{operation}: epoch {epoch} is gathered, and shards are at {shards}")
+        gathered[unit] = epoch
     elif kind is Kind.USE and any(buffer.kind == "unsharded" for buffer in operation.reads):
         used, shards = gathered.get(unit, -1), epochs.get(unit, -1)
         if used != shards:

@@ -80,9 +80,20 @@ class Operation:
     moves: int = 0  # bytes that a rank sends, on average
     why: str = ""
     epoch: int = 0  # of the shard that it needs, counted from the beginning of the plan
+    along: tuple[int, ...] = ()  # further units for which it is done in one
+    epochs: tuple[int, ...] = ()  # of the shards of all its units, in their order, where they differ
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """All units that it is about, in their order."""
+        return tuple(sorted((self.unit, *self.along))) if self.along else (self.unit,)
+
+    def epoch_of(self, unit: int) -> int:
+        """The epoch that it needs of the unit's shard."""
+        return self.epochs[self.units.index(unit)] if self.epochs else self.epoch
 
     def __str__(self) -> str:
-        parts = [f"{self.kind.value} {self.unit}", f"on {self.stream.value}"]
+        parts = [f"{self.kind.value} {', '.join(map(str, self.units))}", f"on {self.stream.value}"]
         for title, buffers in (("reads", self.reads), ("writes", self.writes), ("takes", self.takes)):
             if buffers:
                 parts.append(f"{title} {', '.join(buffer.kind for buffer in buffers)}")
@@ -94,6 +105,6 @@ class Operation:
 COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 
-def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
+def collectives(operations: Iterable[Operation]) -> list[tuple[str, tuple[int, ...]]]:
     """The collectives among them, in order: what has to be the same on all ranks."""
-    return [(each.kind.value, each.unit) for each in operations if each.kind in COLLECTIVES]
+    return [(each.kind.value, each.units) for each in operations if each.kind in COLLECTIVES]

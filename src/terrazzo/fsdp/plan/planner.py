@@ -14,10 +14,14 @@ for. On CPU the host waits for what it needs, so it asks early: each forward fol
 begins to gather what comes next. A large reduction ends there before the next unit is gathered, so that no more than
 two unsharded units and one reduce buffer exist; small ones, which are all latency, go on meanwhile, and small units are
 gathered further ahead.
+
+Small neighbours are gathered and reduced together (`Spec.together`): whoever needs one gathers those with it that the
+last forward ran after it, or in backward before it, and gradients wait for those of the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
@@ -48,9 +52,17 @@ class Reducing(NamedTuple):
     """A reduction under way, and how far it has come."""
 
     unit: int
+    along: tuple[int, ...] = ()  # those that are reduced together with it
     stored: bool = False  # the replicas' turn comes later: its result is kept until then
     to_replicas: bool = False  # the all-reduce was begun
     released: bool = False  # the packed buffer was given back
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return (self.unit, *self.along)
+
+    def buffers(self, kind: str) -> tuple[Buffer, ...]:
+        return tuple([Buffer(kind, unit) for unit in self.units])
 
 
 class Event(Enum):
@@ -82,6 +94,9 @@ class State:
     ended: tuple[int, ...] = ()  # units whose forwards ended last, the latest first: their backwards will come
     in_backward: bool = False
     reducing: tuple[Reducing, ...] = ()  # the oldest first
+    joint: tuple[tuple[int, ...], ...] = ()  # units whose gathers were begun together, and are under way
+    lent: frozenset[int] = frozenset()  # units that were gathered together with others, and nobody has used yet
+    held: tuple[int, ...] = ()  # units whose gradients wait for those of units that are reduced together with them
 
     @staticmethod
     def first(units: int) -> State:
@@ -105,6 +120,7 @@ class _Planner:
         self.spec, self.order, self.state = spec, order, state
         self.where, self.phase, self.running = list(state.where), list(state.phase), list(state.running)
         self.reducing = list(state.reducing)
+        self.joint, self.lent, self.held = list(state.joint), set(state.lent), list(state.held)
         self.changes: dict[str, Any] = {}
         self.operations: list[Operation] = []
 
@@ -115,6 +131,9 @@ class _Planner:
             phase=tuple(self.phase),
             running=tuple(self.running),
             reducing=tuple(self.reducing),
+            joint=tuple(self.joint),
+            lent=frozenset(self.lent),
+            held=tuple(self.held),
             **self.changes,
         )
 
@@ -138,11 +157,11 @@ class _Planner:
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
-        self._gather(unit)
+        self._gather(unit, companions=() if in_backward else self._after(unit))
         self._copy_out(unit)
         if first:
             for other in spec.forward_prefetch or ():
-                self._gather(other, "prefetch")
+                self._gather(other, "prefetch", self._after(other))
             if not self.spec.streams and not in_backward:
                 self._follow_order(unit)
         self._use(unit)
@@ -151,7 +170,7 @@ class _Planner:
         at = self.state.entered
         self.changes["entered"] = min(at + 1, len(self.order))
         if self.spec.units[unit].forward_prefetch is None and at < len(self.order) and self.order[at] == unit:
-            self._look_ahead(self.order[at + 1 : at + 1 + self.spec.furthest])
+            self._look_ahead(self.order[at + 1 : at + 1 + self.spec.furthest], self._after)
 
     def leave(self, module: int, returns: bool, keep: bool) -> None:
         unit = self.spec.modules[module]
@@ -178,7 +197,7 @@ class _Planner:
         for unit in range(len(self.where)):
             if self.phase[unit] is Phase.FORWARD:
                 self._end_pass(unit)
-            if self._is_gathering(unit) and not in_backward:
+            if (self._is_gathering(unit) or unit in self.lent) and not in_backward:
                 self._free(unit)  # this forward was expected to need it
 
     # ------------------------------------------------------------------ backward
@@ -186,16 +205,19 @@ class _Planner:
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         self.changes["in_backward"] = True
         self.phase[unit] = Phase.BACKWARD
+        if unit in self.held:  # its module ran more than once
+            self._reduce_held(self.spec.together[unit])
         self._make_room(0)
         spec = self.spec.units[unit]
         if spec.unshard_in_backward:
-            self._gather(unit)
+            self._gather(unit, companions=self._before(unit))
             self._copy_out(unit)
         if spec.backward_prefetch is not None:
             for other in spec.backward_prefetch:
-                self._gather(other, "prefetch")
+                self._gather(other, "prefetch", self._before(other))
         else:
-            self._look_ahead(tuple(other for other in before if self.spec.units[other].unshard_in_backward))
+            wanted = tuple(other for other in before if self.spec.units[other].unshard_in_backward)
+            self._look_ahead(wanted, self._before)
         self._use(unit)
 
     def reach_end(self, unit: int) -> None:
@@ -214,17 +236,20 @@ class _Planner:
         if not spec.trainable:
             return
         if spec.gradient_sync:
-            self._reduce(unit)
+            self._hold(unit)
         else:
             self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
 
     def backward_ends(self, with_gradients: tuple[int, ...], last: bool) -> None:
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
-            if self.phase[unit] is Phase.BACKWARD or (unit in with_gradients and spec.gradient_sync):
+            ready = unit in with_gradients and spec.gradient_sync and unit not in self.held
+            if self.phase[unit] is Phase.BACKWARD or ready:
                 self._leave_backward(unit)
-            elif spec.reshard_after_backward or self._is_gathering(unit):
+            elif spec.reshard_after_backward or self._is_gathering(unit) or unit in self.lent:
                 self._free(unit)
+        while self.held:
+            self._reduce_held(self.spec.together[self.held[0]])
         self.changes["in_backward"] = False
         if last:
             self._end_reductions()
@@ -241,9 +266,11 @@ class _Planner:
         if at_rest:
             self._follow()
         self._gather(unit)
+        self.lent.discard(unit)
 
     def wait(self, unit: int) -> None:
         self._copy_out(unit)
+        self.lent.discard(unit)
 
     def reshard(self, unit: int) -> None:
         self._free(unit)
@@ -252,7 +279,7 @@ class _Planner:
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
             if spec.sizes is not None and spec.trainable:
-                self._reduce(unit)
+                self._reduce((unit,))
         self._end_reductions()
 
     # ------------------------------------------------------------------ gathers
@@ -264,54 +291,97 @@ class _Planner:
             self._emit(Kind.QUEUED, -1, records=written)
             self._emit(Kind.FOLLOW, -1, Stream.GATHER, waits=(written,))
 
-    def _gather(self, unit: int, why: str = "unshard") -> None:
+    def _after(self, unit: int) -> tuple[int, ...]:
+        """Units that are gathered together with it, and that this forward will run after it, if it is like the last."""
+        among = self.spec.together[unit]
+        if len(among) == 1:
+            return ()
+        if not self.order:
+            return tuple(each for each in among if each > unit)
+        return tuple(each for each in among if each in self.order[self._position(unit) + 1 :])
+
+    def _before(self, unit: int) -> tuple[int, ...]:
+        """The same in backward, which takes them the other way."""
+        among = self.spec.together[unit]
+        if len(among) == 1 or unit not in self.order:
+            return ()
+        earlier = self.order[: self._position(unit)]
+        return tuple(each for each in among if each in earlier and self.spec.units[each].unshard_in_backward)
+
+    def _position(self, unit: int) -> int:
+        return self.order.index(unit) if unit in self.order else len(self.order)
+
+    def _gather(self, unit: int, why: str = "unshard", companions: tuple[int, ...] = ()) -> None:
+        """Begin to gather the unit, and with it those of `companions` that are sharded and idle."""
         spec, where = self.spec.units[unit], self.where[unit]
-        sizes = spec.sizes
-        if sizes is None or where not in (Where.SHARDED, Where.INNER):
+        if spec.sizes is None or where not in (Where.SHARDED, Where.INNER):
             return
         inner = where is Where.INNER
         self.where[unit] = Where.GATHERING_INNER if inner else Where.GATHERING
         if spec.aliased:
             return
-        gathered = Buffer("gathered", unit)
+        along = tuple(
+            each
+            for each in (() if inner else companions)
+            if self.where[each] is Where.SHARDED and self.phase[each] is Phase.IDLE and each != unit
+        )
+        units = (unit, *along)
+        if along:
+            self.joint.append(units)
+        for each in along:
+            self.where[each] = Where.GATHERING
+            self.lent.add(each)
+        gathered = tuple([Buffer("gathered", each) for each in units])
         self._emit(
             Kind.GATHER,
             unit,
             Stream.GATHER,
-            reads=(Buffer("kept" if inner else "shard", unit),),
-            writes=(gathered,),
-            takes=(gathered,),
+            reads=tuple([Buffer("kept" if inner else "shard", each) for each in units]),
+            writes=gathered,
+            takes=gathered,
             # What was copied out before lay in memory of this stream, which is used again now. And what is kept was
             # written by the compute stream.
             waits=(Mark("copied", -1), *((Mark("kept", unit),) if inner else ())),
             records=Mark("gathered", unit),
-            moves=sizes.kept_moves if inner else sizes.gather_moves,
+            moves=spec.sizes.kept_moves if inner else sum([self._sizes(each).gather_moves for each in units]),
             why=why,
+            along=along,
         )
 
     def _copy_out(self, unit: int) -> None:
         where = self.where[unit]
         if not self._is_gathering(unit):
             return
-        self.where[unit] = Where.UNSHARDED
         if self.spec.units[unit].aliased:
+            self.where[unit] = Where.UNSHARDED
             self._emit(Kind.COPY_OUT, unit)
             return
-        gathered, unsharded = Buffer("gathered", unit), Buffer("unsharded", unit)
+        units: tuple[int, ...] = (unit,)
+        for joint in self.joint:
+            if unit in joint:
+                self.joint.remove(joint)
+                units = joint
+                break
+        for each in units:
+            self.where[each] = Where.UNSHARDED
+        gathered = tuple([Buffer("gathered", each) for each in units])
+        unsharded = tuple([Buffer("unsharded", each) for each in units])
         kept = (Buffer("kept", unit),) if where is Where.GATHERING_INNER else ()
         self._emit(
             Kind.COPY_OUT,
-            unit,
-            reads=(gathered,),
-            writes=(unsharded,),
-            takes=(unsharded,),
-            gives=(gathered, *kept),
-            waits=(Mark("gathered", unit),),
+            units[0],
+            reads=gathered,
+            writes=unsharded,
+            takes=unsharded,
+            gives=(*gathered, *kept),
+            waits=(Mark("gathered", units[0]),),
             records=Mark("copied", -1),
+            along=units[1:],
         )
 
     def _use(self, unit: int) -> None:
         """Forward or backward computes."""
+        self.lent.discard(unit)
         if self.where[unit] is Where.UNSHARDED:
             source = Buffer("shard" if self.spec.units[unit].aliased else "unsharded", unit)
             self._emit(Kind.USE, unit, reads=(source,))
@@ -321,22 +391,29 @@ class _Planner:
         gradients = Buffer("gradients", unit)
         self._emit(Kind.USE, unit, writes=(gradients,), takes=(gradients,))
 
-    def _look_ahead(self, units: tuple[int, ...]) -> None:
+    def _look_ahead(self, units: tuple[int, ...], companions: Callable[[int], tuple[int, ...]]) -> None:
         """Begin to gather what comes next and, on CPU, small units after it: one's latency is longer than its work."""
         room = 0 if self.spec.streams else self.spec.overlapped
         for i, unit in enumerate(units):
             sizes = self.spec.units[unit].sizes
             if sizes is None or self.phase[unit] is not Phase.IDLE:
                 continue
+            if unit in self.lent and self.where[unit] is Where.UNSHARDED:
+                continue
+            along = companions(unit)
             room -= sizes.gathered
             if i and room < 0:
                 return
-            self._gather(unit, "prefetch")
+            self._gather(unit, "prefetch", along)
 
     def _free(self, unit: int) -> None:
         where = self.where[unit]
         if where is Where.SHARDED:
             return
+        if any(unit in joint for joint in self.joint):  # others may need what comes
+            self._copy_out(unit)
+            where = self.where[unit]
+        self.lent.discard(unit)
         self.where[unit] = Where.SHARDED
         if self.spec.units[unit].aliased:
             if where is Where.UNSHARDED:
@@ -365,38 +442,60 @@ class _Planner:
 
     # ------------------------------------------------------------------ reductions
 
-    def _reduce(self, unit: int) -> None:
+    def _hold(self, unit: int) -> None:
+        """Reduce the unit's gradients, or have them wait for those of units that backward has still to reach."""
+        among = self.spec.together[unit]
+        if len(among) == 1:
+            self._reduce((unit,))
+            return
+        self.held.append(unit)
+        first = min(self._position(each) for each in among if each in self.held)
+        waiting = [each for each in among if each in self.order[:first] and self._reduces(each)]
+        if not waiting:
+            self._reduce_held(among)
+
+    def _reduces(self, unit: int) -> bool:
+        return self.spec.units[unit].trainable and self.spec.units[unit].gradient_sync
+
+    def _reduce_held(self, among: tuple[int, ...]) -> None:
+        units = tuple(unit for unit in among if unit in self.held)
+        self.held = [unit for unit in self.held if unit not in units]
+        self._reduce(units)
+
+    def _reduce(self, units: tuple[int, ...]) -> None:
+        unit, along = units[0], units[1:]
         spec = self.spec.units[unit]
-        gradients, packed, reduced = (Buffer(kind, unit) for kind in ("gradients", "packed", "reduced"))
         if spec.alone:
-            result = Buffer("shard gradients", unit)
+            gradients, result = Buffer("gradients", unit), Buffer("shard gradients", unit)
             self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients,))
             return
-        for one in [one for one in self.reducing if one.unit == unit]:  # its module ran more than once
+        for one in [one for one in self.reducing if set(one.units) & set(units)]:  # modules that ran more than once
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
-        self._make_room(self._packed(unit))
+        one = Reducing(unit, along, stored=spec.replicated and not spec.all_reduce)
+        self._make_room(self._packed(one))
         self._emit(
             Kind.PACK,
             unit,
-            reads=(gradients,),
-            writes=(packed,),
-            takes=(packed,),
-            gives=(gradients,),
+            reads=one.buffers("gradients"),
+            writes=one.buffers("packed"),
+            takes=one.buffers("packed"),
+            gives=one.buffers("gradients"),
             records=Mark("packed", unit),
+            along=along,
         )
         self._emit(
             Kind.REDUCE,
             unit,
             Stream.REDUCE,
-            reads=(packed,),
-            writes=(reduced,),
-            takes=(reduced,),
+            reads=one.buffers("packed"),
+            writes=one.buffers("reduced"),
+            takes=one.buffers("reduced"),
             waits=(Mark("packed", unit),),
             records=Mark("reduced", unit),
-            moves=self._sizes(unit).reduce_moves,
+            moves=sum([self._sizes(each).reduce_moves for each in units]),
+            along=along,
         )
-        one = Reducing(unit, stored=spec.replicated and not spec.all_reduce)
         self.reducing.append(self._to_replicas(one) if self.spec.streams else one)
 
     def _to_replicas(self, one: Reducing) -> Reducing:
@@ -404,24 +503,24 @@ class _Planner:
         unit = one.unit
         if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
             return one
-        reduced, partial = Buffer("reduced", unit), Buffer("partial", unit)
         self._emit(
             Kind.ALL_REDUCE,
             unit,
             Stream.ALL_REDUCE,
-            reads=(reduced, partial),
-            writes=(reduced,),
+            reads=(*one.buffers("reduced"), *one.buffers("partial")),
+            writes=one.buffers("reduced"),
             waits=(Mark("reduced", unit),),
             records=Mark("all-reduced", unit),
-            moves=self._sizes(unit).all_reduce_moves,
+            moves=sum([self._sizes(each).all_reduce_moves for each in one.units]),
+            along=one.along,
         )
-        return Reducing(unit, to_replicas=True, released=one.released)
+        return Reducing(one.unit, one.along, one.stored, True, one.released)
 
     def _finish(self, one: Reducing) -> None:
         """End a reduction: the sharded parameters have their gradients afterwards, or its result waits for more."""
-        unit = one.unit
-        reduced, partial = Buffer("reduced", unit), Buffer("partial", unit)
-        packed = () if one.released else (Buffer("packed", unit),)
+        unit, along = one.unit, one.along
+        reduced, partial = one.buffers("reduced"), one.buffers("partial")
+        packed = () if one.released else one.buffers("packed")
         stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
         waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit),)
         finished = Mark("finished", unit)
@@ -430,24 +529,26 @@ class _Planner:
                 Kind.STORE,
                 unit,
                 stream,
-                reads=(reduced, partial),
-                writes=(partial,),
-                takes=(partial,),
-                gives=(reduced,),
+                reads=(*reduced, *partial),
+                writes=partial,
+                takes=partial,
+                gives=reduced,
                 waits=waits,
                 records=finished,
+                along=along,
             )
             if packed:
-                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
+                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,), along=along)
             return
-        self._emit(Kind.FINISH, unit, stream, reads=(reduced,), writes=(reduced,), waits=waits, records=finished)
+        self._emit(Kind.FINISH, unit, stream, reads=reduced, writes=reduced, waits=waits, records=finished, along=along)
         self._emit(
             Kind.HAND_OVER,
             unit,
-            reads=(reduced,),
-            writes=(Buffer("shard gradients", unit),),
-            gives=(*packed, reduced, partial),
+            reads=reduced,
+            writes=one.buffers("shard gradients"),
+            gives=(*packed, *reduced, *partial),
             waits=(finished,),
+            along=along,
         )
 
     def _make_room(self, following: int) -> None:
@@ -461,16 +562,17 @@ class _Planner:
                 self.reducing = [self._release(one) for one in self.reducing]
             return
         self.reducing = [self._to_replicas(one) for one in self.reducing]
-        under_way = following + sum(self._packed(one.unit) for one in self.reducing)
+        under_way = following + sum(self._packed(one) for one in self.reducing)
         while self.reducing and under_way > self.spec.overlapped:
             one = self.reducing.pop(0)
-            under_way -= self._packed(one.unit)
+            under_way -= self._packed(one)
             self._finish(one)
 
     def _release(self, one: Reducing) -> Reducing:
-        packed = (Buffer("packed", one.unit),)
-        self._emit(Kind.RELEASE, one.unit, gives=packed, waits=(Mark("reduced", one.unit),))
-        return Reducing(one.unit, one.stored, one.to_replicas, released=True)
+        self._emit(
+            Kind.RELEASE, one.unit, gives=one.buffers("packed"), waits=(Mark("reduced", one.unit),), along=one.along
+        )
+        return Reducing(one.unit, one.along, one.stored, one.to_replicas, True)
 
     def _end_reductions(self) -> None:
         self.reducing = [self._to_replicas(one) for one in self.reducing]
@@ -480,8 +582,8 @@ class _Planner:
             self._emit(Kind.SETTLE, -1)
         self.reducing = []
 
-    def _packed(self, unit: int) -> int:
-        return self._sizes(unit).packed
+    def _packed(self, one: Reducing) -> int:
+        return sum([self._sizes(unit).packed for unit in one.units])
 
     def _sizes(self, unit: int) -> Sizes:
         sizes = self.spec.units[unit].sizes

@@ -41,6 +41,7 @@ class UnitSpec:
     all_reduce: bool = True
     forward_prefetch: tuple[int, ...] | None = None  # units; None: by the order of the last forward
     backward_prefetch: tuple[int, ...] | None = None
+    kin: int = -1  # units of one kin may be gathered and reduced together; -1: with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,36 @@ class Spec:
     modules: tuple[int, ...] = ()  # the unit of each module, where units have several
     overlapped: int = 1 << 20  # bytes that may, on CPU, be gathered further ahead, and be under reduction
     furthest: int = 4  # how many units ahead
+    coalesce_bytes: int = 0  # of unsharded parameters that are gathered and reduced together, at most
+    together: tuple[tuple[int, ...], ...] = ()  # for each unit those that go together with it, itself among them
 
     def __post_init__(self) -> None:
+        if not self.together:
+            object.__setattr__(self, "together", _neighbours(self.units, self.coalesce_bytes))
         if not self.modules:
             counted = tuple(u for u, unit in enumerate(self.units) for _ in range(unit.modules))
             object.__setattr__(self, "modules", counted)
+
+
+def _neighbours(units: tuple[UnitSpec, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Small units of one kin that follow one another, as many as are together no larger than the limit.
+
+    >>> small = UnitSpec("", sizes=Sizes(unsharded=10), kin=0)
+    >>> _neighbours((small, small, small), 20)
+    ((0, 1), (0, 1), (2,))
+    """
+    found: dict[int, tuple[int, ...]] = {i: (i,) for i in range(len(units))}
+    members: list[int] = []
+    for i, unit in enumerate(units):
+        if unit.sizes is None:
+            continue
+        fits = sum(_bytes(units[j]) for j in members) + _bytes(unit) <= limit
+        if not (members and fits and unit.kin >= 0 and unit.kin == units[members[-1]].kin):
+            members = []
+        members.append(i)
+        found.update(dict.fromkeys(members, tuple(members)))
+    return tuple(found[i] for i in range(len(units)))
+
+
+def _bytes(unit: UnitSpec) -> int:
+    return 0 if unit.sizes is None else max(unit.sizes.unsharded, unit.sizes.packed)

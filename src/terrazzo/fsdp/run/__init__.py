@@ -3,6 +3,7 @@
 flat, memory     where elements lie; memory that comes and goes
 comm, direct     what collectives are done with
 bucket           parameters of one dtype: their shard buffer and their unsharded one
+extended         a parameter that is a tensor subclass, which says itself what is gathered
 gradients        from unsharded gradients to sharded ones
 unit             what can be done to the parameters of a unit; when is the planner's business
 streams          streams and marks of an accelerator

@@ -21,7 +21,7 @@ from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.run.direct import FIRST_TAG
-from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.flat import FlatPlan, has_many, worth_padding
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 
@@ -58,8 +58,12 @@ class Bucket:
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
         """How `params` lie in sections over `axis`."""
-        equal = self.equal or self.settings.mesh.device.type != "cpu"
-        return FlatPlan([p.shape for p in params], [p.dim for p in params], axis.size, axis.index, equal, extra)
+        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        equal = self.equal
+        if not equal:
+            on_cpu = self.settings.mesh.device.type == "cpu"
+            equal = worth_padding(shapes, dims, axis.size) if has_many(axis.size) else not on_cpu
+        return FlatPlan(shapes, dims, axis.size, axis.index, equal, extra)
 
     @property
     def is_meta(self) -> bool:
@@ -68,6 +72,11 @@ class Bucket:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.settings.compute_dtype(self.dtype)
+
+    @property
+    def gather_plan(self) -> FlatPlan:
+        """How what `to_send` gave lies in what is gathered."""
+        return self.plan
 
     @property
     def will_alias(self) -> bool:
@@ -152,10 +161,15 @@ class Bucket:
             buffer = buffer.to(device, non_blocking=True)
         return buffer if buffer.dtype is dtype else buffer.to(dtype)
 
-    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
-        """Make the parameters from what was gathered."""
+    def take(self) -> Tensor | None:
+        """Have memory for the unsharded parameters; returns the buffer that they lie in."""
         if self._memory is not None:
             self._memory.take_back()
+        return self._buffer
+
+    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
+        """Make the parameters from what was gathered."""
+        self.take()
         plan.unpack(gathered, pieces)
 
     def unsharded_locals(self) -> list[Tensor]:

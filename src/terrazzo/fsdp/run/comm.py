@@ -73,10 +73,10 @@ class Collectives:
         self._careful = careful
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        return start_gather(part, axis, plan.sizes, tag, self._careful())
+        return start_gather(part, axis, plan, tag, self._careful())
 
     def reduce(self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
-        return start_reduce(sections, axis, plan.sizes, op, tag)
+        return start_reduce(sections, axis, plan, op, tag)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         return all_reduce_start(section, axis, op)

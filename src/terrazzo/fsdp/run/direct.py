@@ -5,6 +5,9 @@ For large ones that is quicker: parts are received where they belong, what a ran
 waits for another.  And a message has a tag, here that of the parameters it is about, so ranks that took different
 paths wait for each other, and are told so, where gloo would end the process because sizes differ.  For small ones what
 counts is that gloo's threads do the work while the caller goes on.
+
+Among very many ranks nothing is done rank by rank, on any device: sections are alike, or if that would take much more
+memory, each rank puts its own in its place among zeros and all are added.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from torch.distributed import Work
 
 from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
-from terrazzo.comm.collectives import all_gather_start, reduce_scatter_start
+from terrazzo.comm.buffers import repeat
+from terrazzo.comm.collectives import all_gather_start, all_reduce_start, gather_into, reduce_scatter_start
 from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.run.flat import FlatPlan, has_many
 
 FIRST_TAG = 1 << 30  # below are those of users' own messages
 
-_SMALL = 4 << 20  # bytes of all parts together
+_SMALL = 4 << 20  # bytes of all sections together
+
+_BITS = {4: torch.int32, 8: torch.int64}  # integers that backends add, by their size
 
 
 class _Messages:
@@ -38,33 +45,72 @@ class _Messages:
             work.wait()
 
 
-def start_gather(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int, careful: bool = False) -> Pending[Tensor]:
-    """Begin to collect the flat parts of all ranks, of the given sizes, one after the other.
+def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bool = False) -> Pending[Tensor]:
+    """Begin to collect the sections of all ranks, one after the other; `part` is this rank's.
 
     `careful` sends small ones as messages too: it is not known yet that ranks agree about what comes next.
     """
-    n, own = axis.size, axis.index
-    nbytes = sum(sizes) * part.element_size()
-    small = nbytes <= _SMALL and not careful
-    if n == 1 or small or axis.device_type != "cpu":
-        return all_gather_start(part, axis, 0, sizes)
+    n = axis.size
+    if n == 1:
+        return Pending("all_gather", axis, None, part)
+    small = plan.total * part.element_size() <= _SMALL and not careful
+    if axis.device_type == "cpu" and not has_many(n) and not small:
+        _report("all_gather", axis, plan, part, None)
+        return _gather_by_messages(part, axis, plan.sizes, tag)
+    if plan.ragged:
+        _report("all_gather", axis, plan, part, None)
+        return _gather_by_sum(part, axis, plan)
+    if plan.alike:
+        _report("all_gather", axis, plan, part, None)
+        out = part.new_empty(plan.total)
+        if axis.device_type == "cpu" and has_many(n) and small:  # gloo's all-gather has a step for each rank
+            work = wire.all_to_all(axis, out, repeat(part, n))
+        else:
+            work = gather_into(axis, out, part)
+        return Pending("all_gather", axis, work, out)
+    return all_gather_start(part, axis, 0, plan.sizes)
+
+
+def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str, tag: int) -> Pending[Tensor]:
+    """Begin to reduce flat `sections`, each to the rank that it is for; `op` is sum or avg."""
+    n = axis.size
+    if n > 1 and axis.device_type == "cpu" and not has_many(n) and sections.nbytes > _SMALL:
+        _report("reduce_scatter", axis, plan, sections, op)
+        return _reduce_by_messages(sections, axis, plan.sizes, op, tag)
+    if plan.ragged:
+        everything = all_reduce_start(sections, axis, op)
+        first, last = plan.own_start, plan.own_start + plan.own_size
+        return Pending("reduce_scatter", axis, None, sections, lambda: everything.wait()[first:last].clone())
+    return reduce_scatter_start(sections, axis, 0, plan.sizes, op)
+
+
+def _report(kind: str, axis: Axis, plan: FlatPlan, tensor: Tensor, op: str | None) -> None:
     if observe.observers:
-        observe.report("all_gather", axis, (n - 1) * nbytes // n, None, True)
+        observe.report(kind, axis, plan.moved(tensor.element_size()), op, True)
+
+
+def _gather_by_sum(part: Tensor, axis: Axis, plan: FlatPlan) -> Pending[Tensor]:
+    """Each rank writes its section in its place among zeros, and bits are added: only one rank has any there."""
+    out = part.new_zeros(plan.total)
+    out[plan.own_start : plan.own_start + plan.own_size] = part
+    bits = out.view(_BITS.get(part.element_size(), torch.uint8))
+    return Pending("all_gather", axis, wire.all_reduce(axis, bits, "sum"), out)
+
+
+# ------------------------------------------------------------------ messages between pairs of ranks
+
+
+def _gather_by_messages(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int) -> Pending[Tensor]:
     out = part.new_empty(sum(sizes))
     chunks = out.split_with_sizes(list(sizes))
-    works = _exchange(axis, [part] * n, chunks, tag)
-    chunks[own].copy_(part)
+    works = _exchange(axis, [part] * axis.size, chunks, tag)
+    chunks[axis.index].copy_(part)
     return Pending("all_gather", axis, works, out)  # type: ignore[arg-type]  # waited for like one
 
 
-def start_reduce(buffers: Tensor, axis: Axis, sizes: Sequence[int], op: str, tag: int) -> Pending[Tensor]:
-    """Begin to reduce flat `buffers`, whose part i of size `sizes[i]` belongs to rank i; `op` is sum or avg."""
+def _reduce_by_messages(sections: Tensor, axis: Axis, sizes: Sequence[int], op: str, tag: int) -> Pending[Tensor]:
     n, own = axis.size, axis.index
-    if n == 1 or buffers.nbytes <= _SMALL or axis.device_type != "cpu":
-        return reduce_scatter_start(buffers, axis, 0, sizes, op)
-    if observe.observers:
-        observe.report("reduce_scatter", axis, (n - 1) * buffers.nbytes // n, op, True)
-    parts = buffers.split_with_sizes(list(sizes))
+    parts = sections.split_with_sizes(list(sizes))
     mine = parts[own]
     if n == 2:
         other = torch.empty_like(mine)

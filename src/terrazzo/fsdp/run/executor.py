@@ -17,9 +17,10 @@ from terrazzo.errors import CommError
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import State, advance
 from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.run.bundle import Bundle
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.run.watch import Watch
+from terrazzo.fsdp.run.watch import Named, Watch
 
 Call = Callable[[], None]
 
@@ -51,6 +52,7 @@ class Executor:
         self.streams = streams
         self.watch = watch
         self.observers: tuple[Observer, ...] = ()
+        self._bundles: dict[tuple[int, ...], Bundle] = {}
         self._epochs: dict[int, int] = {}  # of units, when observers heard of them last
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._spec: Spec | None = None
@@ -114,7 +116,7 @@ class Executor:
             if call is not None:
                 call()
             if each.kind is Kind.GATHER:
-                each = replace(each, epoch=self.units[each.unit].gathered_epoch)
+                each = replace(each, epochs=tuple([self.units[unit].gathered_epoch for unit in each.units]))
             for observer in self.observers:
                 observer.ran(each, began)
 
@@ -130,6 +132,11 @@ class Executor:
     def reset(self, *, gradients: bool) -> None:
         """After a failure: everything is sharded, and nothing under way."""
         self._node = self._node_of(State.first(len(self.units)))
+        for bundle in self._bundles.values():
+            try:
+                bundle.discard()
+            except CommError:
+                pass
         for unit in self.units:
             try:
                 unit.reset(gradients=gradients)
@@ -153,6 +160,8 @@ class Executor:
             return None
         if kind is Kind.SETTLE:
             return self._settle
+        if operation.along:
+            return self._call_of_several(operation)
         unit = self.units[operation.unit]
         if kind is Kind.GATHER:
             gather = unit.gather_kept if operation.reads[0].kind == "kept" else unit.gather
@@ -176,14 +185,34 @@ class Executor:
         }
         return calls[kind]
 
+    def _call_of_several(self, operation: Operation) -> Call:
+        """What carries out an operation that is done for several units in one."""
+        bundle = self._bundles.get(operation.units)
+        if bundle is None:
+            bundle = self._bundles[operation.units] = Bundle([self.units[i] for i in operation.units])
+        kind = operation.kind
+        if kind is Kind.GATHER:
+            return _noted(bundle.gather, self.watch, bundle, "unshard")
+        if kind is Kind.REDUCE:
+            return _noted(bundle.reduce, self.watch, bundle, "reduce")
+        calls: dict[Kind, Call] = {
+            Kind.COPY_OUT: bundle.copy_out,
+            Kind.PACK: bundle.pack,
+            Kind.ALL_REDUCE: bundle.all_reduce,
+            Kind.RELEASE: bundle.release,
+            Kind.FINISH: bundle.finish,
+            Kind.HAND_OVER: bundle.hand_over,
+        }
+        return calls[kind]
+
     def _settle(self) -> None:
         for unit in self.units:
             unit.settle()
 
 
-def _noted(call: Call, watch: Watch, unit: Unit, what: str) -> Call:
+def _noted(call: Call, watch: Watch, named: Named, what: str) -> Call:
     def run() -> None:
-        watch.note(unit, what)
+        watch.note(named, what)
         call()
 
     return run

@@ -22,6 +22,14 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+# From so many ranks on nothing is done for each of them, here or by a backend: no tables of what passes between any
+# two, and no message to each.
+MANY = 64
+
+# How often padded chunks may be as long as chunks are. A collective that takes sections of any length, for which one
+# reduces what each rank has put in its place, sends twice as much as there is.
+_WORTH_PADDING = 2
+
 
 class _Block(NamedTuple):
     """The chunks of one tensor in the sections of the ranks `first` up to `stop`, `length` long along its dim each."""
@@ -34,11 +42,27 @@ class _Block(NamedTuple):
     stride: int  # from one to the next
 
 
+def has_many(n: int) -> bool:
+    """Whether there are so many ranks that nothing may be done for each of them."""
+    return n >= MANY
+
+
+def worth_padding(shapes: Sequence[Shape], dims: Sequence[int], n: int) -> bool:
+    """Whether chunks of equal length are not much more than what there is."""
+    there = padded = 0
+    for shape, dim in zip(shapes, dims, strict=True):
+        row = prod(shape[:dim]) * prod(shape[dim + 1 :])
+        there += shape[dim] * row
+        padded += -(-shape[dim] // n) * n * row
+    return padded <= _WORTH_PADDING * there
+
+
 class FlatPlan:
     """The chunks of tensors of `shapes`, cut along `dims` over `n` ranks, seen from position `index`.
 
     With `equal` every chunk is padded to the longest of its tensor, so that all sections are alike: backends that
-    reduce while they scatter want that. `extra` elements lie at the end of every section.
+    reduce while they scatter want that. `extra` elements lie at the end of every section. A plan is `ragged` if there
+    are very many sections that are not alike.
     """
 
     def __init__(
@@ -71,6 +95,8 @@ class FlatPlan:
         self._own_splits += [extra] if extra else []
         self._own_at = [2 * i if self.padded else i for i in range(len(numels))]
         self.total = sum((stop - first) * self.size_of(first) for first, stop in self._runs)
+        self.alike = equal or even
+        self.ragged = has_many(n) and not self.alike
         # Chunks that are contiguous in their tensor, and alike on all ranks: then a tensor is a row per rank.
         self.aligned = even and all(prod(shape[:dim]) == 1 for shape, dim in zip(shapes, dims, strict=True))
 
@@ -96,6 +122,17 @@ class FlatPlan:
     def size_of(self, rank: int) -> int:
         """Elements of a rank's section."""
         return sum(self._room(i, rank) for i in range(len(self.shapes))) + self.extra
+
+    @cached_property
+    def own_start(self) -> int:
+        """Where this rank's section begins."""
+        return sum(
+            (min(stop, self.index) - first) * self.size_of(first) for first, stop in self._runs if first < self.index
+        )
+
+    def moved(self, itemsize: int) -> int:
+        """Bytes that a rank sends, on average, for one collective."""
+        return (2 if self.ragged else 1) * (self.n - 1) * self.total * itemsize // self.n
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -134,8 +171,9 @@ class FlatPlan:
     # ------------------------------------------------------------------ this rank's section
 
     def own_views(self, section: Tensor) -> list[Tensor]:
-        """This rank's chunk of each tensor, in its section."""
-        parts = section.split_with_sizes(self._own_splits)
+        """This rank's chunk of each tensor, in its section, or what of it comes before the extra elements."""
+        whole = section.numel() == self.own_size
+        parts = section.split_with_sizes(self._own_splits if whole else self._own_splits[:-1])
         return [parts[at].view(shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 
     def own_chunks(self, wholes: Sequence[Tensor]) -> list[Tensor]:

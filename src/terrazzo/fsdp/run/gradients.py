@@ -44,7 +44,8 @@ class Gradients:
         self._missing: list[int] = []  # positions without a gradient on this rank
         self._divisor: float | None = None  # by which to divide in the end
         self._op = "avg"
-        self._reached: tuple[Tensor, Any] | None = None  # what the sections ended with, and when it is on the host
+        self._counts: Tensor | None = None  # what the section ended with, if it came apart from the rest
+        self._reached: tuple[Tensor, Any] | None = None  # the same, and when it is on the host
         self._copied: Any = None  # the event after which gradients are on the CPU
 
     # ------------------------------------------------------------------ sizes
@@ -64,7 +65,7 @@ class Gradients:
     def reduce_bytes(self) -> int:
         """What a rank sends, on average, for one reduce-scatter."""
         plan = self.plan()
-        return 0 if plan is None else (plan.n - 1) * plan.total * self.dtype.itemsize // plan.n
+        return 0 if plan is None else plan.moved(self.dtype.itemsize)
 
     @property
     def all_reduce_bytes(self) -> int:
@@ -148,6 +149,14 @@ class Gradients:
         plan = self.plan()
         if plan is None:
             return
+        wholes, reached = self.collect()
+        self._packed = torch.empty(plan.total, dtype=self.dtype, device=self.bucket.settings.mesh.device)
+        plan.pack(wholes, self._packed, reached)
+
+    def collect(self) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of all trainable parameters, zeros for those without, and what tells which have one."""
+        plan = self._plan
+        assert plan is not None
         grads = self._take()
         device = self.bucket.settings.mesh.device
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
@@ -160,24 +169,47 @@ class Gradients:
             reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
             if self._missing:
                 reached[self._missing] = 0
-        self._packed = torch.empty(plan.total, dtype=self.dtype, device=device)
-        plan.pack(wholes, self._packed, reached)
+        return wholes, reached
 
     def reduce(self, comm: Comm) -> None:
         """Begin the reduce-scatter."""
         plan, packed = self._plan, self._packed
         if plan is None or packed is None:
             return
+        op = self.choose_operation(packed)
+        axis = self.options.reduce_axis or self.bucket.settings.mesh.shard
+        self._pending = comm.reduce(packed, plan, axis, op, self.bucket.tag + 1)
+
+    @property
+    def operation(self) -> str:
+        """Sum or avg, as was chosen last."""
+        return self._op
+
+    def choose_operation(self, packed: Tensor | None) -> str:
+        """Sum or avg, and what to divide by in the end. Divides `packed`, if that has to be done before."""
         mesh, options = self.bucket.settings.mesh, self.options
         # Half precision has little range: sums of many gradients are divided before they can overflow.
         early = self.dtype is torch.float16 and mesh.device.type != "cpu"
         divisor = options.divisor if options.divisor is not None else mesh.size if early else None
         if early and divisor is not None:
-            packed.div_(divisor)
+            if packed is not None:
+                packed.div_(divisor)
             divisor = None
         self._divisor = divisor
         self._op = "avg" if options.divisor is None and not early else "sum"
-        self._pending = comm.reduce(packed, plan, options.reduce_axis or mesh.shard, self._op, self.bucket.tag + 1)
+        return self._op
+
+    def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
+        """Add to what was reduced over the shards what was so before, and was kept for the replicas."""
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            chunks.add_(partial[: chunks.numel()])
+            if counts is not None:
+                counts.add_(partial[chunks.numel() :])
+
+    def receive(self, chunks: Tensor, counts: Tensor | None) -> None:
+        """What was reduced together with that of others; `finish` follows."""
+        self._reduced, self._counts = chunks, counts
 
     def wait(self) -> None:
         """Have what was begun last."""
@@ -215,16 +247,15 @@ class Gradients:
         plan, reduced, options = self._plan, self._reduced, self.options
         if plan is None or reduced is None:
             return
+        counts, self._counts = self._counts, None
+        if plan.extra and counts is None:
+            reduced, counts = reduced[: -plan.extra], reduced[-plan.extra :]
         if self._divisor is not None:
             reduced = reduced / self._divisor
-        if plan.extra:
-            gradients, reached = reduced[: -plan.extra], reduced[-plan.extra :]
-            if self._missing:
-                self._note_reached(reached)
-        else:
-            gradients = reduced
+        if counts is not None and self._missing:
+            self._note_reached(counts)
         if options.hook is not None:
-            self._call_hook(options.hook, gradients)
+            self._call_hook(options.hook, reduced)
         self._reduced = self._at_rest(reduced)
 
     def _note_reached(self, reached: Tensor) -> None:
@@ -332,7 +363,7 @@ class Gradients:
     def discard(self) -> None:
         """Wait for what is under way: other ranks wait for this one's messages, and the next must not meet them."""
         pending, self._pending = self._pending, None
-        self._packed = self._reduced = self._reached = None
+        self._packed = self._reduced = self._reached = self._counts = None
         self._held = []
         if pending is not None:
             pending.wait()

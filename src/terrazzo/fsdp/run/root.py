@@ -25,6 +25,10 @@ from terrazzo.fsdp.run.watch import Watch
 _roots: Counter[tuple[int, ...]] = Counter()
 
 
+# Small groups that follow one another are gathered and reduced together up to so many bytes of unsharded parameters.
+COALESCE_BYTES = 1 << 20
+
+
 class Root:
     """The groups of a module and of all modules in it."""
 
@@ -48,6 +52,7 @@ class Root:
         state = State(tuple(where), state.phase, state.running)
         self.executor = Executor(self.units, state, self.streams, self.watch)
         self.is_last_backward = True
+        self.coalesce_bytes = COALESCE_BYTES
         self._entered: list[int] = []  # units, in this forward
         self._order: tuple[int, ...] = ()  # of the last one
         self._changed = True
@@ -60,9 +65,14 @@ class Root:
 
     def spec(self) -> Spec:
         """What plans are made from."""
-        return Spec(tuple(self._unit_spec(unit) for unit in self.units), self.streams is not None)
+        kins: dict[object, int] = {None: -1}
+        return Spec(
+            tuple(self._unit_spec(unit, kins.setdefault(unit.kin, len(kins))) for unit in self.units),
+            self.streams is not None,
+            coalesce_bytes=self.coalesce_bytes,
+        )
 
-    def _unit_spec(self, unit: Unit) -> UnitSpec:
+    def _unit_spec(self, unit: Unit, kin: int) -> UnitSpec:
         group = unit.groups[0]
         replicate = unit.settings.mesh.replicate
         return UnitSpec(
@@ -81,6 +91,7 @@ class Root:
             all_reduce=group.options.all_reduce,
             forward_prefetch=_units_of(group.forward_prefetch),
             backward_prefetch=_units_of(group.backward_prefetch),
+            kin=kin,
         )
 
     @property
@@ -126,8 +137,7 @@ class Root:
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins."""
         self.watch.note(unit, "run")
-        if self.streams is None:
-            self._entered.append(unit.index)
+        self._entered.append(unit.index)
 
     def end_forward(self, failed: bool = False) -> None:
         """The outermost forward has ended."""

@@ -22,6 +22,7 @@ from terrazzo.fsdp.parameter import ShardedParameter, as_parameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
+from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.layout import Layout
@@ -43,9 +44,20 @@ class Unit:
         self.comm: Comm = Collectives()
         self.waits_at_once = False  # on the stream where a collective was begun, not where its result is used
         by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        extended = [param for param in self.params if is_extended(param.unsharded_local)]
         for param in self.params:
-            by_dtype.setdefault(param.unsharded_local.dtype, []).append(param)
-        self.buckets = tuple(Bucket(members, self.settings) for members in by_dtype.values())
+            if param not in extended:
+                by_dtype.setdefault(param.unsharded_local.dtype, []).append(param)
+        self.buckets: tuple[Bucket, ...] = (
+            *(Bucket(members, self.settings) for members in by_dtype.values()),
+            *(ExtendedBucket(param, self.settings) for param in extended),
+        )
+        self._extended = bool(extended)
+        if extended and self.inner is not None:
+            raise FSDPError(
+                f"parameter {extended[0].name!r} is a {type(extended[0].sharded._local).__name__}, of which nothing "
+                "can be kept over some of the ranks: give reshard_after_forward as True or False"
+            )
         self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
         self._pending: list[Pending[Tensor]] = []
         self.gathered_epoch = -1  # of the shards, when they were gathered last
@@ -77,6 +89,19 @@ class Unit:
         """Whether there is nobody to reduce gradients with."""
         return all(gradients.alone for gradients in self.gradients)
 
+    @property
+    def kin(self) -> tuple[object, ...] | None:
+        """Units for which this is equal may be gathered and reduced in one message; None: this one may with none."""
+        mesh, options = self.settings.mesh, self.options
+        own = (options.all_gather, options.reduce_scatter, options.hook, options.reduce_axis, options.divisor)
+        waits = mesh.replicate is not None and not options.all_reduce
+        if not self.params or self._extended or mesh.shard.size == 1 or self.inner is not None or waits:
+            return None
+        if any(each is not None for each in own) or options.force_sum:
+            return None
+        replicas = None if mesh.replicate is None else id(mesh.replicate)
+        return (id(mesh.shard), replicas, self.settings.precision, self.settings.offload)
+
     def sizes(self) -> Sizes:
         """What the planner, and reports, have to know."""
         return Sizes(
@@ -101,8 +126,7 @@ class Unit:
 
     def _gather_moves(self, axis: Axis) -> int:
         """What a rank sends, on average, for one gather."""
-        totals = [b.plan_over(axis, b.params).total * b.compute_dtype.itemsize for b in self.buckets]
-        return sum((axis.size - 1) * total // axis.size for total in totals)
+        return sum(b.plan_over(axis, b.params).moved(b.compute_dtype.itemsize) for b in self.buckets)
 
     # ------------------------------------------------------------------ registration
 
@@ -251,7 +275,7 @@ class Unit:
         axis = self.settings.mesh.shard
         self.gathered_epoch = self.epoch
         self._pending = [
-            self.comm.gather(bucket.to_send(bucket.shard), bucket.plan, axis, bucket.tag)
+            self.comm.gather(bucket.to_send(bucket.shard), bucket.gather_plan, axis, bucket.tag)
             for bucket in self.buckets
             if not bucket.aliased
         ]
@@ -279,6 +303,12 @@ class Unit:
             if not bucket.aliased:
                 bucket.fill(next(gathered).wait(), bucket.plan, bucket.pieces)
         self._pending = []
+        if self._extended:
+            self._unsharded = [p.unsharded for p in self.params]
+        self.show_unsharded()
+
+    def show_unsharded(self) -> None:
+        """Register the unsharded parameters."""
         self._register(self._unsharded)
 
     def copy_out_kept(self) -> None:

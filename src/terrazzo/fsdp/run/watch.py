@@ -41,10 +41,15 @@ _KEPT = 4096  # events that are remembered
 
 
 class Named(Protocol):
-    """A unit, as far as it matters here."""
+    """A unit, or several, as far as it matters here."""
 
-    name: str
-    index: int
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def index(self) -> int:
+        """The same on all ranks, and of no other."""
 
 
 class _Position(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ becomes a closure: a plan for a rule, the decomposition, the handler, the body, 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once
@@ -29,7 +30,7 @@ from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dtensor import DTensor, key_of_call, links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures
-from terrazzo.tensor.ops.table import Operation, apply_rule, names_for, operation
+from terrazzo.tensor.ops.table import Context, Operation, apply_rule, names_for, operation
 
 Key = tuple[Any, ...] | None
 
@@ -47,6 +48,11 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             return _call_in_form(form, func, args, kwargs, key)
     name, inplace = canonical_name(func)
     entry = operation(name, inplace)
+    if entry.context is not None and entry.context.depth:
+        result = entry.context.compute(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        key = None
     if entry.how == "handler" and func not in OVERRIDES:
         return _run_and_remember(_by(entry, func, args, kwargs), func, args, kwargs, key)
     if key is None:
@@ -62,7 +68,11 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
-            return _run_planned(call, override(call, args, kwargs), args, loc, kw, kwargs, key)
+            planned = _run_planned(call, override(call, args, kwargs), args, loc, kw, kwargs)
+            if planned is None:
+                return NotImplemented
+            remember(key, planned[1])
+            return planned[0]
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
@@ -75,11 +85,17 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return run_in_place(call, args, loc, kw, kwargs, key)
     if entry.how == "rule" and not _wants_in_place(func, args, kwargs):
         spec = apply_rule(call)
-        if spec is not None:
-            result = _run_planned(call, spec, args, loc, kw, kwargs, key)
-            if result is not NotImplemented:
-                return result
-    return _run_and_remember(_by(entry, func, args, kwargs), func, args, kwargs, key)
+        if spec is not None and spec.guard is not None:
+            route = _guarded(spec.guard, spec, call, _by(entry, func, args, kwargs))
+            remember(key, route)
+            return route(func, args, loc, kw, dict(kwargs))
+        planned = None if spec is None else _run_planned(call, spec, args, loc, kw, kwargs)
+        if planned is not None:
+            remember(key, _outside(entry.context, planned[1]))
+            return planned[0]
+    way = _by(entry, func, args, kwargs)
+    remember(key, _outside(entry.context, way))
+    return way(func, args, [], {}, dict(kwargs))
 
 
 def _call_in_form(form: Form, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
@@ -94,6 +110,15 @@ def _call_in_form(form: Form, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _in_form(form: Form, route: Route) -> Route:
+    names = [value for kind, value in form.order if kind == "given"]
+    if len(names) > 1 and len(names) == len(form.order) and not form.keep:
+        given = itemgetter(*names)
+
+        def run_given(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+            return route(func, [*args, *given(kwargs)], [*loc, *given(kw)], {}, {})
+
+        return run_given
+
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         own_args, own_kwargs = form.apply(args, kwargs)
         own_loc, own_kw = form.apply(loc, kw)
@@ -103,17 +128,45 @@ def _in_form(form: Form, route: Route) -> Route:
 
 
 def _run_planned(
-    call: Call, spec: Spec, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Mapping[str, Any], key: Key
-) -> Any:
-    """Run the call as planned, and keep the plan; NotImplemented if some rank could not run it."""
-    if alias_of(call.name) == "view":
-        spec.is_view = True  # as C++ says, also where the rule does not
+    call: Call, spec: Spec, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Route] | None:
+    """Run the call as planned; its result, and the plan for the next time. None if some rank could not run it."""
+    if spec.is_view is None:
+        spec.is_view = alias_of(call.name) == "view"
     plan = make_plan(call, spec)
     if plan is None or not takes_empty_shards(spec, plan, call.func, loc, kw):
-        return NotImplemented
-    result, route = first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
-    remember(key, route)
-    return result
+        return None
+    return first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
+
+
+def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Spec, call: Call, other: Route) -> Route:
+    """The planned way for the calls that `guard` lets pass, decided when the first one comes; `other` for the rest."""
+    planned: Route | None = None
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        nonlocal planned
+        if not guard(loc, kw):
+            return other(func, args, loc, kw, kwargs)
+        if planned is not None:
+            return planned(func, args, loc, kw, kwargs)
+        first = _run_planned(call, spec, args, list(loc), dict(kw), kwargs)
+        planned = other if first is None else first[1]
+        return other(func, args, loc, kw, kwargs) if first is None else first[0]
+
+    return run
+
+
+def _outside(context: Context | None, route: Route) -> Route:
+    """The route of an operation that may go another way inside a context."""
+    if context is None:
+        return route
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        if context.depth:
+            return call_without_route(func, args, kwargs, None)
+        return route(func, args, loc, kw, kwargs)
+
+    return run
 
 
 def _run_and_remember(route: Route, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:

@@ -13,18 +13,21 @@ from typing import Any, cast
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, overload_name
+from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
-from terrazzo.tensor.copied_view import check_keeps_shape, check_writable, pass_on
+from terrazzo.tensor.copied_view import check_keeps_shape, check_no_leaf, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.keys import remember
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
-from terrazzo.tensor.dtensor import DTensor, become
+from terrazzo.tensor.dtensor import DTensor, become, wrap
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
 
+_PROMOTING = {"cumsum", "cumprod"}
+"""Operations that make int64 of integers and truth values, except in place."""
 _RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes", "as_strided"}
 
 
@@ -47,8 +50,14 @@ def run_in_place(
     if call.name in _RESHAPING or call.name == "resize_as":
         check_keeps_shape(target)
     if call.name in _RESHAPING:
-        if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        check_no_leaf(target)
+        if torch.is_grad_enabled() and target.requires_grad and is_one_of_several_views(target._local):
+            raise RuntimeError(
+                "a view that was made together with others (split, chunk, unbind, ...) is being modified in place, "
+                "which autograd does not allow"
+            )
+        if target.requires_grad and not is_view(target._local) and target.is_leaf:
+            return _reshape_leaf(call.name, target, args, kwargs)
         # Autograd has to follow a new shape also without a graph: what it is of the old one is not a view made there.
         with torch.set_grad_enabled(torch.is_grad_enabled() or (target.requires_grad and not target.is_leaf)):
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
@@ -67,10 +76,27 @@ def run_in_place(
     functional = _functional(call)
     if functional is None:
         return replicate_and_run_in_place(call.name, call.func, args, kwargs)
+    if call.name in _PROMOTING:
+        kwargs = {"dtype": target.dtype, **kwargs}
     # What backward keeps of the old values must not be what is written to.
     before = target.clone() if torch.is_grad_enabled() and target.requires_grad else target
     write(target, functional(before, *args[1:], **kwargs))
     pass_on(target)
+    return target
+
+
+def _reshape_leaf(name: str, target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+    """Without autograd; the local stays the leaf whose gradient graphs from before will want to add to."""
+    result = getattr(torch.Tensor, name)(*args, **kwargs)
+    if result._local.untyped_storage().data_ptr() != target._local.untyped_storage().data_ptr():
+        raise DTensorError(
+            f"{name}_: the change of shape needs communication, and the leaf (now {target._layout}) would not get the "
+            "gradients of what was computed from it before. Redistribute it before it is used, or use the form without "
+            "the underscore"
+        )
+    local = result._local
+    target._local.as_strided_(local.size(), local.stride(), local.storage_offset())
+    become(target, wrap(target._local, result._layout))
     return target
 
 

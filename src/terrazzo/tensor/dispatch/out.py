@@ -12,6 +12,9 @@ from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.plain import replicated
 from terrazzo.tensor.dtensor import DTensor, become
 
+_SAME_TYPE = {"where"}
+"""Functions whose results C++ does not cast."""
+
 
 def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run `func`, whose `out` is given, and return `out`."""
@@ -37,6 +40,8 @@ def _write(name: str, target: DTensor, value: DTensor) -> None:
             f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
             "arguments requires grad."
         )
+    if name in _SAME_TYPE and value.dtype != target.dtype:
+        raise RuntimeError(f"{name}: out has type {target.dtype} instead of {value.dtype}")
     if not torch.can_cast(value.dtype, target.dtype):
         raise DTensorError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
     if target.shape == value.shape:

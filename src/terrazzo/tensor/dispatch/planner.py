@@ -122,7 +122,7 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
     has_terms = any(out.dual is not out for out in outs)
     joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
-    return CallPlan(operands, outs, varying, local, spec.is_view and moved, joined)
+    return CallPlan(operands, outs, varying, local, bool(spec.is_view) and moved, joined)
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:

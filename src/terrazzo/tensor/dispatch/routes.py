@@ -150,7 +150,7 @@ def first_run(
     if plan.copies_view:
         mark_copied(wrapped, name, args, kwargs)
     elif spec.is_view and type(args[0]) is CopiedView:
-        mark_alias(wrapped, args[0])
+        mark_alias(wrapped, args[0], name)
     if isinstance(result, torch.Tensor) and not plan.copies_view:
         if not plan.moves and plan.local is None and all(_is_simple(o) for o in plan.operands):
             route = _simple(plan, mesh)
@@ -160,7 +160,7 @@ def first_run(
         route = _general(name, plan, ready)
     if plan.joined is not None:
         route = _joining(plan, plan.joined, ready, route)
-    return wrapped, _view_route(plan, route, isinstance(wrapped, DTensor)) if spec.is_view else route
+    return wrapped, _view_route(name, plan, route, isinstance(wrapped, DTensor)) if spec.is_view else route
 
 
 def _is_simple(o: OperandPlan) -> bool:
@@ -282,22 +282,22 @@ def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -
     return run
 
 
-def _view_route(plan: CallPlan, run: Route, is_one: bool) -> Route:
+def _view_route(name: str, plan: CallPlan, run: Route, is_one: bool) -> Route:
     """For views: a view of a copied view is a copied view.  `is_one`: the result is a tensor, not a tuple of some."""
     positional = plan.operands[0].path[0] == 0
     if is_one and positional and not plan.copies_view and not any(o.cast for o in plan.operands):
-        return _simple_view(plan)
+        return _simple_view(name, plan)
 
     def run_view(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         result = run(func, args, loc, kw, kwargs)
         if args and type(args[0]) is CopiedView and not plan.copies_view:
-            mark_alias(result, args[0])
+            mark_alias(result, args[0], name)
         return result
 
     return run_view
 
 
-def _simple_view(plan: CallPlan) -> Route:
+def _simple_view(name: str, plan: CallPlan) -> Route:
     out, local_function = plan.outs[0], plan.local
     size = out.shape
     if isinstance(local_function, OneArgument):
@@ -314,7 +314,7 @@ def _simple_view(plan: CallPlan) -> Route:
             result._layout = out
             result._memo = None
             if type(args[0]) is CopiedView:
-                mark_alias(result, args[0])
+                mark_alias(result, args[0], name)
             return result
 
         return run_one
@@ -326,7 +326,7 @@ def _simple_view(plan: CallPlan) -> Route:
         result._layout = out
         result._memo = None
         if type(args[0]) is CopiedView:
-            mark_alias(result, args[0])
+            mark_alias(result, args[0], name)
         return result
 
     return run
@@ -338,7 +338,8 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
     layout = plan.operands[0].src
-    thin = 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
+    # Before communication every rank looks, as those that C++ would stop later must not be waited for.
+    looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
     only_complex = name == "conj_physical"  # it does not write real numbers, nor look at their memory
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -346,7 +347,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
         is_copied = type(target) is CopiedView
         if is_copied:
             check_writable(target)
-        if thin and not (only_complex and not loc[0].is_complex()):
+        if looks and not (only_complex and not loc[0].is_complex()):
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)

@@ -22,6 +22,8 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
 - `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
   arguments (a shape that must become the local one, say).
 - `joined` makes, where the outputs would be terms, the function that joins them at once; see `Joined`.
+- `guard` says of a call's locals whether the plan is for it, where that depends on dtypes, which no rule sees. A call
+  that it refuses goes the operation's other way.
 """
 
 from __future__ import annotations
@@ -175,7 +177,9 @@ class Spec:
     addends: frozenset[int] = frozenset()
     localize: Callable[[Chosen], LocalFunction | None] | None = None
     joined: Callable[[Chosen], Joined] | None = None
-    is_view: bool = False
+    is_view: bool | None = None
+    """None: as C++ says of operations of this name."""
     acceptable: Sequence[Acceptable] = ()
     unread: frozenset[int] = frozenset()
     keeps_terms: bool = False
+    guard: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None

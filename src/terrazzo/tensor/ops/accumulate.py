@@ -98,6 +98,12 @@ def axis_of_terms(out: Layout) -> Axis:
     return axis_of(out.mesh, tuple(m for m, p in enumerate(out.placements) if isinstance(p, Partial)))
 
 
+def axis_of_shards(chosen: Chosen) -> Axis | None:
+    """The ranks among which the factors are cut; None: each has all of it."""
+    dims = sorted({m for ms in chosen.sharded.values() for m in ms if chosen.ins[0].mesh_shape[m] > 1})
+    return axis_of(chosen.ins[0].mesh, tuple(dims)) if dims else None
+
+
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
     """`x ** exponent` of values from 0 on, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
     end = (x == 0) | (x == float("inf"))

@@ -2,7 +2,8 @@
 
 Basic indices (ints, slices, None, Ellipsis) become one view rule: a dim taken whole keeps its shards, a dim that is
 cut or selected is gathered. Assignment through basic indices never gathers: each rank writes what falls into its own
-box. Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too.
+box. Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too: tensors of
+integers by the rule, whatever else is among them is done before, or on all ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.broadcasting import broadcast_shapes
-from terrazzo.tensor.copied_view import check_writable, pass_on, writing
+from terrazzo.tensor.copied_view import check_no_leaf, check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.routes import cast_fresh
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, run_again, wrap
-from terrazzo.tensor.indices import as_tuple, consumes, expanded, is_basic, is_mask, normal
+from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -47,6 +48,8 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
     if not isinstance(input, Operand):
         return None
     items = as_tuple(index)
+    if type(index) is not list and any(isinstance(i, Operand) for i in items):
+        return _by_integers(input, items)
     if isinstance(index, list) or not is_basic(items) or sum(i is Ellipsis for i in items) > 1:
         return None
     ins: list[int | None] = [None] * input.ndim
@@ -107,19 +110,26 @@ def _full(value: Any, like: Layout) -> Any:
     return value
 
 
-def index_by_integers(input: Any, indices: Sequence[Any]) -> Any:
-    """`input` indexed by tensors of integers; None stands for a dim that is taken whole."""
-    return input[tuple(slice(None) if i is None else i for i in indices)]
+def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
+    """Tensors of integers, and dims taken whole; None if something else chooses, too, as far as can be seen.
 
-
-@rule("index_by_integers")
-def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | None:
-    """Dims taken whole keep their shards, and what is picked is cut as the indices are."""
-    given = [i for i in indices if i is not None]
-    joined = broadcast_shapes(*[i.shape for i in given])
+    Dims taken whole keep their shards, and what is picked is cut as the indices are.
+    """
+    if sum(i is Ellipsis for i in items) > 1 or not all(
+        isinstance(i, slice) or i is Ellipsis or (isinstance(i, Operand) and i.ndim) for i in items
+    ):
+        return None
+    indices = expanded(tuple(items), input.ndim)
+    if any(isinstance(i, slice) and not _is_whole(i, n) for i, n in zip(indices, input.shape, strict=True)):
+        return None
+    given = [i for i in indices if isinstance(i, Operand)]
+    try:
+        joined = broadcast_shapes(*[i.shape for i in given])
+    except (RuntimeError, ValueError):
+        return None  # unless one of them is a mask, C++ words the error
     of_joined = [input.ndim + k for k in range(len(joined))]
-    whole = [d for d in range(input.ndim) if d >= len(indices) or indices[d] is None]
-    at = [d for d, i in enumerate(indices) if i is not None]
+    at = [d for d, i in enumerate(indices) if isinstance(i, Operand)]
+    whole = [d for d in range(input.ndim) if d not in at]
     # The dims of indices that stand apart go to the front.
     before = [d for d in whole if d < at[0]] if at == list(range(at[0], at[-1] + 1)) else []
     out = [*before, *of_joined, *[d for d in whole if d not in before]]
@@ -131,14 +141,16 @@ def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | 
         for i in given
     ]
 
-    def localize(chosen: Chosen) -> LocalFunction:
+    def localize(chosen: Chosen) -> LocalFunction | None:
         layout = chosen.ins[0]
+        if layout.local_shape.numel() and chosen.outs[0].local_shape.numel():
+            return None  # bounds of slices that take a dim whole are right for parts of it, too
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            local, parts = loc
+            local, index = loc
             if not local.numel():
-                _check_bounds([slice(None) if i is None else i for i in parts], layout)
-            return _own_strides(index_by_integers(local, parts))
+                _check_bounds(as_tuple(index), layout)
+            return _own_strides(local[index])
 
         return run
 
@@ -147,22 +159,28 @@ def integers_rule(call: Call, input: Operand, indices: Sequence[Any]) -> Spec | 
         [tuple(out)],
         [tuple(sizes[f] for f in out)],
         linear=[(0,)],
+        is_view=False,
         localize=localize,
+        guard=_without_masks,
     )
 
 
-def _integers(target: DTensor, items: Sequence[Any]) -> list[Any] | None:
-    """The index as `index_by_integers` takes it; None if something else than tensors of integers chooses."""
-    mesh = target._layout.mesh
-    indices: list[Any] = []
-    for i in items:
-        if isinstance(i, slice):
-            indices.append(None)
-        elif isinstance(i, DTensor) and i._layout.mesh is mesh and not is_mask(i):
-            indices.append(i)
-        else:
-            return None
-    return indices
+def _is_whole(i: slice, n: int) -> bool:
+    return i.indices(n) == (0, n, 1)
+
+
+def _without_masks(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+    index = loc[1]
+    return not any(is_mask(i) for i in index) if type(index) is tuple else index.dtype not in MASKS
+
+
+def _only_integers(target: DTensor, items: Sequence[Any]) -> bool:
+    """Whether all that chooses is tensors of integers; then the rule covers it, if their shapes fit together."""
+    chosen = [i for i in items if not isinstance(i, slice)]
+    if not all(isinstance(i, DTensor) and i._layout.mesh is target._layout.mesh and not is_mask(i) for i in chosen):
+        return False
+    broadcast_shapes(*[tuple(i.shape) for i in chosen])
+    return True
 
 
 def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[Any]]:
@@ -193,9 +211,10 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
     basic, items = _basic_part(index, target.ndim)
     if any(i != slice(None) for i in basic):
         target = run_again(torch.Tensor.__getitem__, (target, basic), {})
-    indices = _integers(target, items)
-    picked: DTensor = _picked(target, items) if indices is None else run_again(index_by_integers, (target, indices), {})
-    return picked
+    if _only_integers(target, items):
+        picked: DTensor = run_again(torch.Tensor.__getitem__, (target, tuple(items)), {})
+        return picked
+    return _picked(target, items)
 
 
 def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
@@ -280,12 +299,9 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     items = normal(index)
-    in_graph = torch.is_grad_enabled() and target.requires_grad
-    if in_graph:
-        _check_index(items, target._layout)  # C++ takes the view first
+    _check_index(items, target._layout)  # C++ takes the view first
     check_writable(target)
-    if in_graph and target.is_leaf:
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    check_no_leaf(target)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
         assert admitted is not None
@@ -339,8 +355,6 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
             region.append(len(wanted))
             mine.append(slice(lo, hi))
         else:
-            if not -n <= i < n:
-                raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
             at = i % n - first
             if not 0 <= at < length:
                 _write_nothing(target, value, wanted_at)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from terrazzo.comm.axis import axis_of
+from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
-from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.accumulate import rounded, sums_in_single, working_type
+from terrazzo.tensor.ops.accumulate import axis_of_shards, rounded, sums_in_single, working_type
 from terrazzo.tensor.ops.forms import place_of
-from terrazzo.tensor.ops.table import handler, rule
+from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional
 _IGNORED = -100  # what the local targets hold where they do not count
@@ -100,25 +100,85 @@ class ParallelLoss(threading.local):
     """Whether this thread is inside `loss_parallel`, and what computes the loss there (`tensor.parallel.loss`)."""
 
     depth = 0
-    compute: Callable[..., Any]
+    loss: Callable[..., Any]
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Plain targets are the same on every rank, and the classes stay where they are."""
+        return self.loss(*args, **kwargs) if func is F.cross_entropy else NotImplemented
 
 
 parallel_loss = ParallelLoss()
 
 
-@handler("cross_entropy", "cross_entropy_loss")
-def cross_entropy_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Inside `loss_parallel` plain targets are the same on every rank, and the classes stay where they are."""
-    if parallel_loss.depth and func is F.cross_entropy:
-        loss = parallel_loss.compute(*args, **kwargs)
-        if loss is not NotImplemented:
-            return loss
-    admitted = admit_plain_tensors("cross_entropy", args, kwargs)
-    if admitted is not None:
-        args, kwargs = admitted
-    return cross_entropy(*args, **kwargs)
+@rule("cross_entropy", "cross_entropy_loss", context=parallel_loss)
+def of_whole_rows(
+    call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: Any = "mean", label_smoothing: float = 0.0,
+) -> Spec | None:  # fmt: skip
+    """Class indices, and all classes of a sample on one rank: each computes the losses of its samples at once."""
+    if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2:
+        return None
+    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS or call.kwargs:
+        return None
+    if is_sharded_along(input, (1,)) or not input.numel or not 0.0 <= label_smoothing <= 1.0:
+        return None
+    if tuple(target.shape) != (input.shape[0], *input.shape[2:]):
+        return None
+    samples = (0, *range(2, input.ndim))
+    ins: list[Dims] = [tuple(range(input.ndim)), samples]
+    if isinstance(weight, Operand):
+        ins.append((1,))
+    scalar = reduction != "none"
+
+    def losses(loc: list[Any], wanted: str) -> Any:
+        x, targets, weights = _three(loc)
+        return F.cross_entropy(
+            x, targets, weights, ignore_index=ignore_index, reduction=wanted, label_smoothing=label_smoothing
+        )
+
+    def mean_of(total: Any, loc: list[Any], across: Axis | None) -> Any:
+        """As one device divides by what the targets weigh, here by what those of all ranks do."""
+        x, targets, weights = _three(loc)
+        counts = targets != ignore_index
+        work = working_type(x.dtype)
+        if weights is None:
+            share = counts.sum().to(work)
+        else:
+            share = (weights.detach()[targets.masked_fill(~counts, 0)] * counts).sum(dtype=work)
+        return total / (share if across is None else all_reduce(share, across))
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        across = axis_of_shards(chosen)
+        if reduction != "mean" or across is None:
+            return lambda func, loc, kw: func(*loc)
+        return lambda func, loc, kw: mean_of(losses(loc, "sum"), loc, across)
+
+    def in_single(chosen: Chosen) -> LocalFunction:
+        across = axis_of_shards(chosen)
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+            total = losses(loc, "none").sum(dtype=torch.float32)
+            return mean_of(total, loc, across) if reduction == "mean" else total
+
+        return run
+
+    return Spec(
+        ins,
+        [() if scalar else samples],
+        [() if scalar else tuple(target.shape)],
+        reduce=dict.fromkeys(samples, "sum") if scalar else {},
+        whole=frozenset((1,)),
+        localize=localize,
+        joined=(lambda chosen: sums_in_single(in_single(chosen))(chosen)) if scalar else None,
+    )
 
 
+def _three(loc: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Input, target and weight."""
+    return loc[0], loc[1], loc[2] if len(loc) > 2 else None
+
+
+@decomposition("cross_entropy", "cross_entropy_loss")
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: Any = "mean", label_smoothing: float = 0.0,

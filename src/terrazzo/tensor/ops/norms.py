@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
-from terrazzo.tensor.ops.accumulate import in_working_type, rounded
-from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.differentiable import cast, reduce_replicate
+from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.accumulate import axis_of_shards, in_working_type, rounded
+from terrazzo.tensor.ops.questions import is_cut, is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
 
 
@@ -128,18 +130,66 @@ def batch_norm_rule(
     call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Spec | None:  # fmt: skip
-    """With statistics given it is elementwise."""
+    """With statistics given it is elementwise; in training each rank's moments are joined to those of the batch."""
     if not isinstance(input, Operand) or input.ndim < 2:
         return None
     x = input
     if any(o.ndim != 1 for o in call.operands[1:]):
         return None
     factors: Dims = tuple(range(x.ndim))
+    ins = [factors] + [(1,)] * (len(call.operands) - 1)
     if not training:
-        return Spec([factors] + [(1,)] * (len(call.operands) - 1), [factors], [x.shape], localize=_unless_empty)
-    if not all(o.layout.is_replicated for o in call.operands):
+        return Spec(ins, [factors], [x.shape], localize=_unless_empty)
+    # Running statistics are written, so they stay as they are.
+    if is_cut(x, (1,)) or not all(o.layout.is_replicated for o in call.operands[1:]) or not x.numel:
         return None
-    return Spec([(None,) * o.ndim for o in call.operands], [(None,) * x.ndim], [x.shape])
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        axis = axis_of_shards(chosen)
+        return None if axis is None else _in_batch_of(axis, x.shape)
+
+    return Spec(
+        ins,
+        [factors],
+        [x.shape],
+        whole=frozenset((1,)),
+        localize=localize,
+        guard=None if x.layout.is_replicated else _is_wide,
+    )
+
+
+def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+    """Half types are computed in float32, up to what ranks exchange of the parameters' gradients."""
+    return loc[0].dtype not in HALF
+
+
+def _in_batch_of(axis: Axis, shape: Sequence[int]) -> LocalFunction:
+    """`batch_norm` of a part of a batch, whose shape is given."""
+    dims = (0, *range(2, len(shape)))
+    count = math.prod(shape) // shape[1]
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        in_python = func is torch.nn.functional.batch_norm
+        named = dict(zip(_BATCH_NORM[in_python], loc, strict=False)) | kw
+        x, momentum, eps = named["input"], named.get("momentum", 0.1), named.get("eps", 1e-5)
+        if in_python and (count == 1 or eps <= 0):
+            func(torch.empty(shape, device="meta"), None, None, training=True, eps=eps)  # raises
+        mean = reduce_replicate(x.sum(dims, keepdim=True), axis) / count
+        rest = x - cast(mean, axis)
+        variance = reduce_replicate((rest * rest).sum(dims, keepdim=True), axis) / count
+        with torch.no_grad():
+            _move(named.get("running_mean"), mean.detach().reshape(-1), momentum)
+            _move(named.get("running_var"), variance.detach().reshape(-1) * (count / max(count - 1, 1)), momentum)
+        return _scaled(rest, cast(variance, axis), eps, named.get("weight"), named.get("bias"))
+
+    return run
+
+
+_BATCH_NORM = (
+    ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)
+"""The order of the arguments in C++, and in `torch.nn.functional`."""
 
 
 def _unless_empty(chosen: Chosen) -> LocalFunction | None:

@@ -12,7 +12,7 @@ import torch
 from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
-from terrazzo.tensor.counter import Words
+from terrazzo.tensor.counter import AnyWords
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
@@ -99,7 +99,7 @@ def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float)
     if (low, high) == (0, 1):
         return lambda words: random.unit(words, dtype)
 
-    def make(words: Words) -> torch.Tensor:
+    def make(words: AnyWords) -> torch.Tensor:
         drawn = random.unit(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
         return drawn.masked_fill_(drawn == high, low)  # rounding may reach the upper end, which is not in the range
 
@@ -145,7 +145,7 @@ def _integers(low: int, high: int) -> random.Make:
     """Integers in [low, high), of which there are 2**64 at most."""
     count = high - low
 
-    def make(words: Words) -> torch.Tensor:
+    def make(words: AnyWords) -> torch.Tensor:
         drawn = random.whole(words)
         if count & (count - 1) == 0:
             drawn = drawn if count >> 64 else drawn.bitwise_and_(count - 1)
@@ -171,7 +171,7 @@ _fill("random_", _random)
 def _below(dtype: torch.dtype) -> random.Make:
     """True with the probability that stands in the same place."""
 
-    def make(words: Words, probability: torch.Tensor) -> torch.Tensor:
+    def make(words: AnyWords, probability: torch.Tensor) -> torch.Tensor:
         if dtype == torch.float64:
             return random.unit(words, dtype) < probability
         return words.word().to(torch.float64).add_(2.0**31).mul_(2.0**-32) < probability

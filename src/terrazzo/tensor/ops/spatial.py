@@ -15,6 +15,7 @@ import torch
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.reductions import loser
 from terrazzo.tensor.ops.table import rule
 
 
@@ -79,9 +80,8 @@ def _empty(shapes: Sequence[tuple[int, ...]]) -> LocalFunction:
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
         x: torch.Tensor = loc[0] if loc else kw["input"]
-        first = (
-            x.new_zeros(shapes[0]) + x.sum()
-        )  # part of the graph: other ranks' backward may communicate with this one's
+        # Part of the graph: other ranks' backward may communicate with this one's.
+        first = x.new_zeros(shapes[0]) + x.sum().to(x.dtype)
         rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the places of maxima
         return (first, *rest) if rest else first
 
@@ -157,10 +157,10 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             x = loc[0] if loc else kw["input"]
-            lowest = 0.0 if "avg" in call.name else -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+            lowest = 0.0 if "avg" in call.name else loser(x.dtype, "max")
             around = halo.around(x, lowest)
             if not math.prod(out):
-                return around.new_zeros(out) + around.sum()  # part of the graph, as in `_empty`
+                return around.new_zeros(out) + around.sum().to(around.dtype)  # part of the graph, as in `_empty`
             positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
             result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
             return result

@@ -23,7 +23,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -38,6 +38,16 @@ Handler: TypeAlias = Callable[[Any, Any, Any], Any]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class Context(Protocol):
+    """A context manager of ours inside of which an operation may be computed another way."""
+
+    depth: int
+    """How often this thread has entered it."""
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result inside, or NotImplemented: as outside."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One entry of the table."""
@@ -50,6 +60,8 @@ class Operation:
     """The decomposition for the calls that the rule does not cover."""
     takes_plain: Callable[[torch.Tensor], bool] | None = None
     """Which plain tensors behind the first argument count as the same on every rank (indices, first states)."""
+    context: Context | None = None
+    """What is asked first."""
     any_float: bool = False
     """Whether its plans are the same for all values of float arguments."""
 
@@ -69,13 +81,16 @@ def _add(operation: Operation) -> None:
 
 
 def rule(
-    *names: str, otherwise: Decomposition | None = None, takes_plain: Callable[[torch.Tensor], bool] | None = None
+    *names: str,
+    otherwise: Decomposition | None = None,
+    takes_plain: Callable[[torch.Tensor], bool] | None = None,
+    context: Context | None = None,
 ) -> Callable[[_F], _F]:
     """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
 
     def register(function: _F) -> _F:
         for name in names:
-            _add(Operation(name, "rule", function, otherwise, takes_plain))
+            _add(Operation(name, "rule", function, otherwise, takes_plain, context))
         return function
 
     return register

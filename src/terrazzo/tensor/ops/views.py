@@ -465,7 +465,13 @@ def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_o
     """What the strides of memory mean is only known of a tensor that is all of its memory; that one is gathered."""
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
     of_a_view = isinstance(input, CopiedView) or is_view(input._local)
-    if not input.is_contiguous() or (storage_offset and of_a_view) or (storage_offset or 0) + extent > input.numel():
+    has_gaps = type(input) is CopiedView and input._pending.has_gaps()
+    if (
+        has_gaps
+        or not input.is_contiguous()
+        or (storage_offset and of_a_view)
+        or (storage_offset or 0) + extent > input.numel()
+    ):
         raise DTensorError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) of a DTensor of shape {tuple(input.shape)}: "
             "the memory around a view, or behind strides that are not contiguous, is not in one place. Use indexing, "

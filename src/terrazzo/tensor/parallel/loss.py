@@ -224,4 +224,4 @@ def _reduced(losses: torch.Tensor, total: torch.Tensor, where: _Where, reduction
 __all__ = ["loss_parallel"]
 
 
-ParallelLoss.compute = staticmethod(_parallel_cross_entropy)
+ParallelLoss.loss = staticmethod(_parallel_cross_entropy)

@@ -13,6 +13,7 @@ import torch
 from terrazzo.checkpoint import save
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile
+from terrazzo.checkpoint.stores import Place
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b": (2, 3, 4), "c": ()}
 FROZEN = {"f": (3, 3)}
@@ -81,7 +82,7 @@ def write_universal(folder: Path, stage: int) -> dict[str, Any]:
 
 def plain(file: Path) -> Any:
     """What a file holds, objects as dicts."""
-    return OpenFile(file.parent, file.name).archive.materialised()
+    return OpenFile(Place(file.parent), file.name).archive.materialised()
 
 
 def write_pipeline(folder: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from terrazzo.checkpoint.formats.deepspeed.folder import UNFINISHED
 from terrazzo.checkpoint.formats.deepspeed.names import NAMES
 from terrazzo.checkpoint.formats.torch_archive import Archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.stores import LocalStore, ReadFile
+from terrazzo.checkpoint.stores import Place, ReadFile, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 Found = TypeVar("Found")
@@ -39,9 +38,9 @@ class Files:
         return match is not None and match["dp"] is not None
 
 
-def find_files(folder: Path) -> list[Files]:
+def find_files(folder: Place) -> list[Files]:
     """The files of a tag's folder, by model rank: of a pipeline, by stage."""
-    names = sorted(os.listdir(folder))
+    names = _names(folder)
     for name in names:
         if _EXPERT.fullmatch(name):
             raise CheckpointFormatError(f"{folder / name}: the model has a mixture of experts, which cannot be read")
@@ -55,10 +54,17 @@ def find_files(folder: Path) -> list[Files]:
     return [Files(model, optim) for model, optim in zip(models, optims or [()] * len(models), strict=True)]
 
 
-def layer_files(folder: Path) -> dict[int, str]:
+def _names(folder: Place) -> list[str]:
+    names = sorted(folder.names())
+    if UNFINISHED in names:
+        raise CheckpointNotFoundError(f"{folder} is not complete: it is being written, or its writer was killed")
+    return names
+
+
+def layer_files(folder: Place) -> dict[int, str]:
     """The names of the files with a pipeline's layers, by number; none if the model is in other files."""
     found: dict[int, str] = {}
-    for name in sorted(os.listdir(folder)):
+    for name in _names(folder):
         match = _LAYER.fullmatch(name)
         if match is None:
             continue
@@ -68,7 +74,7 @@ def layer_files(folder: Path) -> dict[int, str]:
     return found
 
 
-def tensor_parallel(where: Path) -> CheckpointFormatError:
+def tensor_parallel(where: Place) -> CheckpointFormatError:
     """The error for a model that was tensor-parallel."""
     return CheckpointFormatError(
         f"{where}: the model was tensor-parallel, and its files do not say how it was cut; make a universal checkpoint "
@@ -76,15 +82,15 @@ def tensor_parallel(where: Path) -> CheckpointFormatError:
     )
 
 
-def model_files(folder: Path) -> list[tuple[str, ...]]:
+def model_files(folder: Place) -> list[tuple[str, ...]]:
     """The names of the files of model states: for each rank of a model, by data-parallel rank."""
-    found = _by_rank(folder, sorted(os.listdir(folder)), _MODEL)
+    found = _by_rank(folder, _names(folder), _MODEL)
     if not found:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
     return found
 
 
-def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
+def _by_rank(folder: Place, names: list[str], pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
     """For each rank of a model, by data-parallel rank."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
@@ -94,7 +100,7 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> list[t
     return [_complete(folder, "data-parallel", files) for files in _complete(folder, "model-parallel", found)]
 
 
-def _complete(folder: Path, what: str, by_rank: Mapping[int, Found]) -> tuple[Found, ...]:
+def _complete(folder: Place, what: str, by_rank: Mapping[int, Found]) -> tuple[Found, ...]:
     absent = sorted(set(range(max(by_rank, default=-1))) - set(by_rank))
     if absent:
         raise CheckpointNotFoundError(f"{folder}: the files of {what} ranks {absent} are gone")
@@ -104,9 +110,10 @@ def _complete(folder: Path, what: str, by_rank: Mapping[int, Found]) -> tuple[Fo
 class _BrieflyOpen(ReadFile):
     """A file that is open only while it is read: a checkpoint may have more files than a process may hold open."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._store = LocalStore(folder)
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
         self._name = name
+        self._kept: ReadFile | None = None  # of stores that may have any number open
         self._size = self._using(lambda file: file.size)
 
     @property
@@ -121,7 +128,7 @@ class _BrieflyOpen(ReadFile):
 
     def _using(self, work: Callable[[ReadFile], Result]) -> Result:
         try:
-            file = self._store.open(self._name)
+            file = self._kept or self._store.open(self._name)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{self._store.location}: the file {self._name} is gone") from error
         try:
@@ -129,14 +136,17 @@ class _BrieflyOpen(ReadFile):
         except EOFError as error:
             raise CheckpointCorruptError(f"{self._store.location}/{self._name}: cut off ({error})") from error
         finally:
-            file.close()
+            if file.holds_handle:
+                file.close()
+            else:
+                self._kept = file
 
 
 class OpenFile:
     """A file of `torch.save` whose pickle has been read, for reading single tensors."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        file = _BrieflyOpen(folder, name)
+    def __init__(self, folder: Place, name: str) -> None:
+        file = _BrieflyOpen(folder.store, name)
         self.where = str(folder / name)
         self.archive: Archive = open_archive(Window(file, 0, file.size, self.where), NAMES)
 

@@ -5,16 +5,13 @@ Tensors are read when the file that they go into is written, a piece at a time.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.flatten import set_element
+from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, boxes_of
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     Layout,
@@ -26,12 +23,13 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
 )
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor
-from terrazzo.checkpoint.memory import bytes_of
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.objects import ObjectBytes
-from terrazzo.checkpoint.stores import LocalStore
-from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedValueError
+from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plan.flatten import set_element
+from terrazzo.checkpoint.stores import Place
+from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _PIECE: Final = 16 << 20  # bytes that are held at once
@@ -59,11 +57,12 @@ _TAKEN_APART: Final = frozenset(
 
 
 def write_deepspeed(
-    source: Source, target: Path, stage: int | None, ranks: int | None, progress: Callable[[str, int], None] | None
+    source: Source, target: Place, stage: int | None, ranks: int | None, progress: Callable[[str, int], None] | None
 ) -> None:
     """Write the folder of a tag; None: the stage and the ranks of the run that was saved."""
-    if target.exists():
-        raise CheckpointExistsError(f"{target} exists; DeepSpeed's layout is not written over a checkpoint")
+    folder = NewFolder(target)
+    if folder.is_taken():
+        raise folder.refusal()
     values = _values(source)
     config = values["ds_config"]
     layout = _layout(source, values, stage, values["dp_world_size"] if ranks is None else ranks)
@@ -73,23 +72,19 @@ def write_deepspeed(
     config = {**config, "zero_optimization": zero}
     rest = {name: value for name, value in values.items() if name not in _TAKEN_APART}
     tensors = _Streamed(source, progress)
-    temporary = target.parent / f".{target.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    LocalStore(temporary).prepare()
+    folder.prepare()
     try:
         for rank in range(layout.ranks):
             clip = float(config.get("gradient_clipping") or 0.0)
-            write_file(temporary, layout.optim_file(rank), optim_states(layout, tensors, rank, scaler, clip, config))
+            write_file(folder.store, layout.optim_file(rank), optim_states(layout, tensors, rank, scaler, clip, config))
             name = layout.model_file(rank)
             if name is not None:
                 states = model_states(layout, tensors, rank, {**rest, "ds_config": config})
-                write_file(temporary, name, states)
-        LocalStore(temporary).sync_folder(temporary)
-        os.rename(temporary, target)
+                write_file(folder.store, name, states)
+        folder.commit()
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.discard()
         raise
-    LocalStore(target.parent).sync_folder(target.parent)
 
 
 def _values(source: Source) -> dict[str, Any]:

@@ -7,7 +7,6 @@ besides the tensors that are read into is the table of contents and at most 8 Mi
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,11 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.names import LATEST, named_by_latest
-from terrazzo.checkpoint.objects import ObjectBytes
+from terrazzo.checkpoint.native.names import LATEST, named_by_latest
+from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
@@ -46,28 +46,28 @@ class DeepSpeedReader(StorageReader):
 
     plans_alone = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
         self.bytes_read = 0
         self._contents: Contents | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The folder that is read."""
-        return self.path
+        return self.place.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._contents = None
         self.bytes_read = 0
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.place = Place(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         contents = self.contents()
         return Metadata(
             {name: _entry(value) for name, value in contents.values.items()},
             planner_data=contents.paths,
-            storage_meta=StorageMeta(str(self.path)),
+            storage_meta=StorageMeta(str(self.place)),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -89,7 +89,7 @@ class DeepSpeedReader(StorageReader):
     def contents(self) -> Contents:
         """What the checkpoint holds."""
         if self._contents is None:
-            self._contents = _read_contents(tag_folder(self.path))
+            self._contents = _read_contents(tag_folder(self.place))
         return self._contents
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -111,10 +111,10 @@ class DeepSpeedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.isdir(checkpoint_id)
+        return Place(checkpoint_id).is_dir()
 
 
-def _read_contents(folder: Path) -> Contents:
+def _read_contents(folder: Place) -> Contents:
     try:
         return read_universal(folder) if is_universal(folder) else read_partitioned(folder)
     except CheckpointError:
@@ -126,7 +126,7 @@ def _read_contents(folder: Path) -> Contents:
         ) from error
 
 
-def tag_folder(path: Path) -> Path:
+def tag_folder(path: Place) -> Place:
     """The folder with the files: `path` itself, or the one that its `latest` or `latest_universal` names."""
     named = named_by_latest(path)
     if not named:

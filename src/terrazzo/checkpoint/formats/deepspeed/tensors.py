@@ -6,13 +6,13 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import torch
 
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile
 from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor
+from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
@@ -59,7 +59,7 @@ class TensorInFile(Readable):
         shape: what to see it as, if it has as many elements; one that is alone must.
     """
 
-    def __init__(self, folder: Path, name: str, shape: Sequence[int] | None) -> None:
+    def __init__(self, folder: Place, name: str, shape: Sequence[int] | None) -> None:
         self._folder, self._name, self._wanted = folder, name, shape
         whole = self._open()
         self.dtype, self.shape = whole.dtype, whole.shape

@@ -8,9 +8,7 @@ zero/optimizer_state.pt                      what the optimizer has besides
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from terrazzo.checkpoint.formats.deepspeed.contents import (
@@ -24,6 +22,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry, model_files
 from terrazzo.checkpoint.formats.deepspeed.tensors import TensorInFile
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors
+from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
 FOLDER: Final = "zero"
@@ -31,12 +30,12 @@ OPTIMIZER: Final = "optimizer_state.pt"
 _WEIGHT, _STEP, _END = "fp32", "step", ".pt"
 
 
-def is_universal(folder: Path) -> bool:
+def is_universal(folder: Place) -> bool:
     """Whether a tag's folder holds a universal checkpoint."""
     return (folder / FOLDER).is_dir()
 
 
-def read_universal(folder: Path) -> Contents:
+def read_universal(folder: Place) -> Contents:
     """The contents of a tag's folder."""
     by_model_rank = [[OpenFile(folder, name) for name in names] for names in model_files(folder)]
     first = by_model_rank[0]
@@ -75,13 +74,13 @@ def _merged(models: Sequence[OpenFile]) -> list[dict[str, Sequence[int] | None]]
     return [groups[number] for number in range(len(groups))]
 
 
-def _check_files(zero: Path, names: Sequence[str]) -> None:
+def _check_files(zero: Place, names: Sequence[str]) -> None:
     """All parameters have the same files; or only their weight, if they never got a gradient."""
     files: dict[str, set[str]] = {}
     for name in names:
         if not (zero / name).is_dir():
             raise CheckpointNotFoundError(f"{zero / name}: the folder of this parameter is gone")
-        files[name] = {file for file in os.listdir(zero / name) if file.endswith(_END)}
+        files[name] = {file for file in (zero / name).names() if file.endswith(_END)}
     usual = set().union(*files.values()) | {_WEIGHT + _END}
     for name, found in files.items():
         absent = usual - found
@@ -100,19 +99,19 @@ def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) ->
         )
 
 
-def _add_weight(contents: Contents, folder: Path, name: str, shape: Sequence[int] | None) -> None:
+def _add_weight(contents: Contents, folder: Place, name: str, shape: Sequence[int] | None) -> None:
     contents.add(("module", name), TensorInFile(folder / FOLDER / name, _WEIGHT + _END, shape))
 
 
-def _moments(folder: Path, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
+def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
     """What the optimizer keeps for each element of a parameter."""
-    for file in sorted(os.listdir(folder / FOLDER / name)):
+    for file in sorted((folder / FOLDER / name).names()):
         key = file.removesuffix(_END)
         if file.endswith(_END) and key not in (_WEIGHT, _STEP):
             yield key, TensorInFile(folder / FOLDER / name, file, shape)
 
 
-def _steps(own: Path, optimizer: OpenFile, number: int, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _steps(own: Place, optimizer: OpenFile, number: int, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if (own / f"{_STEP}{_END}").exists():
         file = OpenFile(own, f"{_STEP}{_END}")
         yield _STEP, step_of(file.archive.value, file)

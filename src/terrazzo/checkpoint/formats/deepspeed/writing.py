@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import (
     sub_groups,
 )
 from terrazzo.checkpoint.formats.torch_writing import Instance, write_archive
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import UnsupportedValueError
 
 # The release whose layout this is; DeepSpeed refuses checkpoints that name none.
@@ -131,9 +130,9 @@ class Tensors(Protocol):
         """Something of the model's state; of parameters in `dtype`."""
 
 
-def write_file(folder: Path, name: str, value: Mapping[str, Any]) -> None:
+def write_file(store: Store, name: str, value: Mapping[str, Any]) -> None:
     """Write a file as `torch.save` does, and make it durable."""
-    file = LocalStore(folder).upload(name, 0)
+    file = store.stream(name)
     try:
         write_archive(file, 0, value)
     except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.formats.deepspeed.contents import (
@@ -20,10 +19,11 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line
 from terrazzo.checkpoint.formats.deepspeed.pipeline import TIED, add_layers, tied_names
 from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, Readable, WholeTensor
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
-def read_partitioned(folder: Path) -> Contents:
+def read_partitioned(folder: Place) -> Contents:
     """The contents of a tag's folder."""
     layers = {number: OpenFile(folder, name) for number, name in layer_files(folder).items()}
     stages = [_Stage.of(folder, files) for files in find_files(folder)]
@@ -43,7 +43,7 @@ def read_partitioned(folder: Path) -> Contents:
     return contents
 
 
-def _check_model_ranks(folder: Path, stages: Sequence[_Stage], layers: Mapping[int, OpenFile]) -> None:
+def _check_model_ranks(folder: Place, stages: Sequence[_Stage], layers: Mapping[int, OpenFile]) -> None:
     """Several model ranks are the stages of a pipeline, whose layers are in files of their own."""
     cut = stages[0].models[0].value.get("checkpoint_parallel_dimensions")
     ranks = cut.get("tp_degree", 1) if isinstance(cut, dict) else 1
@@ -59,7 +59,7 @@ class _Stage:
     partitions: _Partitions | None
 
     @staticmethod
-    def of(folder: Path, files: Files) -> _Stage:
+    def of(folder: Place, files: Files) -> _Stage:
         models = [OpenFile(folder, name) for name in files.model]
         _check_ranks(folder, files, models[0].value)
         optims = [OpenFile(folder, name) for name in files.optim]
@@ -79,7 +79,7 @@ class _Stage:
         }
 
 
-def _check_ranks(folder: Path, files: Files, model: Mapping[str, Any]) -> None:
+def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
     """Every data-parallel rank has a file of optimizer states; in stage 3 also one of model states."""
     ranks = model.get("dp_world_size")
     if not isinstance(ranks, int):

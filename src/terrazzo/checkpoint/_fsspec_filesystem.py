@@ -1,0 +1,94 @@
+"""PyTorch's names for checkpoints wherever an `fsspec` file system reaches."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.native.storage import NativeReader
+from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
+from terrazzo.errors import UnsupportedValueError
+
+__all__ = ["FsspecReader", "FsspecWriter"]
+
+
+class FsspecWriter(FileSystemWriter):
+    """A `FileSystemWriter` for what `fsspec` makes of a URL; further arguments are the file system's own.
+
+    >>> from terrazzo.checkpoint import save
+    >>> import torch
+    >>> _ = save({"w": torch.ones(2)}, storage_writer=FsspecWriter("memory://an/example"), no_dist=True)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Any = None,
+        serialization_format: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if getattr(serialization_format, "value", "torch_save") != "torch_save":
+            raise UnsupportedValueError("terrazzo's own format has no other serialization; leave it out")
+        self._settings = kwargs
+        super().__init__(
+            path,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+        )
+
+    def _open_store(self, path: str | os.PathLike[str]) -> Store:
+        return FsspecStore(os.fspath(path), **self._settings)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_known(checkpoint_id)
+
+
+class FsspecReader(FileSystemReader):
+    """Reads what a `FsspecWriter` wrote.
+
+    >>> import torch
+    >>> from terrazzo.checkpoint import load, save
+    >>> _ = save({"w": torch.ones(2)}, storage_writer=FsspecWriter("memory://an/example"), no_dist=True)
+    >>> target = {"w": torch.zeros(2)}
+    >>> load(target, storage_reader=FsspecReader("memory://an/example"), no_dist=True)
+    >>> target["w"]
+    tensor([1., 1.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
+        self._settings = kwargs
+        NativeReader.__init__(self, FsspecStore(os.fspath(path), **kwargs))
+        self.path = os.fspath(path)
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+            self.store = FsspecStore(self.path, **self._settings)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_known(checkpoint_id)
+
+
+def _is_known(checkpoint_id: str | os.PathLike[str]) -> bool:
+    if not isinstance(checkpoint_id, str):
+        return False
+    import fsspec  # type: ignore[import-untyped]  # it has no types
+
+    try:
+        fsspec.url_to_fs(checkpoint_id)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""Storage classes that are built on PyTorch's `StorageWriter` and `StorageReader`, in the place of terrazzo's.
+
+They know PyTorch's plans, items and metadata.  These have the fields of ours, and are told apart by their classes
+alone; so they are made anew, field by field, on their way in and out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch.futures import Future
+
+from terrazzo._torch.replaced import originals
+from terrazzo.checkpoint import metadata as our_metadata
+from terrazzo.checkpoint import planner as our_planner
+from terrazzo.checkpoint.metadata import Metadata, StorageMeta
+from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+_MODULE: Final = "torch.distributed.checkpoint.storage"
+_METADATA: Final = (
+    "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+    "StorageMeta", "Metadata",
+)  # fmt: skip
+_PLANNER: Final = (
+    "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "ReadItem", "LoadItemType", "SavePlan",
+    "LoadPlan",
+)  # fmt: skip
+
+
+def ours_or_wrapped_writer(writer: Any) -> Any:
+    """A writer as `save` can use it."""
+    return TorchStorageWriter(writer) if _is_theirs(writer, "StorageWriter") else writer
+
+
+def ours_or_wrapped_reader(reader: Any) -> Any:
+    """A reader as `load` can use it."""
+    return TorchStorageReader(reader) if _is_theirs(reader, "StorageReader") else reader
+
+
+def _is_theirs(storage: Any, name: str) -> bool:
+    module = sys.modules.get(_MODULE)  # where it has not been imported, nobody has built on it
+    if module is None or storage is None or isinstance(storage, StorageWriter | StorageReader):
+        return False
+    with originals():
+        return isinstance(storage, getattr(module, name))
+
+
+@cache
+def _classes() -> tuple[dict[type, type], dict[type, type]]:
+    """Which of their classes stands for which of ours, and the other way round."""
+    with originals():
+        from torch.distributed.checkpoint import metadata as their_metadata
+        from torch.distributed.checkpoint import planner as their_planner
+        from torch.distributed.checkpoint import storage as their_storage
+
+        pairs = {getattr(our_metadata, name): getattr(their_metadata, name) for name in _METADATA}
+        pairs |= {getattr(our_planner, name): getattr(their_planner, name) for name in _PLANNER}
+        pairs[WriteResult] = their_storage.WriteResult
+    return pairs, {theirs: ours for ours, theirs in pairs.items()}
+
+
+def to_theirs(value: Any) -> Any:
+    """The same value, of PyTorch's classes."""
+    return _made_of(value, _classes()[0])
+
+
+def to_ours(value: Any) -> Any:
+    """The same value, of our classes."""
+    return _made_of(value, _classes()[1])
+
+
+def _made_of(value: Any, classes: dict[type, type]) -> Any:
+    kind = type(value)
+    other: Any = next((classes[base] for base in kind.__mro__ if base in classes), None)
+    if other is None:
+        if kind is list:
+            return [_made_of(item, classes) for item in value]
+        if kind is dict:
+            return {_made_of(key, classes): _made_of(item, classes) for key, item in value.items()}
+        return value
+    if issubclass(other, Enum):
+        return other[value.name]
+    made: Any = object.__new__(other)
+    for field in dataclasses.fields(other):
+        if hasattr(value, field.name):
+            content = getattr(value, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            content = field.default_factory()
+        else:
+            content = None if field.default is dataclasses.MISSING else field.default
+        # What storages and planners put there is their own.
+        own = field.name in ("planner_data", "storage_data") and other.__name__ != "Metadata"
+        object.__setattr__(made, field.name, content if own else _made_of(content, classes))
+    return made
+
+
+class TorchStorageWriter(StorageWriter):
+    """Writes with a writer that was built for PyTorch."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    @property
+    def checkpoint_id(self) -> Any:
+        """Where the checkpoint goes, if the writer says so."""
+        return getattr(self._writer, "checkpoint_id", None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._writer.reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        self._writer.set_up_storage_writer(is_coordinator)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        prepared: SavePlan = to_ours(self._writer.prepare_local_plan(to_theirs(plan)))
+        return prepared
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        prepared: list[SavePlan] = to_ours(list(self._writer.prepare_global_plan(to_theirs(list(plans)))))
+        return prepared
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = self._writer.write_data(to_theirs(plan), _Data(planner)).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(to_ours(list(results)))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        theirs = to_theirs(metadata)
+        self._writer.finish(theirs, [to_theirs(list(part)) for part in results])
+        metadata.storage_data = to_ours(theirs.storage_data)
+        metadata.storage_meta = to_ours(theirs.storage_meta)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a writer has to be given
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta: StorageMeta | None = to_ours(self._writer.storage_meta())
+        return meta
+
+
+class _Data:
+    """What a writer asks of the planner."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        ours: WriteItem = to_ours(write_item)
+        return self._planner.resolve_data(ours)
+
+
+class TorchStorageReader(StorageReader):
+    """Reads with a reader that was built for PyTorch."""
+
+    plans_alone = False
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._metadata: Any = None
+
+    @property
+    def checkpoint_id(self) -> Any:
+        """Where the checkpoint is, if the reader says so."""
+        return getattr(self._reader, "checkpoint_id", None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._reader.reset(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        self._metadata = self._reader.read_metadata()
+        ours: Metadata = to_ours(self._metadata)
+        return ours
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        theirs = to_theirs(metadata) if self._metadata is None else self._metadata
+        self._reader.set_up_storage_reader(theirs, is_coordinator)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        prepared: LoadPlan = to_ours(self._reader.prepare_local_plan(to_theirs(plan)))
+        return prepared
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        prepared: list[LoadPlan] = to_ours(list(self._reader.prepare_global_plan(to_theirs(list(plans)))))
+        return prepared
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._reader.read_data(to_theirs(plan), _Targets(planner)).wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a reader has to be given
+
+
+class _Targets:
+    """What a reader asks of the planner."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def _ours(self, call: Callable[..., Any], read_item: Any, *rest: Any) -> Any:
+        ours: ReadItem = to_ours(read_item)
+        return call(ours, *rest)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self._ours(self._planner.load_bytes, read_item, value)
+
+    def resolve_bytes(self, read_item: Any) -> Any:
+        return self._ours(self._planner.resolve_bytes, read_item)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self._ours(self._planner.resolve_tensor, read_item)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self._ours(self._planner.commit_tensor, read_item, tensor)

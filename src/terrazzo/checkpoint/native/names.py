@@ -1,0 +1,57 @@
+"""Names of files and folders that a checkpoint's own bytes give."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+from terrazzo.checkpoint.stores import Place
+from terrazzo.errors import CheckpointFormatError
+
+# Files that name the folder, beside them, of the last checkpoint; and of the last that DeepSpeed made universal.
+LATEST: Final = ("latest", "latest_universal")
+_LONGEST_TAG: Final = 4096
+_USUAL: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")  # most names: plain by their looks
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name, of folders too, stays within the folder that it is looked up in, if no link leads out of it.
+
+    >>> is_plain_name("shards/0.bin"), is_plain_name("../secret"), is_plain_name("/etc/passwd"), is_plain_name("a\\0")
+    (True, False, False, False)
+    """
+    if _USUAL.fullmatch(name):
+        return True
+    parts = name.split("/")
+    try:
+        short = all(len(os.fsencode(part)) < 256 for part in parts)
+    except UnicodeError:
+        return False
+    return short and "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def named_by_latest(folder: Place) -> list[Place]:
+    """The folders that a folder of checkpoints says are the last ones, whether they are there or not."""
+    found: list[Place] = []
+    for name in LATEST:
+        file = folder / name
+        if not file.is_file():
+            continue
+        opened = file.open()
+        try:
+            data = bytearray(min(opened.size, _LONGEST_TAG))
+            opened.read_into(0, [memoryview(data)])
+        finally:
+            opened.close()
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointFormatError(f"{file} does not hold the name of a folder ({error})") from error
+        # As it is, or as DeepSpeed reads it: a tag may begin and end with white space.
+        tags = [tag for tag in dict.fromkeys((text.removesuffix("\n"), text.strip())) if tag]
+        if not tags or not all("/" not in tag and is_plain_name(tag) for tag in tags):
+            raise CheckpointFormatError(f"{file} holds {text[:100]!r}, which is not the name of a folder beside it")
+        folders = [folder / tag for tag in tags]
+        found.append(next((place for place in folders if place.is_dir()), folders[0]) if tags[1:] else folders[0])
+    return found

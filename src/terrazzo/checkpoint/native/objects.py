@@ -1,0 +1,281 @@
+"""Values that are not tensors, as typed data and never as code.
+
+`encode` writes a Python value as MessagePack; types that MessagePack lacks are extension records, one code
+each, whose payload is MessagePack again.  `decode` can therefore build values of the types listed here and
+nothing else.  What is not listed (instances of classes, functions) is refused, or pickled when the caller says
+`allow_pickle=True`, and unpickled only when the one who loads says so too.  `docs/format.md` lists the
+extension codes.
+
+`ObjectBytes` is how such a value passes through the planner interface, which speaks of `BytesIO`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from math import prod
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
+
+_Ext = msgspec.msgpack.Ext
+
+TUPLE: Final = 1
+SET: Final = 2
+FROZENSET: Final = 3
+PAIRS: Final = 4  # a dict with keys that are not all strings: [key, value, key, value, ...]
+ORDERED_DICT: Final = 5
+INTEGER: Final = 6  # beyond 64 bits, in decimal
+COMPLEX: Final = 7
+BYTEARRAY: Final = 8
+RANGE: Final = 9
+SLICE: Final = 10
+BYTES_IO: Final = 11
+DTYPE: Final = 16
+DEVICE: Final = 17
+SIZE: Final = 18
+TENSOR: Final = 19
+NUMPY_ARRAY: Final = 20
+NUMPY_SCALAR: Final = 21
+PICKLE: Final = 127
+
+# What a tensor in a value was.
+_PLAIN_TENSOR: Final = False
+_PARAMETER: Final = True
+_FROZEN: Final = 2  # a parameter that requires no gradient
+_REQUIRES_GRAD: Final = 3  # a tensor that requires one
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+_MAX_DEPTH = 200
+# What building a value from bytes that do not describe one may raise.  SyntaxError: NumPy, of texts that are no dtype;
+# RuntimeError: torch, of shapes and devices that are none.
+_NOT_A_VALUE = (
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    SyntaxError,
+)
+
+
+def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
+    """`value` as typed bytes.
+
+    >>> decode(encode({"step": 3, "betas": (0.9, 0.999)}))
+    {'step': 3, 'betas': (0.9, 0.999)}
+    """
+    return _encode_plain(_pack(value, allow_pickle, ()))
+
+
+def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Any:
+    """The value that `encode` wrote."""
+
+    def extension(code: int, payload: memoryview) -> Any:
+        if code == PICKLE:
+            if not allow_pickle:
+                raise UnsupportedValueError(
+                    "this value was stored as a pickle, which can run code when it is read; "
+                    "if you trust the checkpoint, load it with a planner made with allow_pickle=True"
+                )
+            return pickle.loads(payload)
+        unpack = _UNPACK.get(code)
+        if unpack is None:
+            raise CheckpointCorruptError(f"a stored value has the unknown type code {code}")
+        return unpack(msgspec.msgpack.decode(payload, ext_hook=extension))
+
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=extension)
+    except CheckpointError:
+        raise
+    except _NOT_A_VALUE as error:
+        raise CheckpointCorruptError(f"a stored value cannot be decoded: {error}") from error
+
+
+class ObjectBytes(io.BytesIO):
+    """A value on its way between planner and storage, posing as the `BytesIO` that the interfaces ask for.
+
+    terrazzo's planners and storage pass `value` and never make bytes of it.  For whoever reads this as a file,
+    it holds the value as `torch.save` writes it, made at the first access.
+    """
+
+    def __init__(self, value: Any, encoded: bytes | None = None) -> None:
+        super().__init__()
+        self.value = value
+        self._encoded = encoded
+        self._filled = False
+
+    def encoded(self) -> bytes:
+        """The value as typed bytes."""
+        if self._encoded is None:
+            self._encoded = encode(self.value)
+        return self._encoded
+
+    def _fill(self) -> None:
+        if not self._filled:
+            self._filled = True
+            torch.save(self.value, self)
+            super().seek(0)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._fill()
+        return super().read(size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._fill()
+        return super().readinto(buffer)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self._fill()
+        return super().readline(size)
+
+    def getvalue(self) -> bytes:
+        self._fill()
+        return super().getvalue()
+
+    def getbuffer(self) -> memoryview:
+        self._fill()
+        return super().getbuffer()
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._fill()
+        return super().seek(offset, whence)
+
+    def tell(self) -> int:
+        self._fill()
+        return super().tell()
+
+
+def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
+    """`value` made of what MessagePack knows and extension records."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else _record(INTEGER, str(value))
+    if len(path) > _MAX_DEPTH:
+        raise UnsupportedValueError(f"a value is nested deeper than {_MAX_DEPTH} levels, or contains itself")
+    if kind is list:
+        return [_pack(item, allow_pickle, (*path, i)) for i, item in enumerate(value)]
+    if kind is dict:
+        if all(type(key) is str for key in value):
+            return {key: _pack(item, allow_pickle, (*path, key)) for key, item in value.items()}
+        return _record(PAIRS, _pairs(value, allow_pickle, path))
+    pack = _PACK.get(kind)
+    if pack is not None:
+        return pack(value, lambda item: _pack(item, allow_pickle, (*path, "()")))
+    if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
+        return _record(TENSOR, _tensor_parts(value))
+    if isinstance(value, np.generic):
+        return _record(NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _record(NUMPY_ARRAY, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
+    if isinstance(value, str) and kind.__module__ == "torch.torch_version":
+        return str(value)
+    if allow_pickle:
+        return _Ext(PICKLE, pickle.dumps(value))
+    where = "".join(f"[{part!r}]" for part in path)
+    raise UnsupportedValueError(
+        f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which has no typed form; store its plain "
+        f"parts (numbers, strings, lists, dicts, tensors), or save with a planner made with allow_pickle=True"
+    )
+
+
+def _record(code: int, payload: Any) -> Any:
+    return _Ext(code, _encode_plain(payload))
+
+
+def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...]) -> list[Any]:
+    flat: list[Any] = []
+    for key, item in value.items():
+        flat += (_pack(key, allow_pickle, (*path, key)), _pack(item, allow_pickle, (*path, key)))
+    return flat
+
+
+def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
+    local = tensor.detach().cpu().contiguous()
+    kind = (_FROZEN, _PARAMETER) if isinstance(tensor, torch.nn.Parameter) else (_PLAIN_TENSOR, _REQUIRES_GRAD)
+    return [dtype_name(local.dtype), list(local.shape), bytes(bytes_of(local)), kind[tensor.requires_grad]]
+
+
+def _tensor_from_parts(parts: list[Any]) -> torch.Tensor:
+    name, shape, data, kind = parts
+    dtype = dtype_from_name(name)
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"a stored tensor of shape {shape} has {len(data)} bytes")
+    tensor = torch.empty(shape, dtype=dtype)
+    bytes_of(tensor)[:] = data
+    if kind in (_PARAMETER, _FROZEN):
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        return torch.nn.Parameter(tensor, kind is _PARAMETER and differentiable)
+    return tensor.requires_grad_(kind == _REQUIRES_GRAD)
+
+
+def _array_from_parts(parts: list[Any]) -> np.ndarray[Any, Any]:
+    dtype, shape, data = parts
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+
+
+def _dict_from_pairs(flat: list[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+_PLAIN = frozenset({type(None), bool, float, str, bytes})
+
+_Packer = Callable[[Any, Callable[[Any], Any]], Any]
+_PACK: dict[type, _Packer] = {
+    tuple: lambda v, pack: _record(TUPLE, [pack(item) for item in v]),
+    set: lambda v, pack: _record(SET, [pack(item) for item in _in_order(v)]),
+    frozenset: lambda v, pack: _record(FROZENSET, [pack(item) for item in _in_order(v)]),
+    OrderedDict: lambda v, pack: _record(ORDERED_DICT, [pack(part) for pair in v.items() for part in pair]),
+    complex: lambda v, pack: _record(COMPLEX, [v.real, v.imag]),
+    bytearray: lambda v, pack: _record(BYTEARRAY, bytes(v)),
+    range: lambda v, pack: _record(RANGE, [v.start, v.stop, v.step]),
+    io.BytesIO: lambda v, pack: _record(BYTES_IO, v.getvalue()),
+    slice: lambda v, pack: _record(SLICE, [pack(v.start), pack(v.stop), pack(v.step)]),
+    torch.dtype: lambda v, pack: _record(DTYPE, dtype_name(v)),
+    torch.device: lambda v, pack: _record(DEVICE, str(v)),
+    torch.Size: lambda v, pack: _record(SIZE, list(v)),
+}
+
+_UNPACK: dict[int, Callable[[Any], Any]] = {
+    TUPLE: tuple,
+    SET: set,
+    FROZENSET: frozenset,
+    PAIRS: _dict_from_pairs,
+    ORDERED_DICT: lambda v: OrderedDict(_dict_from_pairs(v)),
+    INTEGER: lambda v: _big_integer(v),
+    COMPLEX: lambda v: complex(*v),
+    BYTEARRAY: bytearray,
+    RANGE: lambda v: range(*v),
+    SLICE: lambda v: slice(*v),
+    BYTES_IO: io.BytesIO,
+    DTYPE: dtype_from_name,
+    DEVICE: torch.device,
+    SIZE: torch.Size,
+    TENSOR: _tensor_from_parts,
+    NUMPY_ARRAY: _array_from_parts,
+    NUMPY_SCALAR: lambda v: np.frombuffer(v[1], dtype=np.dtype(v[0]))[0],
+}
+
+
+def _in_order(values: set[Any] | frozenset[Any]) -> list[Any]:
+    """A set's items in an order that does not vary from process to process, so that equal sets have equal bytes."""
+    return sorted(values, key=lambda item: (type(item).__name__, repr(item)))
+
+
+def _big_integer(digits: str) -> int:
+    # Python refuses to parse very long numbers, against denial of service; the stored bytes bound this one.
+    if len(digits) > max(sys.get_int_max_str_digits(), 640):
+        raise ValueError(f"a stored integer has {len(digits)} digits")
+    return int(digits)

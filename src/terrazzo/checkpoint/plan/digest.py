@@ -1,0 +1,43 @@
+"""Digests of tensors' values, for asking whether ranks hold the same."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.native.memory import bytes_of
+
+_WINDOW = 4 << 20
+# An odd multiplier makes i -> i * _ODD a permutation of the 64-bit integers.
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> int:
+    """64 bits that depend on every element.  Only digests made on the same type of device can be compared.
+
+    >>> digest_of_tensor(torch.arange(6).reshape(2, 3).T) == digest_of_tensor(torch.tensor([[0, 3], [1, 4], [2, 5]]))
+    True
+    """
+    if tensor.device.type != "cpu":
+        return _digest_on_device(tensor)
+    state = xxhash.xxh3_64()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        state.update(bytes_of(tensor))
+    else:
+        for box in row_major_windows(tensor.shape, _WINDOW // tensor.dtype.itemsize):
+            window = tensor[box.slices()].resolve_conj().resolve_neg().contiguous()
+            state.update(bytes_of(window))
+    return state.intdigest()
+
+
+def _digest_on_device(tensor: torch.Tensor) -> int:
+    """Without bringing the data to the host: a sum of the bytes, each times a number that depends on its place."""
+    total = 0
+    for box in row_major_windows(tensor.shape, _WINDOW // tensor.dtype.itemsize):
+        window = tensor[box.slices()].resolve_conj().resolve_neg().contiguous()
+        data = window.reshape(-1).view(torch.uint8).to(torch.int64)
+        place = torch.arange(1, data.numel() + 1, device=tensor.device, dtype=torch.int64) * _ODD
+        part = int(((data + 1) * (place ^ (place >> 29))).sum())  # int64 arithmetic wraps around
+        total = (total * 31 + part) & 0xFFFFFFFFFFFFFFFF
+    return total

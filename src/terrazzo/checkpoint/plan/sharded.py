@@ -1,0 +1,183 @@
+"""How a checkpoint sees a distributed tensor.
+
+Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor.  Its data
+is `to_local()` when there is one chunk, and `__get_tensor_shard__(index)` when there are more.  If it also has
+`device_mesh` and `placements`, they tell which other ranks hold the same chunk, so that one of them can write it
+without asking; if not, ranks compare notes (`ownership`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from terrazzo._torch.dispatching import has_inner_tensors
+from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.plan import interop
+from terrazzo.errors import UnsupportedValueError
+from terrazzo.layout.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The global ranks, in order, that hold exactly the same chunks, among the ranks of a mesh.
+
+    Ranks outside the mesh may hold the same chunks on meshes of their own (FSDP along one dim of a larger mesh, say).
+    """
+
+    ranks: tuple[int, ...]
+    among: frozenset[int]
+
+
+class ShardView(msgspec.Struct, frozen=True, eq=False):
+    """A rank's part of a distributed tensor.  `holders` is None if the tensor does not say who holds the same."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    chunks: tuple[tuple[Box, torch.Tensor], ...]
+    holders: Holders | None
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `value` is a distributed tensor, of whatever library."""
+    return _is_sharded_type(type(value))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_sharded_type(kind: type[Any]) -> bool:
+    return hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
+
+
+class Viewer:
+    """Makes views, and remembers what is the same for all tensors of one mesh, placements and shape."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[int, tuple[Any, ...]], Holders] = {}
+        self._boxes: dict[tuple[Any, ...], tuple[Box, Holders]] = {}
+
+    def view(self, name: str, value: Any) -> ShardView:
+        """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
+        if interop.is_sharded_tensor_type(type(value)):
+            return self._view_shards(name, value, interop.local_shards(value), None)
+        mesh = getattr(value, "device_mesh", None)
+        if mesh is None:
+            return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
+        placements, size = tuple(value.placements), value.size()
+        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+        key = (type(value), id(mesh), placements, size)
+        known = self._boxes.get(key)
+        if known is not None:
+            box, holders = known
+            local = value.to_local()
+            if local.shape == box.lengths and not is_sharded(local):
+                return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
+        holders = self._holders_of(name, mesh, placements)
+        if not holders.ranks:  # this rank is not in the mesh
+            return ShardView(size, value.dtype, (), holders)
+        shards = _shards(name, value)
+        if len(shards) == 1 and not shards[0][0].is_empty:
+            self._boxes[key] = shards[0][0], holders
+        return self._view_shards(name, value, shards, holders)
+
+    def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
+        if len(shards) == 1:  # most often
+            box, local = shards[0]
+            if local.shape == box.lengths and not box.is_empty and not is_sharded(local):
+                return ShardView(value.size(), value.dtype, ((box, _detached(local)),), holders)
+        chunks: list[tuple[Box, torch.Tensor]] = []
+        for box, local in shards:
+            if is_sharded(local):  # FSDP over tensor parallelism, as PyTorch 1 nests it
+                inner = self.view(name, local)
+                holders = None
+                chunks += [(part.shifted(box.offsets), tensor) for part, tensor in inner.chunks]
+            elif not box.is_empty:
+                if local.shape != box.lengths:
+                    raise UnsupportedValueError(
+                        f"{name!r}: the chunk at {box.offsets} should be of shape {box.lengths}, "
+                        f"but the local tensor is of shape {tuple(local.shape)}"
+                    )
+                chunks.append((box, _detached(local)))
+        return ShardView(value.size(), value.dtype, tuple(chunks), holders)
+
+    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
+        key = (id(mesh), placements)
+        holders = self._holders.get(key)
+        if holders is None:
+            if any(placement.is_partial() for placement in placements):
+                raise UnsupportedValueError(
+                    f"{name!r} has placements {placements}: partial values are not the tensor's values; "
+                    f"redistribute it to Replicate or Shard before saving"
+                )
+            ranks: list[int] = []
+            coordinate = mesh.get_coordinate()
+            if coordinate is not None:
+                index = tuple(
+                    slice(None) if placement.is_replicate() else position
+                    for placement, position in zip(placements, coordinate, strict=True)
+                )
+                ranks = sorted(mesh.mesh[index].reshape(-1).tolist())
+            holders = Holders(tuple(ranks), frozenset(mesh.mesh.reshape(-1).tolist()))
+            self._holders[key] = holders
+        return holders
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
+    """The tensor's own chunks on this rank."""
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+    if len(boxes) == 1:
+        return [(boxes[0], value.to_local())]
+    return [
+        (box, value.__get_tensor_shard__(MetadataIndex(name, box.offsets, number))) for number, box in enumerate(boxes)
+    ]
+
+
+def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -> ShardView:
+    """The view of any tensor: a plain one is a single chunk that every rank may hold."""
+    if is_sharded(value):
+        return view(name, value)
+    return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), _detached(value)),), None)
+
+
+def check_storable(value: Any) -> None:
+    """Raise for tensors that have no bytes of the usual kind."""
+    dtype_name(value.dtype)
+    if is_sharded(value):
+        return
+    if value.layout is not torch.strided:
+        raise UnsupportedValueError(
+            f"a tensor of layout {value.layout} cannot be stored; store its parts or make it dense"
+        )
+    if value.device.type == "meta":
+        raise UnsupportedValueError("a tensor on the meta device has no values to store")
+    if type(value) not in _OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
+        raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
+
+
+_OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has its elements in memory of its own: a wrapper has none."""
+    try:
+        return value.untyped_storage().data_ptr() != 0 or value.numel() == 0
+    except RuntimeError:
+        return False
+
+
+def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the state dict.
+
+    PyTorch's planners rewrite sharded tensors of sharded tensors at this point; a `Viewer` sees through them
+    instead, and the function remains for planners that call it.
+    """
+    return dict(state_dict)

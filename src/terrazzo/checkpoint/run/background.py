@@ -1,0 +1,164 @@
+"""Saving in the background: one save in flight per process group, on a thread or in a process.
+
+The state is copied first (`staging`); only that holds training up.  The background has connections of its own,
+so its messages never meet those of training.  An error comes out of the future's `result()`, and if nobody
+asked, of the next save.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.process_saver import ProcessSaver
+from terrazzo.checkpoint.run.staging import BlockingAsyncStager
+from terrazzo.comm.control import ControlPlane, time_limit_of
+from terrazzo.errors import CheckpointError
+
+
+class SaveFuture(Future[Metadata]):
+    """The outcome of a save in the background; remembers whether anybody has asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        try:
+            return super().result(timeout)
+        finally:
+            self.asked = self.asked or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.asked = self.asked or self.done()
+
+    def settle(self, work: Callable[[], Metadata]) -> None:
+        """Do the work, and hold its result or its error."""
+        try:
+            value = work()
+        except BaseException as error:  # noqa: B036  # kept for whoever asks
+            self.set_exception(error)
+        else:
+            self.set_result(value)
+
+
+class AsyncSaveResponse(SaveFuture):
+    """The outcome of a save whose state is also copied in the background.
+
+    `staging_completion` is done when the state has been copied and may be changed, `upload_completion` (this future
+    itself) when the checkpoint is complete.
+    """
+
+    def __init__(self, staging_completion: Future[Any]) -> None:
+        super().__init__()
+        self.staging_completion = staging_completion
+
+    @property
+    def upload_completion(self) -> Future[Metadata]:
+        """Done when the checkpoint is complete."""
+        return self
+
+
+class Background:
+    """The background of one process group on this rank: the save in flight, and what is kept between saves."""
+
+    def __init__(self) -> None:
+        self._future: SaveFuture | None = None
+        self._thread: threading.Thread | None = None
+        self._plane: ControlPlane | None = None
+        self._process: ProcessSaver | None = None
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def earlier_error(self) -> CheckpointError | None:
+        """The error of the last save, if nobody on this rank has seen it: the reason why this save fails as well.
+
+        It does so on all ranks, for this rank takes part and fails: nothing is asked of the others here, who may have
+        seen theirs, or have had none.
+        """
+        self.wait()
+        future, self._future = self._future, None
+        if future is None or future.asked:
+            return None
+        error = future.exception()
+        if error is None:
+            return None
+        told = CheckpointError(f"the save in the background before this one failed: {error}")
+        told.__cause__ = error
+        return told
+
+    def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
+        """Connections for the background, with the time limit given or the group's own.  Collective when they are made,
+        which they are again after they broke."""
+        group = group if group is not None else dist.group.WORLD
+        if self._plane is None:
+            self._plane = ControlPlane.create(group, timeout, name="checkpoint")
+        self._plane = self._plane.renewed(timeout or time_limit_of(group))
+        return self._plane
+
+    def process(self, place: Place, timeout: timedelta | None) -> ProcessSaver:
+        """The process that saves, started if there is none, anew on all ranks if one has died.  Collective."""
+        alive = self._process is not None and self._process.alive
+        try:
+            everyone = place.reduce(
+                lambda: b"alive" if alive else b"", lambda replies: b"alive" if all(replies) else b""
+            )
+            if not everyone:
+                if self._process is not None:
+                    self._process.close()
+                self._process = ProcessSaver(place, timeout)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__
+        assert self._process is not None
+        return self._process
+
+    def start(self, work: Callable[[], Metadata], future: SaveFuture | None = None) -> SaveFuture:
+        """Do the work on a thread."""
+        future = future or SaveFuture()
+        self._future = future
+        # Not a daemon: a process that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=future.settle, args=(work,), name="terrazzo-save")
+        self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """Wait for the save in flight and release everything."""
+        self.wait()
+        self.stager.close()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
+
+
+_by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+_without_group = Background()
+
+
+def background_of(process_group: Any, no_dist: bool) -> Background:
+    """The background for a process group (None: all ranks)."""
+    if no_dist or not (dist.is_available() and dist.is_initialized()):
+        return _without_group
+    group = process_group if process_group is not None else dist.group.WORLD
+    background = _by_group.get(group)
+    if background is None:
+        background = _by_group[group] = Background()
+    return background

@@ -1,0 +1,145 @@
+"""One load on one rank.
+
+The usual load talks to nobody: the rank reads the table of contents, plans what it needs and reads it.  A caller
+that asks for it, a planner with a global step, or somebody else's storage bring the ranks together; then an error of
+one rank is the same `CheckpointException` on all of them, and `load` returns on none before it has been carried out on
+all.  Of the native format the coordinator then reads the root and gives it to all, so that all load the same
+checkpoint, whoever replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
+from terrazzo.checkpoint.run import messages
+from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.events import operation
+from terrazzo.checkpoint.run.failures import exception_of, failure_of
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.errors import CheckpointIOError, TerrazzoError
+
+
+@dataclass(slots=True)
+class LoadSession:
+    """The state of one load on one rank."""
+
+    planner: LoadPlanner
+    reader: StorageReader
+    place: Place
+    checkpoint_id: Any
+    wanted_together: bool = False
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks wait for each other."""
+        return self.wanted_together or not self._plans_alone
+
+    @property
+    def _plans_alone(self) -> bool:
+        return getattr(self.planner, "plans_alone", False) and getattr(self.reader, "plans_alone", False)
+
+    def run(
+        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
+    ) -> None:
+        """Load into what `state_dict()` returns, in place, and hand it to `give_back`."""
+        with operation("load", self.checkpoint_id, self.place.global_rank) as event:
+            try:
+                self._run(state_dict, give_back)
+            finally:
+                if isinstance(self.planner, DefaultLoadPlanner):
+                    self.planner.forget()
+            event.bytes = getattr(self.reader, "bytes_read", 0)
+
+    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+        if not self.together:
+            with self._explained():
+                values = state_dict()
+                self._read(self._local_plan(values))
+            self._finish(values, give_back)
+            return
+        try:
+            with self.place.guarded():
+                self._load_together(state_dict, give_back)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors as the exception that ranks raise together, which says on which rank and of which checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            raised = error
+            if isinstance(error, OSError | EOFError) and not isinstance(error, TerrazzoError):
+                raised = CheckpointIOError(str(error)).with_traceback(error.__traceback__)
+            failure = failure_of(raised, self.place.global_rank)
+            raise exception_of([failure], self.place.doing, error) from error
+
+    def _local_plan(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> LoadPlan:
+        with paused_collector():
+            use_root = getattr(self.reader, "use_root", None)
+            metadata = self.reader.read_metadata() if root is None or use_root is None else use_root(root)
+        if isinstance(self.planner, DefaultLoadPlanner):
+            self.planner.set_up_ranks(self.place.rank, self.place.ranks)
+        self.planner.set_up_planner(state_dict, metadata, self.place.is_coordinator)
+        self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
+        with paused_collector():
+            return self.reader.prepare_local_plan(self.planner.create_local_plan())
+
+    def _read(self, plan: LoadPlan) -> None:
+        self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
+
+    def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+        if isinstance(self.planner, DefaultLoadPlanner):
+            self.planner.write_back()
+        give_back(values)
+
+    def _load_together(
+        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]
+    ) -> None:
+        values: STATE_DICT_TYPE = {}
+        alone, root = self._agree()
+
+        def plan() -> bytes:
+            nonlocal values
+            values = state_dict()
+            return messages.encode(self._local_plan(values, root))
+
+        def read_alone() -> None:
+            nonlocal values
+            values = state_dict()
+            self._read(self._local_plan(values, root))
+
+        def combine(parts: list[bytes]) -> list[bytes]:
+            plans = self.planner.create_global_plan([messages.decode(part, LoadPlan) for part in parts])
+            return [messages.encode(part) for part in self.reader.prepare_global_plan(plans)]
+
+        # Nothing is handed to objects of the caller before every rank has read.
+        if alone:
+            self.place.together(read_alone)
+        else:
+            central = messages.decode(self.place.reduce_scatter(plan, combine), LoadPlan)
+            self.place.together(lambda: self._read(central))
+        self.place.together(lambda: self._finish(values, give_back))
+
+    def _agree(self) -> tuple[bool, bytes | None]:
+        """Whether each rank can plan for itself; and the root, read by the coordinator, if all readers take one."""
+
+        def step() -> bytes:
+            return msgspec.msgpack.encode((self._plans_alone, hasattr(self.reader, "use_root")))
+
+        def combine(parts: list[bytes]) -> bytes:
+            said = [msgspec.msgpack.decode(part, type=tuple[bool, bool]) for part in parts]
+            root = self.reader.root() if all(takes for _, takes in said) else None  # type: ignore[attr-defined]
+            return msgspec.msgpack.encode((all(alone for alone, _ in said), root))
+
+        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None])

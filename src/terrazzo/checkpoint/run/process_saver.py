@@ -1,0 +1,242 @@
+"""Saving in a process of its own: training and saving never wait for the same interpreter.
+
+Each rank starts one process, which stays for later saves.  These processes form a process group of their own.
+The state is copied into shared memory that is mapped once; for each save only a small description travels.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.run.coordination import Place, with_plane
+from terrazzo.checkpoint.run.failures import Failure
+from terrazzo.checkpoint.run.save_session import SaveSession
+from terrazzo.checkpoint.run.staging import HostMemory, carve, layout_of, put_together, take_apart
+from terrazzo.checkpoint.stores import Store
+from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.comm.processes import host_identity
+from terrazzo.errors import CheckpointError
+
+Specs = list[tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A staged state dict for the process: its tensors are in shared memory.  Or why there is none."""
+
+    skeleton: STATE_DICT_TYPE = field(default_factory=dict)
+    specs: Specs = field(default_factory=list)
+    error: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the process is told to do."""
+
+    planner: Any
+    writer: Any
+    checkpoint_id: Any
+    doing: str
+    limit: timedelta | None
+    store: Store | None
+    base: str | os.PathLike[str] | Store | None
+    parcel: Parcel
+    new_buffer: bool  # shared memory follows; if not, it is the same as last time
+
+
+class _Meeting(msgspec.Struct, array_like=True, frozen=True):
+    """Where the processes find each other: a store that the first rank's process hosts."""
+
+    host: str
+    port: int
+    loopback: bool  # all ranks are on one host, and nothing has to listen to others
+
+
+class ProcessSaver:
+    """The saving process of this rank.  Making it is collective."""
+
+    def __init__(self, place: Place, timeout: timedelta | None) -> None:
+        self._memory = HostMemory(shared=True)
+        self._sent: torch.Tensor | None = None
+        self._store: dist.TCPStore | None = None
+        self._limit = timeout
+        limit = timeout or (DEFAULT_TIMEOUT if place.plane is None else place.plane.timeout)
+        meeting = self._meeting_point(place, limit)
+        context = mp.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = (theirs, place.rank, place.ranks, meeting, limit)
+        self._process = context.Process(target=_serve, args=arguments, name="terrazzo-save", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _meeting_point(self, place: Place, limit: timedelta) -> _Meeting | None:
+        """Where the processes will find each other, which all ranks hear from the first."""
+        if place.plane is None:
+            return None
+
+        def host_store(hosts: list[bytes]) -> bytes:
+            loopback = len(set(hosts)) == 1 and hosts[0] != b""
+            address = "127.0.0.1" if loopback else _own_address()
+            # Bound here, because a store would bind to all interfaces.
+            listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            port = listening.getsockname()[1]
+            self._store = dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=limit,
+                master_listen_fd=listening.detach(),
+            )
+            return msgspec.msgpack.encode(_Meeting(address, port, loopback))
+
+        return msgspec.msgpack.decode(place.reduce(lambda: host_identity().encode(), host_store), type=_Meeting)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Parcel:
+        """Copy the state into the shared memory."""
+        skeleton, sources = take_apart(state_dict)
+        self._memory.copy(sources)
+        return Parcel(skeleton, [(tensor.shape, tensor.dtype) for tensor in sources])
+
+    def save(self, session: SaveSession, parcel: Parcel) -> Metadata:
+        """Have the process save what has been staged, and wait for the outcome."""
+        buffer = self._memory.buffer
+        order = _Order(
+            session.planner,
+            session.given_writer,
+            session.checkpoint_id,
+            session.place.doing,
+            None if session.place.plane is None else session.place.plane.timeout,
+            session.store,
+            session.base,
+            parcel,
+            buffer is not self._sent,
+        )
+        # Not `send`: it would move tensors that planner, writer and values hold to shared memory, where the caller has
+        # them.  Only the buffer is meant to go there, and is there.
+        data = pickle.dumps(order)
+        try:
+            self._connection.send_bytes(data)
+            if order.new_buffer:
+                self._connection.send(buffer)
+            self._sent = buffer
+            outcome = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            self._process.join(1)
+            raise CheckpointError(
+                f"the saving process of rank {session.place.global_rank} has died (exit code {self._process.exitcode})"
+            ) from error
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert isinstance(outcome, Metadata)
+        return outcome
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can take orders."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()  # it ends when nobody can give it orders any more
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+        self._memory = HostMemory(shared=True)
+
+
+def _own_address() -> str:
+    """An address of this host that the other ranks can reach: the one from which it would reach the master.
+
+    The host's name is no help: on many systems it stands for a loopback address.
+    """
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CheckpointError(
+            f"MASTER_ADDR {master!r} cannot be resolved or reached ({error}), so this rank does not know at which of "
+            f"its addresses the saving processes of the other ranks can reach it"
+        ) from error
+
+
+def _serve(
+    connection: Connection, rank: int, ranks: tuple[int, ...], meeting: _Meeting | None, limit: timedelta
+) -> None:
+    """The life of the process: orders until the connection is closed."""
+    failed: BaseException | None = None
+    if meeting is not None:
+        try:
+            if meeting.loopback:
+                os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
+        except Exception as error:
+            failed = CheckpointError(f"the saving processes of ranks {list(ranks)} could not find each other: {error}")
+    buffer: torch.Tensor | None = None
+    while True:
+        try:
+            order: _Order = pickle.loads(connection.recv_bytes())
+            buffer = connection.recv() if order.new_buffer else buffer
+        except EOFError:
+            break
+        connection.send_bytes(_outcome(order, buffer, rank, ranks, failed))
+        if failed is not None:
+            break  # the next save begins with another process
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _outcome(
+    order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], failed: BaseException | None
+) -> bytes:
+    """Carry out an order; the pickled metadata, or the pickled error.  They go through a pipe to the parent."""
+    try:
+        if failed is not None:
+            raise failed
+        place = Place(rank, ranks, None, order.doing)
+        if len(ranks) > 1:
+            place = with_plane(place, lambda: _plane_of(ranks, order.limit))
+        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store, order.base)
+        return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
+    except BaseException as error:
+        error.__traceback__ = None
+        try:
+            return pickle.dumps(error)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return pickle.dumps(CheckpointError(f"{type(error).__name__}: {error}"))
+
+
+def _plane_of(ranks: tuple[int, ...], limit: timedelta | None) -> ControlPlane:
+    """The processes' own plane.  Their ranks among themselves stand for those of the processes that train."""
+    plane = ControlPlane.for_group(timeout=limit).renewed()
+    return plane.speaking_of(ranks)
+
+
+def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:
+    if parcel.error is not None:
+        raise parcel.error.exception()
+    if buffer is None:
+        return parcel.skeleton
+    positions, _ = layout_of(parcel.specs)
+    return put_together(parcel.skeleton, carve(buffer, parcel.specs, positions))

@@ -1,0 +1,220 @@
+"""One save, from plan to commit, on one rank.
+
+    1. every rank plans what it could write, and tells the coordinator in one small message that it is ready
+    2. who writes what:   usually each rank works out its own part (`ownership`);
+                          with a planner or a storage that wants all plans, the coordinator does (`global_plan`)
+    3. every rank writes its part, durably
+    4. the coordinator, having heard that all have, makes the checkpoint valid in one atomic act
+
+An error in any step on any rank becomes the same exception on every rank; before step 4 it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
+from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
+from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner
+from terrazzo.checkpoint.run import messages
+from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.events import LOGGER, Event, operation
+from terrazzo.checkpoint.run.locate import find_writer
+from terrazzo.checkpoint.run.save_side import SaveSide, decode_all, encode_with_paths, side_of
+from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.stores import Store, store_at
+from terrazzo.errors import CheckpointError
+
+
+class _Hello(msgspec.Struct, array_like=True, frozen=True):
+    """A rank is ready to save."""
+
+    alone: bool  # planner and storage need no global step
+    notes: list[Note]
+    cache_token: str
+
+
+class _Start(msgspec.Struct, array_like=True, frozen=True):
+    """All ranks are ready."""
+
+    save_id: str
+    alone: bool
+    unsure: list[int]  # groups of holders of which not all said the same
+    cache_token: str
+
+
+@dataclass(slots=True)
+class SaveSession:
+    """The state of one save on one rank."""
+
+    planner: SavePlanner
+    given_writer: StorageWriter | None
+    place: Place
+    checkpoint_id: Any
+    store: Store | None = None
+    base: str | os.PathLike[str] | Store | None = None
+    _writer: StorageWriter | None = None
+    _side: SaveSide | None = None
+
+    def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
+        """Save what `state_dict()` returns; returns the checkpoint's metadata on every rank."""
+        with operation("save", self.checkpoint_id, self.place.global_rank) as event:
+            try:
+                with self.place.guarded():
+                    return self._run(state_dict, event)
+            except StepFailed as failed:
+                if failed.discard and self._side is not None:
+                    self._discard(self._side)
+                raise failed.error from failed.error.__cause__
+            finally:
+                if isinstance(self.planner, DefaultSavePlanner):
+                    self.planner.forget()
+
+    def _discard(self, side: SaveSide) -> None:
+        try:
+            side.abandon()
+        except (CheckpointError, OSError) as error:  # what failed the save is what to tell
+            LOGGER.warning("%s: what the failed save left behind stays for now: %s", self.place.doing, error)
+
+    @property
+    def writer(self) -> StorageWriter:
+        """The writer, once the save has begun."""
+        assert self._writer is not None
+        return self._writer
+
+    @property
+    def side(self) -> SaveSide:
+        """How the writer takes part, once the save has begun."""
+        assert self._side is not None
+        return self._side
+
+    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event) -> Metadata:
+        plan, negotiation, start = self._agree_to_start(state_dict)
+        central = None if start.alone else self._global_plan(plan, start.cache_token)
+        answer = b""
+        if start.alone and start.unsure:
+            assert negotiation is not None
+            side = negotiation
+            answer = self.place.reduce_scatter(lambda: side.numbers(start.unsure), answers)
+        metadata: Metadata | None = None
+
+        def write() -> bytes:
+            if central is not None:
+                mine = central[0]
+            else:
+                assert isinstance(self.planner, DefaultSavePlanner) and negotiation is not None
+                shared = self.planner.share_plan(plan, negotiation, negotiation.settled(start.unsure, answer))
+                mine = self.side.place(shared, start.save_id, self.place.rank)
+            with operation("write", self.checkpoint_id, self.place.global_rank) as written:
+                results = self.writer.write_data(self.planner.finish_plan(mine), self.planner).wait()
+                event.bytes = written.bytes = _bytes_of(results)
+            return encode_with_paths(self.side.encode_results(results), mine.planner_data if start.alone else None)
+
+        def commit(parts: list[bytes]) -> bytes:
+            nonlocal metadata
+            results, planner_data = decode_all(parts, self.side)
+            if central is not None and central[1] is not None:
+                metadata = central[1]
+            else:
+                metadata = Metadata({}, planner_data=planner_data)
+            with operation("commit", self.checkpoint_id, self.place.rank):
+                self.writer.finish(metadata, results)
+            return self.side.committed(metadata)
+
+        outcome = self.place.reduce(write, commit, lambda: self.side.may_abandon())
+        return metadata if metadata is not None else self.side.describe_committed(outcome)
+
+    def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[SavePlan, Negotiation | None, _Start]:
+        """Plan on every rank, and learn that every rank has; nothing is written before."""
+        plan = SavePlan([])
+        negotiation: Negotiation | None = None
+
+        def prepare() -> bytes:
+            nonlocal plan, negotiation
+            values = state_dict()
+            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
+            self._side = side_of(self._writer)
+            if self.base is not None:
+                self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
+            if isinstance(self.planner, DefaultSavePlanner):
+                self.planner.set_up_ranks(self.place.rank, self.place.ranks)
+            set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
+            self.writer.set_up_storage_writer(self.place.is_coordinator)
+            with operation("plan", self.checkpoint_id, self.place.rank) as event, paused_collector():
+                plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
+                event.details["items"] = len(plan.items)
+                if isinstance(self.planner, DefaultSavePlanner):
+                    negotiation = self.planner.negotiate(plan)
+            cache = _cache_of(self.planner)
+            hello = _Hello(
+                # Any other planner or writer has a global step, whatever it says of itself.
+                alone=isinstance(self.planner, DefaultSavePlanner)
+                and self.planner.plans_alone
+                and self.side.plans_alone,
+                notes=negotiation.notes() if negotiation is not None else [],
+                cache_token="" if cache is None or not self.place.is_coordinator else cache.token,
+            )
+            return msgspec.msgpack.encode(hello)
+
+        def agree(parts: list[bytes]) -> bytes:
+            hellos = [msgspec.msgpack.decode(part, type=_Hello) for part in parts]
+            alone = all(hello.alone for hello in hellos)
+            unsure = groups_unsure([hello.notes for hello in hellos]) if alone else []
+            save_id = self.side.save_id or uuid.uuid4().hex[:12]
+            return msgspec.msgpack.encode(_Start(save_id, alone, unsure, hellos[0].cache_token))
+
+        start = msgspec.msgpack.decode(self.place.reduce(prepare, agree), type=_Start)
+        return plan, negotiation, start
+
+    def _global_plan(self, plan: SavePlan, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
+        """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
+        cache = _cache_of(self.planner)
+        metadata: Metadata | None = None
+
+        def send() -> bytes:
+            return messages.encode(plan if cache is None else cache.to_send(plan, coordinator_token))
+
+        def combine(parts: list[bytes]) -> list[bytes]:
+            nonlocal metadata
+            received = [messages.decode(part, SavePlan) for part in parts]
+            if cache is None:
+                plans, made = self.planner.create_global_plan(received)
+            else:
+                plans, made = cache.global_plan(received, self.planner.create_global_plan)
+            metadata = replace(made)  # the storage will fill it in; a cached one has to stay as it is
+            settled = self.writer.prepare_global_plan(list(plans))
+            return [messages.encode((part, "" if cache is None else cache.token)) for part in settled]
+
+        part, token = messages.decode(self.place.reduce_scatter(send, combine), tuple)
+        if cache is not None:
+            cache.token = token
+        return part, metadata
+
+
+def set_up_save_planner(
+    planner: SavePlanner, state_dict: STATE_DICT_TYPE, writer: StorageWriter, is_coordinator: bool
+) -> None:
+    """Set up a planner, also one written for PyTorch before 2.3, which does not take `storage_meta`."""
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state_dict, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
+    else:
+        planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]  # the older signature
+
+
+def _cache_of(planner: SavePlanner) -> GlobalPlanCache | None:
+    return planner.plan_cache if isinstance(planner, DefaultSavePlanner) else None
+
+
+def _bytes_of(results: Sequence[WriteResult]) -> int:
+    known: int | None = getattr(results, "nbytes", None)
+    return known if known is not None else sum(result.size_in_bytes for result in results)

@@ -1,0 +1,362 @@
+"""Copies of a state dict that training cannot reach: what `async_save` writes in the background.
+
+A stager copies every tensor into host memory.  Distributed tensors become `StagedTensor`s, which know their place
+in the global tensor but no process group, so that another thread or process can save them.  All tensors
+share one buffer, which is kept for the next time: nothing is allocated, and host memory stays flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.native.objects import encode
+from terrazzo.checkpoint.plan.per_rank import PerRank
+from terrazzo.checkpoint.plan.sharded import Holders, Viewer, check_storable, is_sharded
+from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
+from terrazzo.errors import UnsupportedValueError
+from terrazzo.layout.box import Box
+
+_ALIGNMENT: Final = 64
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """How `async_save` takes its copy.
+
+    `async_save` calls `stage`.  If `should_synchronize_after_execute`, it calls `synchronize_staging` before it
+    returns, and the state may be changed then.  A stager that copies asynchronously sets that to False: then the
+    background calls `synchronize_staging` before it reads the copy, and the user calls it before changing the state.
+    So nothing is written before the copy is complete.  `stage` may also return a future of the copy.
+
+    A stager may keep its memory and be used for several groups or writers: `async_save` does not call `stage` again
+    before the save of the last copy is done.
+
+    What `save` refuses to store (sparse tensors, wrappers of other tensors) a stager refuses as well: a copy in plain
+    memory would not be the tensor any more.
+    """
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for the copy before it returns."""
+        return True
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """A copy that later changes of the state do not reach."""
+        ...
+
+    def synchronize_staging(self) -> None:
+        """Wait until the copy is complete."""
+        ...
+
+
+class Staging:
+    """One copy on its way from a stager to the background."""
+
+    def __init__(self, stager: AsyncStager | None, state_dict: STATE_DICT_TYPE) -> None:
+        self._stager = stager
+        self._complete = stager is None
+        self._staged: Any = state_dict
+        if stager is not None:
+            _, last = _in_use.pop(id(stager), (None, None))
+            if last is not None:
+                last.exception()  # whose memory the stager may use again
+            self._staged = stager.stage(state_dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `async_save` returns when the copy is complete."""
+        return self._stager is None or (self.future is None and self._stager.should_synchronize_after_execute)
+
+    @property
+    def future(self) -> Future[STATE_DICT_TYPE] | None:
+        """Done when the copy is, if the stager gave one."""
+        return self._staged if isinstance(self._staged, Future) else None
+
+    def wait(self) -> None:
+        """Return when the copy is complete."""
+        if self._stager is not None and not self._complete:
+            self._stager.synchronize_staging()
+            self._complete = True
+
+    def result(self) -> STATE_DICT_TYPE:
+        """The copy, complete."""
+        if self.future is not None:
+            return self.future.result()
+        self.wait()
+        staged: STATE_DICT_TYPE = self._staged
+        return staged
+
+    def in_use_until(self, saved: Future[Any]) -> None:
+        """The copy is read until the save is done."""
+        if self._stager is not None:
+            _in_use[id(self._stager)] = (self._stager, saved)
+
+
+# By identity: the stager, and the save that reads its last copy.
+_in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
+
+
+@dataclass(slots=True)
+class StagedTensor:
+    """A rank's part of a distributed tensor, in host memory and without its process group."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    shards: tuple[Any, ...]
+    holders: Holders | None
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def to_local(self) -> Any:
+        return self.shards[0]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+        offsets = tuple(index.offset or ())
+        return self.shards[[box.offsets for box in self.boxes].index(offsets)]
+
+
+class BlockingAsyncStager:
+    """Copies into host memory and returns when the copy is complete.
+
+    With `cache_staged_state_dict` the memory is kept and used again by the next `stage`; then a staged state
+    dict is good until the next one is staged.  Memory that accelerator tensors are copied to is pinned.  With
+    `type_check`, values that cannot be stored are refused here, before training goes on.
+
+    >>> stager = BlockingAsyncStager()
+    >>> weight = torch.zeros(2)
+    >>> staged = stager.stage({"weight": weight})
+    >>> weight += 1
+    >>> staged
+    {'weight': tensor([0., 0.])}
+    """
+
+    should_synchronize_after_execute = True
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self._memory = HostMemory()
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of the state dict in host memory, complete when this returns."""
+        skeleton, sources = take_apart(state_dict, self.type_check)
+        memory = self._memory if self.cache_staged_state_dict else HostMemory()
+        staged: STATE_DICT_TYPE = put_together(skeleton, memory.copy(sources))
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has waited."""
+
+    def close(self) -> None:
+        """Let go of the memory that is kept."""
+        self._memory = HostMemory()
+
+
+@dataclass(slots=True)
+class StagingOptions:
+    """How a `DefaultStager` copies.
+
+    Attributes:
+        use_pinned_memory: Accepted; memory that accelerator tensors are copied to is always pinned.
+        use_shared_memory: Keep the copy where other processes can map it.
+        use_async_staging: Copy on a thread.
+        use_non_blocking_copy: Accepted; copies from accelerators never wait for each other.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class DefaultStager:
+    """Copies into host memory that is kept, by default on a thread of its own.
+
+    With `use_async_staging`, `stage` returns a future of the copy: the state may be changed when it is done, and
+    `async_save` returns an `AsyncSaveResponse` that has it.  Values that are not tensors are copied at once.
+
+    >>> weight = torch.zeros(2)
+    >>> stager = DefaultStager()
+    >>> stager.stage({"weight": weight}).result()
+    {'weight': tensor([0., 0.])}
+    >>> stager.close()
+    """
+
+    should_synchronize_after_execute = True
+
+    def __init__(self, config: StagingOptions | None = None) -> None:
+        self._config = config or StagingOptions()
+        self._memory = HostMemory(shared=self._config.use_shared_memory)
+        self._executor = ThreadPoolExecutor(1, "terrazzo-stage") if self._config.use_async_staging else None
+        self._future: Future[STATE_DICT_TYPE] | None = None
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """A copy of the state dict in host memory, or a future of it.  It is good until the next call."""
+        skeleton, sources = take_apart(state_dict)
+
+        def copy() -> STATE_DICT_TYPE:
+            staged: STATE_DICT_TYPE = put_together(skeleton, self._memory.copy(sources))
+            return staged
+
+        if self._executor is None:
+            return copy()
+        self._future = self._executor.submit(copy)
+        return self._future
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last copy is complete."""
+        if self._future is not None:
+            self._future.result()
+
+    def close(self) -> None:
+        """Let go of the thread and of the memory."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._memory = HostMemory(shared=self._config.use_shared_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor was, in a state dict that has been taken apart."""
+
+    number: int
+
+
+def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[STATE_DICT_TYPE, list[torch.Tensor]]:
+    """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors."""
+    sources: list[torch.Tensor] = []
+    viewer = Viewer()
+
+    def keep(tensor: torch.Tensor) -> Slot:
+        sources.append(tensor)
+        return Slot(len(sources) - 1)
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        if is_sharded(value):
+            view = viewer.view(".".join(map(str, path)), value)
+            boxes = tuple(box for box, _ in view.chunks)
+            shards = tuple(keep(shard) for _, shard in view.chunks)
+            return StagedTensor(view.size, view.dtype, boxes, shards, view.holders)
+        if isinstance(value, torch.Tensor):
+            _explained(path, partial(check_storable, value))
+            return keep(value.detach())
+        if type_check:
+            _explained(path, partial(encode, value))
+        return deepcopy(value)
+
+    with torch.no_grad():
+        skeleton: STATE_DICT_TYPE = _walk((), state_dict, leaf)
+    return skeleton, sources
+
+
+def put_together(skeleton: STATE_DICT_TYPE, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
+    """The state dict that was taken apart, with these tensors in its slots."""
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, Slot):
+            return tensors[value.number]
+        if isinstance(value, StagedTensor):
+            shards = tuple(tensors[slot.number] for slot in value.shards)
+            return StagedTensor(value.shape, value.dtype, value.boxes, shards, value.holders)
+        return value
+
+    whole: STATE_DICT_TYPE = _walk((), skeleton, leaf)
+    return whole
+
+
+def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+    """The value with `leaf` applied to all that is not a dict, list or tuple."""
+    if isinstance(value, dict):
+        return {key: _walk((*path, key), item, leaf) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_walk((*path, index), item, leaf) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return tuple(_walk((*path, index), item, leaf) for index, item in enumerate(value))
+    if isinstance(value, PerRank):
+        return PerRank(_walk(path, value.value, leaf))
+    return leaf(path, value)
+
+
+def _explained(path: tuple[Any, ...], check: Callable[[], object]) -> None:
+    try:
+        check()
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(f"{'.'.join(map(str, path))}: {error}") from error
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """One buffer that copies of tensors are kept in; it grows when they do, and is otherwise used again.
+
+    `shared` memory can be mapped by another process.
+    """
+
+    shared: bool = False
+    buffer: torch.Tensor | None = None
+    accelerator: Accelerator = field(default_factory=ThisAccelerator)
+    _pinned: bool = False
+    _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    _views: list[torch.Tensor] = field(default_factory=list)
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the tensors, complete when this returns, and good until the next call."""
+        specs = [(tensor.shape, tensor.dtype) for tensor in sources]
+        devices = {tensor.device for tensor in sources if tensor.device.type not in ("cpu", "meta")}
+        if specs != self._specs or self.buffer is None:
+            self._make_room(specs, pinned=bool(devices))
+        with torch.no_grad():
+            if devices:
+                copy_from_devices(self._views, sources, self.accelerator)
+            elif sources:
+                torch._foreach_copy_(self._views, list(sources))
+        return list(self._views)
+
+    def _make_room(self, specs: list[tuple[torch.Size, torch.dtype]], *, pinned: bool) -> None:
+        positions, total = layout_of(specs)
+        if self.buffer is None or self.buffer.numel() < total or (pinned and not self.shared and not self._pinned):
+            self.buffer = None  # so that the old one is gone before the new one comes
+            self._views = []
+            if pinned and not self.shared:
+                self.buffer = self.accelerator.pinned(max(total, 1))
+            else:
+                self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
+            self._pinned = pinned and not self.shared
+            if self.shared:
+                self.buffer.share_memory_()
+        self._views = carve(self.buffer, specs, positions)
+        self._specs = specs
+
+
+def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
+    """Where tensors of these shapes and dtypes begin in a common buffer, and how large it has to be."""
+    positions = []
+    total = 0
+    for shape, dtype in specs:
+        positions.append(total)
+        nbytes = shape.numel() * dtype.itemsize
+        total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return positions, total
+
+
+def carve(
+    buffer: torch.Tensor, specs: Sequence[tuple[torch.Size, torch.dtype]], positions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes inside a buffer of bytes."""
+    views = []
+    for (shape, dtype), start in zip(specs, positions, strict=True):
+        nbytes = shape.numel() * dtype.itemsize
+        views.append(buffer[start : start + nbytes].view(dtype).view(shape))
+    return views

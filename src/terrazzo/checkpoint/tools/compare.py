@@ -1,0 +1,147 @@
+"""What differs between two checkpoints, with little memory however large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
+from terrazzo.checkpoint.native.objects import encode
+from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor, names_of
+from terrazzo.errors import UnsupportedValueError
+
+_WINDOW: Final = 8 << 20  # bytes that are compared at a time
+_SMALL: Final = 1 << 20  # tensors up to this size are read many at once
+_TOGETHER: Final = 5000  # names
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A name, and what is not the same under it."""
+
+    name: str
+    what: str
+
+
+def compare(
+    one: Checkpoint,
+    other: Checkpoint,
+    *,
+    tolerance: float = 0.0,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[Difference]:
+    """All differences, in the order of names.  Numbers within `tolerance` are equal, and nan equals nan.
+
+    `progress` hears of the bytes of `one` as they are compared.  Tensors of terrazzo's own format whose checksums are
+    equal had the same bytes when they were saved, and are not read; whether they still have is what `verify` says.
+
+    >>> import tempfile
+    >>> from terrazzo.checkpoint import save
+    >>> paths = [tempfile.mkdtemp(), tempfile.mkdtemp()]
+    >>> for step, path in enumerate(paths):
+    ...     _ = save({"w": torch.zeros(3), "step": step}, checkpoint_id=path)
+    >>> list(compare(*map(Checkpoint, paths)))
+    [Difference(name='step', what='0 and 1')]
+    """
+    there = other.digests()
+    # What the checksums of what was saved say to be equal needs not be read.
+    same = {name for name, digest in one.digests().items() if there.get(name) == digest}
+    progress(sum(map(one.nbytes, same)))
+    for batch in _batches(one, [name for name in names_of(one) if name not in same]):
+        together = [name for name in batch if _small_in_both(one, other, name)]
+        left, right = one.read_many(together), other.read_many(together)
+        for name in batch:
+            if name not in other:
+                yield Difference(name, "only in the first")
+                continue
+            if name in left:
+                what = _difference([(left[name], right[name])], tolerance, progress)
+            else:
+                a, b = one[name], other[name]
+                if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
+                    what = _tensors(a, b, tolerance, progress)
+                elif isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
+                    what = "a tensor in one, an object in the other"
+                else:
+                    what = _objects(a, b)
+            if what is not None:
+                yield Difference(name, what)
+    only_there = {name for name in other if name not in one}
+    if only_there:
+        yield from (Difference(name, "only in the second") for name in names_of(other) if name in only_there)
+
+
+def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
+    """The names, so many at a time that their small tensors can be read together."""
+    batch: list[str] = []
+    nbytes = 0
+    for name in names:
+        batch.append(name)
+        nbytes += checkpoint.nbytes(name)
+        if nbytes >= _WINDOW or len(batch) >= _TOGETHER:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _small_in_both(one: Checkpoint, other: Checkpoint, name: str) -> bool:
+    """Whether the name is of tensors that can be compared, and that are small."""
+    a = one.tensor(name)
+    return a is not None and a.nbytes <= _SMALL and _alike(one, other, name)
+
+
+def _alike(one: Checkpoint, other: Checkpoint, name: str) -> bool:
+    """Whether both have a tensor of this name, of the same shape and dtype."""
+    a = one.tensor(name)
+    b = other.tensor(name) if name in other else None
+    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[[int], None]) -> str | None:
+    if a.shape != b.shape:
+        return f"shapes {list(a.shape)} and {list(b.shape)}"
+    if a.dtype != b.dtype:
+        return f"dtypes {a.dtype} and {b.dtype}"
+    boxes = row_major_windows(a.shape, max(_WINDOW // a.dtype.itemsize, 1))
+    return _difference(((a.read(box), b.read(box)) for box in boxes), tolerance, progress)
+
+
+def _difference(
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
+) -> str | None:
+    """What differs between two tensors, of which all pieces are given."""
+    differing, largest, numel = 0, 0.0, 0
+    for left, right in pieces:
+        progress(left.nbytes)
+        numel += left.numel()
+        if torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
+            continue
+        if left.dtype in OPAQUE:
+            differing += int((as_bytes(left) != as_bytes(right)).sum())
+            continue
+        wide = torch.complex128 if left.is_complex() else torch.float64
+        gap = (left.to(wide) - right.to(wide)).abs().nan_to_num(0.0)
+        different = (gap > tolerance) | (left.to(wide).isnan() != right.to(wide).isnan())
+        if not left.is_floating_point() and not left.is_complex() and tolerance == 0:
+            different = left != right  # float64 cannot tell large integers apart
+        differing += int(different.sum())
+        largest = max(largest, float(gap.max()))
+    return f"{differing} of {numel} elements differ, by up to {largest:g}" if differing else None
+
+
+def _objects(a: Any, b: Any) -> str | None:
+    try:
+        same = encode(a) == encode(b)
+    except UnsupportedValueError:
+        same = a == b
+    return None if same else f"{_short(a)} and {_short(b)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,264 @@
+"""A checkpoint as a read-only mapping: tensors that are read when they are indexed, and only as far.
+
+with Checkpoint(path) as ckpt:
+    ckpt["layers.0.weight"].shape
+    ckpt["layers.0.weight"][10:20]      # reads ten rows
+    ckpt["step"]                        # a value that is not a tensor
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.native.chunks import Overlaps
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plan.flatten import set_element
+from terrazzo.checkpoint.plan.load_planner import read_items
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
+from terrazzo.checkpoint.run.locate import reader_for, usable_reader
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.errors import UnsupportedValueError
+from terrazzo.layout.box import Box
+
+_LONGEST_NUMBER: Final = 20  # digits
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The checkpoint at a path, a URL or in a store, of any format that terrazzo reads.
+
+    Tensors come as `LazyTensor`s, other values as themselves.  `allow_pickle` unpickles values that were stored
+    as pickles; only for checkpoints that you trust.
+
+    >>> import tempfile
+    >>> from terrazzo.checkpoint import save
+    >>> path = tempfile.mkdtemp()
+    >>> _ = save({"w": torch.arange(12.0).reshape(4, 3), "step": 7}, checkpoint_id=path)
+    >>> ckpt = Checkpoint(path)
+    >>> ckpt["w"], ckpt["step"]
+    (LazyTensor('w', shape=[4, 3], dtype=torch.float32), 7)
+    >>> ckpt["w"][1:3, 0]
+    tensor([3., 6.])
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | StorageReader | Store | Place, *, allow_pickle: bool = False
+    ) -> None:
+        given = usable_reader(path)
+        self._reader = given if isinstance(given, StorageReader) else reader_for(given)
+        self._allow_pickle = allow_pickle
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, True)
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self.tensor(name)
+        if tensor is not None:
+            return tensor
+        catcher = _Catcher({}, self._allow_pickle)
+        index, none = MetadataIndex(name), torch.Size()
+        self._read([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], catcher)
+        return catcher.values[name]
+
+    def tensor(self, name: str) -> LazyTensor | None:
+        """The tensor of this name, without reading anything; None if the value is not a tensor."""
+        entry = self.metadata.state_dict_metadata[name]
+        return LazyTensor(self, name, entry) if isinstance(entry, TensorStorageMetadata) else None
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor; 0 for a value that is not one."""
+        entry = self.metadata.state_dict_metadata[name]
+        return entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.metadata.state_dict_metadata
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metadata.state_dict_metadata)
+
+    def __len__(self) -> int:
+        return len(self.metadata.state_dict_metadata)
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes have been read from storage so far (of readers that count)."""
+        count: int = getattr(self._reader, "bytes_read", 0)
+        return count
+
+    def state_dict(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+        """All of it, or the names that are wanted, loaded, nested as it was saved."""
+        paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
+        nested: dict[str, Any] = {}
+        for name in filter(wanted, self):
+            value = self[name]
+            set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
+        return nested
+
+    def digests(self) -> dict[str, tuple[bytes, ...]]:
+        """What stands for each tensor, where that is known without reading it.
+
+        Tensors with the same digests had the same dtype, shape and bytes when they were saved.
+        """
+        digests = getattr(self._reader, "digests", None)
+        return {} if digests is None else digests()
+
+    def read_many(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """All of several tensors, read together: much faster than one by one where they are small."""
+        targets: dict[MetadataIndex, torch.Tensor] = {}
+        items: list[ReadItem] = []
+        overlaps = Overlaps()
+        found = {}
+        for name in names:
+            entry = self.metadata.state_dict_metadata[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise UnsupportedValueError(f"{name} is not a tensor")
+            box = Box.whole(entry.size)
+            index = MetadataIndex(name, box.offsets)
+            found[name] = targets[index] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            if not box.is_empty:
+                items += read_items(index, name, box, entry, overlaps)
+        self._read(items, _Catcher(targets, False))
+        return found
+
+    def _read(self, items: list[ReadItem], planner: _Catcher) -> None:
+        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+    def close(self) -> None:
+        """Nothing is held between reads; for use as a context manager."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class LazyTensor:
+    """A stored tensor.  Indexing reads what the index selects: `t[2:4]`, `t[..., 0]`, `t[...]` for all of it."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, entry: TensorStorageMetadata) -> None:
+        self._checkpoint = checkpoint
+        self._entry = entry
+        self.name = name
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._entry.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._entry.properties.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def chunks(self) -> list[Box]:
+        """The boxes in which the tensor is stored."""
+        return [chunk.box for chunk in self._entry.chunks]
+
+    @property
+    def parts(self) -> int:
+        """In how many boxes the tensor is stored."""
+        return len(self._entry.chunks)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        return len(self.shape) and self.shape[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = _expanded(index, len(self.shape))
+        if parts is None:  # an index of tensors, or with new dims: select from all of it
+            whole: torch.Tensor = self.read(Box.whole(self.shape))[index]
+            return whole
+        offsets, lengths = [], []
+        rest: list[int | slice] = []
+        for part, size in zip(parts, self.shape, strict=True):
+            if isinstance(part, slice):
+                chosen = range(*part.indices(size))
+                if chosen.step < 1:
+                    raise ValueError("step must be greater than zero")
+                offsets.append(min(chosen.start, size))
+                lengths.append(chosen[-1] - chosen[0] + 1 if chosen else 0)
+                rest.append(slice(None, None, chosen.step))
+            else:
+                if not -size <= part < size:
+                    raise IndexError(f"index {part} is out of bounds for a dim of size {size}")
+                offsets.append(part % size)
+                lengths.append(1)
+                rest.append(0)
+        return self.read(Box(tuple(offsets), tuple(lengths)))[tuple(rest)]
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The elements of a box, as a tensor."""
+        target = torch.empty(box.lengths, dtype=self.dtype)
+        if box.is_empty:
+            return target
+        index = MetadataIndex(self.name, box.offsets)
+        items = read_items(index, self.name, box, self._entry, Overlaps())
+        self._checkpoint._read(items, _Catcher({index: target}, False))
+        return target
+
+
+def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
+    """One int or slice per dim; None if the index has anything else."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
+        return None
+    if Ellipsis in parts:
+        where = parts.index(Ellipsis)
+        parts[where : where + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    if len(parts) > ndim or Ellipsis in parts:
+        raise IndexError(f"too many indices for a tensor of {ndim} dims")
+    return parts + [slice(None)] * (ndim - len(parts))
+
+
+class _Catcher(ReadingPlanner):
+    """A planner without a state dict: its plan is made by its owner, and it keeps what is read."""
+
+    def __init__(self, targets: dict[MetadataIndex, torch.Tensor], allow_pickle: bool) -> None:
+        self.targets = targets
+        self.values: dict[str, Any] = {}
+        self.allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        if isinstance(value, ObjectBytes):
+            self.values[name] = value.value
+            return
+        try:
+            self.values[name] = torch.load(value, map_location="cpu", weights_only=not self.allow_pickle)
+        except Exception as error:
+            raise UnsupportedValueError(
+                f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
+                f"checkpoint, open it with allow_pickle=True"
+            ) from error
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self.targets[read_item.dest_index]
+        if target.shape == read_item.lengths:
+            return target
+        return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
+
+
+def names_of(checkpoint: Checkpoint) -> Sequence[str]:
+    """The names, sorted as people sort: `layers.2` before `layers.10`."""
+    parts = _Ordered()
+    return sorted(checkpoint, key=lambda name: [*map(parts.__getitem__, name.split("."))])
+
+
+class _Ordered(dict[str, tuple[bool, int | str]]):
+    """Parts of names as what they are ordered by: numbers come first, by their size.  Names share most parts."""
+
+    def __missing__(self, part: str) -> tuple[bool, int | str]:
+        is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER
+        found = self[part] = (not is_number, int(part) if is_number else part)
+        return found

@@ -1,0 +1,255 @@
+"""A parameter that is a tensor subclass and says itself what is gathered, and what is made of it.
+
+Its class defines, as PyTorch has them,
+
+    fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
+    fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, tensors to free); None with out
+
+The sharded parameter is of this class on every rank.  Before each gather the first is asked for plain tensors, equally
+large on all ranks, which are gathered as bytes; the second makes the unsharded parameter of the results the first time,
+and fills it again (`out`) later, so that what autograd keeps stays the same tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo._torch import storages
+from terrazzo._torch.dispatching import has_inner_tensors
+from terrazzo._torch.tensors import version_of
+from terrazzo.comm.axis import axis_of
+from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
+from terrazzo.fsdp.run.bucket import Bucket
+from terrazzo.fsdp.run.direct import FIRST_TAG
+from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.memory import ReturnableMemory
+from terrazzo.fsdp.settings import Settings
+from terrazzo.tensor import DTensor
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def is_extended(parameter: Tensor) -> bool:
+    """Whether a parameter, or its part of a tensor-parallel one, is a subclass that consists of other tensors."""
+    local = parameter._local if isinstance(parameter, DTensor) else parameter
+    return has_inner_tensors(local)
+
+
+class ExtendedBucket(Bucket):
+    """One parameter of such a class."""
+
+    def __init__(self, param: ShardedParameter, settings: Settings) -> None:
+        whole = param.unsharded_local.detach()
+        self.params = (param,)
+        self.settings = settings
+        self.equal = True
+        self.tag = FIRST_TAG
+        self.dtype = whole.dtype
+        self.aliased = False
+        self.pieces = []
+        self._check(param, whole)
+        self._outer = (torch.Size(param.shape), whole.stride())
+        self._attributes = [_plain_attributes(param.unsharded_local)]
+        self._epochs_before = 0
+        self.plan = FlatPlan([param.shape], [0], settings.mesh.shard.size, settings.mesh.shard.index, True)
+        with torch.no_grad():
+            param.make_sharded(self._own_chunk(whole), self._attributes[0])
+        param.unsharded_local = param.sharded._local
+        self.shard = param.sharded._local
+        self._gather_plan = self.plan
+        self._gathered: list[tuple[torch.Size, torch.dtype]] = []
+        self._metadata: Any = None
+        self._outputs: list[Tensor] = []
+        self._memories: list[ReturnableMemory] = []
+
+    def _check(self, param: ShardedParameter, whole: Tensor) -> None:
+        kind = type(whole).__name__
+        missing = [name for name in HOOKS if not hasattr(whole, name)]
+        if missing:
+            raise FSDPError(
+                f"parameter {param.name!r} is a {kind}, a tensor subclass that does not say how it is gathered: it has "
+                f"no {' and no '.join(missing)}. Define both, or put the parameter among ignored_params"
+            )
+        wanted = len(inspect.signature(whole.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+        if wanted not in (1, 5):
+            raise FSDPValueError(
+                f"{kind}.fsdp_pre_all_gather takes {wanted} arguments; it takes either mesh, or mesh, outer_size, "
+                "outer_stride, module, mp_policy"
+            )
+        self._takes_all = wanted == 5
+        if param.dim != 0:
+            raise FSDPValueError(
+                f"parameter {param.name!r} is a {kind}, which is gathered along dim 0 only, not dim {param.dim}"
+            )
+
+    def _own_chunk(self, whole: Tensor) -> Tensor:
+        """This rank's rows, in memory that has room for as many as any rank has."""
+        plan = self.plan
+        rows = plan.own_shapes[0][0]
+        step = -(-whole.shape[0] // plan.n)
+        if whole.device.type != "meta":
+            whole = whole.to(self.settings.rest_device)
+        padded = whole.new_zeros((step, *whole.shape[1:]))
+        own = padded.narrow(0, 0, rows)
+        if rows:
+            own.copy_(whole.narrow(0, step * plan.index, rows))
+        return own
+
+    # ------------------------------------------------------------------ sizes
+
+    @property
+    def is_meta(self) -> bool:
+        return self.shard.device.type == "meta"
+
+    @property
+    def gather_plan(self) -> FlatPlan:
+        return self._gather_plan
+
+    @property
+    def will_alias(self) -> bool:
+        return False
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return prod(self.params[0].shape) * self.compute_dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        known = sum(prod(size) * dtype.itemsize for size, dtype in self._gathered) * self.plan.n
+        return known or self.unsharded_bytes
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def epoch(self) -> int:
+        return self._epochs_before + version_of(self.params[0].sharded._local)
+
+    def shards_intact(self) -> bool:
+        return self.params[0].sharded._local is self.shard
+
+    # ------------------------------------------------------------------ unsharded parameters
+
+    def prepare(self) -> None:
+        """The unsharded face comes with the first gather."""
+
+    def free(self) -> None:
+        for memory in self._memories:
+            memory.give_back()
+
+    def owns(self, tensor: Tensor) -> bool:
+        return any(memory.owns(tensor) for memory in self._memories)
+
+    def to_send(self, buffer: Tensor) -> Tensor:
+        param, settings = self.params[0], self.settings
+        local: Any = buffer if buffer.device == settings.mesh.device else buffer.to(settings.mesh.device)
+        mesh = settings.mesh.mesh
+        if mesh.ndim == 2:
+            mesh = mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else _last_dim(mesh)
+        with torch.no_grad():
+            if self._takes_all:
+                module = param.slots[0].module
+                inputs, self._metadata = local.fsdp_pre_all_gather(mesh, *self._outer, module, settings.precision)
+            else:
+                inputs, self._metadata = local.fsdp_pre_all_gather(mesh)
+            inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            step = -(-param.shape[0] // self.plan.n)
+            uneven = step * self.plan.n != param.shape[0]
+            if uneven and any(x.ndim and x.shape[0] != step for x in inputs):
+                raise FSDPError(
+                    f"{param.name!r} has {param.shape[0]} rows, which {self.plan.n} ranks do not share evenly: "
+                    f"fsdp_pre_all_gather of {type(local).__name__} has to pad what it returns to {step} rows on every "
+                    f"rank, and returned {[tuple(x.shape) for x in inputs]}"
+                )
+            self._gathered = [(x.shape, x.dtype) for x in inputs]
+            sent = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in inputs])
+        axis = settings.mesh.shard
+        self._gather_plan = FlatPlan([(axis.size, sent.numel())], [0], axis.size, axis.index, True)
+        return sent
+
+    def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
+        param, n = self.params[0], self.plan.n
+        local: Any = param.sharded._local
+        first = not self._memories
+        if first:
+            self._outputs = [
+                torch.empty(n * prod(size), dtype=dtype, device=gathered.device) for size, dtype in self._gathered
+            ]
+        for memory in self._memories:
+            memory.take_back()
+        rows = gathered.view(n, -1)
+        start = 0
+        views = []
+        for output, (size, dtype) in zip(self._outputs, self._gathered, strict=True):
+            length = prod(size) * dtype.itemsize
+            # Through .data: what is gathered again is no modification.
+            output.data.view(torch.uint8).view(n, length).copy_(rows[:, start : start + length])
+            start += length
+            views.append(self._trimmed(output.view(n * size[0], *size[1:]) if size else output))
+        dtype = self.compute_dtype
+        with torch.no_grad():
+            if not first:
+                local.fsdp_post_all_gather(tuple(views), self._metadata, dtype, out=param.unsharded_local)
+            else:
+                made, inner = local.fsdp_post_all_gather(tuple(views), self._metadata, dtype)
+                if made.shape != param.shape:
+                    made = made.narrow(0, 0, param.shape[0])
+                param.make_unsharded_of(made, self._attributes[0])
+                self._keep_track(inner)
+        self._metadata = None
+
+    def _trimmed(self, output: Tensor) -> Tensor:
+        """Without the rows that pad the last ranks' parts."""
+        step, wanted = -(-self.params[0].shape[0] // self.plan.n), self.params[0].shape[0]
+        return output.narrow(0, 0, wanted) if output.ndim and output.shape[0] == step * self.plan.n else output
+
+    def _keep_track(self, inner: Any) -> None:
+        """The memory that is given back between uses: of what is gathered, and of what was made of it."""
+        known: set[int] = set()
+        for tensor in (*self._outputs, *inner):
+            identity = storages.identity_of(tensor.untyped_storage())
+            if identity not in known:
+                known.add(identity)
+                self._memories.append(ReturnableMemory(tensor, self._warning()))
+
+    # ------------------------------------------------------------------ shards that users replaced
+
+    def use_equal_sections(self) -> None:
+        """They are."""
+
+    def rebuild(self) -> None:
+        param = self.params[0]
+        local = param.sharded._local
+        if not is_extended(local):
+            raise FSDPError(
+                f"parameter {param.name!r} was a {type(self.shard).__name__}, and is a {type(local).__name__} "
+                "now: replace it by one of the same class"
+            )
+        epoch = self.epoch
+        self.shard, self.dtype = local, local.dtype
+        if not self._memories:
+            param.unsharded_local = local
+        self._epochs_before += max(0, epoch + 1 - self.epoch)
+
+
+def _last_dim(mesh: Any) -> Any:
+    """The submesh along the last dim of a mesh without names."""
+    axis = axis_of(mesh, mesh.ndim - 1)
+    return DeviceMesh.from_group(axis.group, mesh.device_type) if axis.group is not None else mesh
+
+
+def _plain_attributes(parameter: Any) -> dict[str, Any]:
+    """What users hung on the parameter, without what its class keeps there."""
+    kept, _ = parameter.__tensor_flatten__()
+    own = vars(parameter.detach())
+    return {name: value for name, value in attributes_of(parameter).items() if name not in kept and name not in own}
+
+
+__all__ = ["HOOKS", "ExtendedBucket", "is_extended"]

@@ -1,0 +1,254 @@
+"""Small groups in one message: the same numbers, bit for bit, as when each goes alone, in fewer messages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp.compare import Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
+from ranks import run_ranks
+from terrazzo.comm import add_observer, remove_observer
+from terrazzo.errors import FSDPValueError
+from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, report
+from terrazzo.fsdp.plan.check import PlanError, check
+from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.plan.step import plan_steps
+from terrazzo.fsdp.plan.units import Spec, UnitSpec
+from terrazzo.tensor import init_device_mesh
+
+BLOCKS = 5
+
+
+class Wandering(Model):
+    """Uses blocks in another order, several times or not at all, as the step says."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCKS)
+        self.ways = [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [0, 1, 1, 2], [3], [0, 1, 2, 3, 4]]
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i in self.ways[self.step % len(self.ways)]:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+class Recomputing(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Branching(Model):
+    """Ranks use different parameters of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            y = block(x)
+            x = y if (i + dist.get_rank()) % 2 else x + 0 * y.sum() if i % 3 else y
+        return self.head(x)
+
+
+def plainly(model: Any, x: Tensor, y: Tensor, step: int) -> None:
+    loss_of(model, x, y).backward()
+
+
+def by_hand(model: Any, x: Tensor, y: Tensor, step: int) -> None:
+    """Gathers and frees groups in the midst of others that go together with them."""
+    first, second, third = model.blocks[0], model.blocks[1], model.blocks[2]
+    handle = third.unshard(async_op=True)
+    first.unshard()
+    loss = loss_of(model, x, y)
+    second.unshard()
+    second.reshard()
+    handle.wait()
+    loss.backward()
+    if step % 2:
+        model.blocks[-1].unshard()
+        with torch.no_grad():
+            model(x)
+
+
+def accumulating(model: Any, x: Tensor, y: Tensor, step: int) -> None:
+    model.set_requires_gradient_sync(False)
+    loss_of(model, x[:2], y[:2]).backward()
+    model.blocks[1].set_requires_gradient_sync(step % 2 == 0)  # one of them goes its own way
+    loss_of(model, x[2:], y[2:]).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, x, y).backward()
+
+
+def replicas_later(model: Any, x: Tensor, y: Tensor, step: int) -> None:
+    model.set_requires_all_reduce(False)
+    loss_of(model, x[:2], y[:2]).backward()
+    model.set_requires_all_reduce(True)
+    loss_of(model, x, y).backward()
+
+
+def twice(model: Any, x: Tensor, y: Tensor, step: int) -> None:
+    """Two forwards before their backwards; and a failure."""
+    (loss_of(model, x[:2], y[:2]) + loss_of(model, x[2:], y[2:])).backward()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 99))
+
+
+def frozen_in_part(model: Any) -> None:
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.bias.requires_grad_(False)
+    model.blocks[3].half()
+    model.blocks[3].requires_grad_(False)
+
+
+class WithHalf(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x.half()).float() if i == 3 else block(x)
+        return self.head(x)
+
+
+class Observed:
+    """How many messages there were in each step."""
+
+    def __enter__(self) -> list[str]:
+        self.kinds: list[str] = []
+        self.observer = lambda event: self.kinds.append(event.kind)
+        add_observer(self.observer)
+        return self.kinds
+
+    def __exit__(self, *error: object) -> None:
+        remove_observer(self.observer)
+
+
+def assert_same_bits(
+    make: Callable[[], Any],
+    bounds: tuple[int, ...],
+    step: Callable[..., None] = plainly,
+    prepare: Callable[[Any], Any] = lambda model: None,
+    **options: Any,
+) -> list[int]:
+    """Trains one model in which groups go alone and others in which they go together; returns how many messages."""
+    torch.manual_seed(0)
+    original = make()
+    prepare(original)
+    counts, found = [], []
+    for bound in (0, *bounds):
+        model = copy.deepcopy(original)
+        shard_blocks(model, **options)
+        model.set_coalesce_bytes(bound)
+        optimizer = adamw(model)
+        with checked(model), Observed() as kinds:
+            for i, (x, y) in enumerate(batches(5)):
+                model.step = i
+                step(model, mine(x), mine(y), i)
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(len(kinds))
+        found.append([value.to_local() for value in model.state_dict().values()])
+    for others in found[1:]:
+        for ours, alone in zip(others, found[0], strict=True):
+            assert torch.equal(ours, alone)
+    return counts
+
+
+def check_ways() -> None:
+    some = partial(Model, BLOCKS)
+    bounds = (1500, 1 << 20)
+    ways: list[dict[str, Any]] = [
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"offload_policy": CPUOffloadPolicy()},
+    ]
+    if dist.get_world_size() == 4:
+        ways.append({"mesh": init_device_mesh("cpu", (2, 2))})
+    for options in ways:
+        alone, in_part, all_at_once = assert_same_bits(some, bounds, **options)
+        assert alone > in_part > all_at_once, options
+
+
+def check_users() -> None:
+    bounds = (1500, 1 << 20)
+    for step in (by_hand, accumulating, twice):
+        assert_same_bits(partial(Model, BLOCKS), bounds, step)
+    if dist.get_world_size() == 4:
+        assert_same_bits(partial(Model, BLOCKS), bounds, replicas_later, mesh=init_device_mesh("cpu", (2, 2)))
+        assert_same_bits(partial(Model, BLOCKS), bounds, reshard_after_forward=2)
+
+
+def check_models() -> None:
+    bounds = (1500, 1 << 20)
+    for make in (Wandering, partial(Recomputing, BLOCKS), partial(Branching, BLOCKS)):
+        assert_same_bits(make, bounds)
+    assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("what", [check_ways, check_users, check_models])
+def test_numbers_are_those_of_groups_that_go_alone(world, what):
+    run_ranks(world, what)
+
+
+# ------------------------------------------------------------------ what is said of it
+
+
+def check_said() -> None:
+    model = shard_blocks(Model(), reshard_after_forward=True)
+    assert report(model).coalesce_bytes == 1 << 20
+    assert report(model).groups[1].together == ("Model", "blocks.0", "blocks.1", "blocks.2")
+    assert "in one message, up to 1.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
+    assert "Model and 3 more" in str(explain(model))
+    gathers = [each for each in explain(model).operations if each.kind is Kind.GATHER]
+    assert [each.units for each in gathers] == [(0, 1, 2, 3), (0,), (1, 2, 3)]
+    more = report(model).peak
+    assert report(apart(model)).peak < more and "in one message" not in str(report(model))
+    with pytest.raises(FSDPValueError, match="set_coalesce_bytes takes a number of bytes, got -1"):
+        model.set_coalesce_bytes(-1)
+    # Only neighbours that nobody has set anything of their own for.
+    other = nn.Sequential(*[nn.Linear(7, 7) for _ in range(4)])
+    for layer in other:
+        fully_shard(layer)
+    fully_shard(other)
+    other[1].set_all_reduce_hook(lambda reduced: None)
+    assert [group.together for group in report(other).groups] == [("0",), ("1",), *[("2", "3")] * 2]
+
+
+def test_the_report_and_the_plan_say_what_goes_together():
+    run_ranks(2, check_said)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_plans_are_free_of_races(streams):
+    from fsdp.test_plan import SETTINGS, SIZES
+
+    for settings in SETTINGS:
+        if settings["reshard_inner"]:
+            continue
+        units = tuple(UnitSpec(name, sizes=SIZES, kin=0, **settings) for name in "abcdefg")
+        for bound in (200, 300, 10_000):
+            spec = Spec(units, streams, overlapped=0, coalesce_bytes=bound)
+            for micro_batches in (1, 2):
+                check(plan_steps(spec, 3, micro_batches=micro_batches).operations, spec)
+
+
+def test_every_mark_is_waited_for():
+    from fsdp.test_plan import SIZES, without
+
+    spec = Spec(tuple(UnitSpec(name, sizes=SIZES, kin=0) for name in "abcdefg"), True, coalesce_bytes=300)
+    operations = plan_steps(spec, 2).operations
+    check(operations, spec)
+    for what in ("gathered", "copied", "packed", "reduced", "finished"):
+        with pytest.raises(PlanError):
+            check(without(operations, what), spec)
