@@ -54,6 +54,7 @@ WORLDS = (1, 2, 4)
 _START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on a busy machine
 _GRACE = 10.0  # seconds that the others get once one rank has failed: they may be waiting for it for ever
 _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
+_END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
 _MAX_THREADS = 200  # a rank with more is replaced before the next test
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch.testing", "numpy", "pytest"]
@@ -234,7 +235,7 @@ class _Rank:
                 return Outcome(self.index, reply.value, reply.error), reply.threads
         except (EOFError, ConnectionResetError):
             pass  # closed without a reply
-        self._process.join(_DUMP_LIMIT)
+        self._process.join(_END_LIMIT)
         return Outcome(self.index, exitcode=self._process.exitcode, hung=self._process.exitcode is None), 0
 
     def ask_for_stacks(self) -> None:

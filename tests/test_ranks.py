@@ -208,7 +208,7 @@ def each_its_own_way():
 
 
 def test_fresh_ranks_report_each_outcome():
-    killed, failed, returned, hung = run_fresh(4, each_its_own_way, timeout=2)
+    killed, failed, returned, hung = run_fresh(4, each_its_own_way, timeout=10)
     assert (killed.signal, killed.exitcode, killed.ok) == (signal.SIGKILL, -signal.SIGKILL, False)
     assert "LookupError: on purpose" in failed.error and failed.exitcode is None and not failed.ok
     assert returned.ok and returned.value == {"rank": 2}

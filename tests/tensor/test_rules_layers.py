@@ -186,7 +186,7 @@ def layer_equals_one_device(name: str, uneven: bool) -> None:
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven and empty"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_a_sharded_batch(name, uneven):
-    run_ranks(4, layer_equals_one_device, name, uneven, timeout=20)
+    run_ranks(4, layer_equals_one_device, name, uneven)
 
 
 # ------------------------------------------------------------------ what is cut along the dim that it works on

@@ -71,7 +71,7 @@ def run(made: Sequence[Program], *, batch: int = 50) -> Iterator[tuple[Program, 
 def verdict_of(program: Program) -> Verdict:
     """The verdict on one program; if ranks hang or die, that is it."""
     try:
-        return verdicts_of([program], timeout=8)[0]
+        return verdicts_of([program], timeout=40)[0]
     except RanksFailed as failure:
         said = [line for line in str(failure).splitlines() if line.startswith("-> ")]
         return Verdict(fault=f"hangs or crashes: {said[-1] if said else str(failure)[-1500:]}")
