@@ -32,7 +32,7 @@ from terrazzo.tensor import (
 )
 from terrazzo.tensor.debug import CommDebugMode
 
-R, P = Replicate(), Partial()
+R, P, S0 = Replicate(), Partial(), Shard(0)
 
 
 def line():
@@ -124,6 +124,52 @@ def gradients_of_conversions() -> None:
 
 def test_conversions_are_differentiable() -> None:
     run_ranks(4, gradients_of_conversions)
+
+
+def placed_gradients_and_types() -> None:
+    """`from_local` says where its gradient goes, `redistribute` in which types it sends: as PyTorch's do."""
+    from torch.distributed import tensor as theirs
+
+    from terrazzo import tensor as ours
+
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    for placements, grad_placements in (([R], [P]), ([R], None), ([P], [P]), ([P], None), ([S0], None)):
+        found = []
+        for t in (theirs, ours):
+            named = {R: t.Replicate(), P: t.Partial(), S0: t.Shard(0)}
+            local = torch.arange(8.0).reshape(4, 2).requires_grad_()
+            to = None if grad_placements is None else [named[p] for p in grad_placements]
+            x = t.DTensor.from_local(local, mesh, [named[p] for p in placements], grad_placements=to)
+            x.mul_(2)  # a result of the leaf, not a view of it
+            (x.redistribute(placements=[named[R]]).to_local() * 3).sum().backward()
+            if grad_placements == [P]:  # which terms make it is not said
+                dist.all_reduce(local.grad)
+            found.append(local.grad)
+        assert torch.equal(*found), (placements, grad_placements)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for src, dst in (([S0], [R]), ([R], [S0]), ([P], [R]), ([P], [S0]), ([S0], [S0]), ([S0], [Shard(1)])):
+        for forward_dtype, backward_dtype in (
+            (torch.bfloat16, None),
+            (torch.float32, torch.float16),
+            (None, torch.half),
+        ):
+            found = []
+            for t in (theirs, ours):
+                named = {R: t.Replicate(), P: t.Partial(), S0: t.Shard(0), Shard(1): t.Shard(1)}
+                local = (x[2 * rank : 2 * rank + 2] if src == [S0] else x).clone().requires_grad_()
+                made = t.DTensor.from_local(local, mesh, [named[p] for p in src]).redistribute(
+                    placements=[named[p] for p in dst], forward_dtype=forward_dtype, backward_dtype=backward_dtype
+                )
+                (made.to_local() ** 2).sum().backward()
+                found.append((made.dtype, made.full_tensor(), local.grad))
+            (dtype, value, grad), (own_dtype, own_value, own_grad) = found
+            assert dtype == own_dtype == (forward_dtype or torch.float64) and own_grad.dtype == torch.float64
+            assert torch.equal(value, own_value) and torch.equal(grad, own_grad), (src, dst, forward_dtype)
+
+
+def test_placed_gradients_and_types() -> None:
+    run_ranks(2, placed_gradients_and_types)
 
 
 def factories() -> None:

@@ -42,6 +42,16 @@ WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     ((2,), ("v0 = leaf((4, 3, 5), 'float32', Shard(0))", "torch.Tensor.zero_(v0[..., -4:][-3,].flatten())")),
     ((2,), ("v0 = leaf((4, 3, 5), 'float32', Shard(0))", "torch.Tensor.zero_(v0[-3,].flatten())")),
     (
+        (4,),
+        (
+            "v0 = leaf((6, 5), 'float32', Shard(0))",
+            "torch.broadcast_to(v0, (2, -1, -1))[None].zero_()",
+            "torch.broadcast_to(v0, (2, -1, -1)).fill_(7)",
+            "torch.broadcast_to(v0, (2, -1, -1)).fill_(torch.tensor(3))",
+            "torch.broadcast_to(v0, (2, -1, -1)).masked_fill_(v0 > 0, 3)",
+        ),
+    ),
+    (
         (2,),
         ("v0 = leaf((6,), 'float32', Replicate(), grad=True)", "v0.diag().split([4, 2], -1)[1].swapaxes_(0, 0)"),
     ),

@@ -48,6 +48,7 @@ def from_local(
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise DTensorError(
@@ -75,6 +76,9 @@ def from_local(
         )
     if run_check:
         _check_alike(local, layout)
+    if grad_placements is not None and local.requires_grad:
+        needed = layout.with_placements(tuple(grad_placements), layout.order)
+        return wrap(_OfLeaf.apply(_GradTo.apply(local, layout.dual, needed)), layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
     elif local.requires_grad and local.is_leaf:
@@ -201,9 +205,50 @@ def redistribute(
     *,
     order: Sequence[int] | None = None,
     async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     with asked_for():
-        return _redistribute(tensor, mesh, placements, order, async_op)
+        if forward_dtype in (None, tensor.dtype) and backward_dtype in (None, tensor.dtype):
+            return _redistribute(tensor, mesh, placements, order, async_op)
+        return _redistribute_as(tensor, mesh, placements, order, forward_dtype, backward_dtype)
+
+
+class _RedistributeAs(torch.autograd.Function):
+    """A redistribution in one type, of whose gradient in another; the gradient that it gives has the input's type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, src: Layout, dst: Layout, dtype: torch.dtype, backward_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.of = src, dst, local.dtype, backward_dtype
+        return _own_memory(redistribute_local(local.to(dtype), src, dst), src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        src, dst, dtype, backward_dtype = ctx.of
+        own = redistribute_local(grad.to(backward_dtype), dst.dual, src.dual).to(dtype)
+        return own, None, None, None, None
+
+
+def _redistribute_as(
+    tensor: DTensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    order: Sequence[int] | None,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+) -> DTensor:
+    src, local = tensor._layout, tensor._local
+    if mesh is not None and canonical_mesh(mesh) is not src.mesh:
+        raise DTensorArgumentError(
+            "redistribute: forward_dtype and backward_dtype are for placements on the same mesh; convert the tensor "
+            "with .to(dtype) before it is brought to another"
+        )
+    placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
+    dst = Layout.of(src.mesh, placed, src.shape, order)
+    made = _RedistributeAs.apply(local, src, dst, forward_dtype or local.dtype, backward_dtype or local.dtype)
+    return wrap(made, dst)
 
 
 def _redistribute(

@@ -106,6 +106,11 @@ class Origin:
             return True
         return not torch.empty(tuple(base.shape), device="meta")[self._index].is_contiguous()
 
+    def holds(self, view: DTensor) -> bool:
+        """Whether a write to `view` is a write to the copy."""
+        local: torch.Tensor = _local_slot.__get__(view)
+        return local.untyped_storage().data_ptr() == self._copy.untyped_storage().data_ptr()
+
     def pass_on(self) -> None:
         """Write the copy to where it is from."""
         self._base[self._index] = wrap(self._copy, self._layout)
@@ -193,10 +198,12 @@ def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
     """Make the results of the view function `name` on a copied view copied views as well."""
     origin = view._pending
-    copies = name in _COPYING_RESHAPES and origin.has_gaps()
+    reshapes = name in _COPYING_RESHAPES
+    has_gaps = reshapes and origin.has_gaps()
     for t in (result,) if isinstance(result, DTensor) else result:
         if isinstance(t, DTensor):
-            # What one device may have copied is nothing to write to.
+            # What one device may have copied is nothing to write to, nor is what had to be copied here.
+            copies = has_gaps or (reshapes and not origin.holds(t))
             _become(t, Origin(view, t, None) if copies else origin)
 
 

@@ -398,14 +398,18 @@ class DTensor(NoRawAccess, torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The DTensor whose part on this rank is `local_tensor`; differentiable.
 
         Without `shape` every rank must hold a part of the same size. `run_check=True` compares the parts across ranks
         and gives replicas the first rank's data. `stride` is accepted for compatibility: strides follow the local
-        tensor.
+        tensor. `grad_placements` says how the gradient of `local_tensor` is to be placed: without it as `placements`,
+        replicated where these are terms.
         """
-        return links.from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+        return links.from_local(
+            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
@@ -424,12 +428,23 @@ class DTensor(NoRawAccess, torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same tensor placed otherwise, on the same mesh or on another; differentiable.
 
         Without `placements` it is replicated. With `async_op=True` the communication runs until the result is used.
+        `forward_dtype` is the type that is sent and of the result, `backward_dtype` the one in which the gradient is
+        sent; that has the tensor's own type in the end.
         """
-        return links.redistribute(self, device_mesh, placements, async_op=async_op)
+        return links.redistribute(
+            self,
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+        )
 
     def __create_chunk_list__(self) -> list[Any]:
         """The boxes of the global tensor that this rank holds, for checkpoints."""

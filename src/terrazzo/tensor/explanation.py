@@ -148,7 +148,8 @@ def _described(
         args, kwargs = form.apply(args, kwargs)
     name, inplace = canonical_name(func)
     call, loc, kw = describe(name, inplace, func, args, kwargs)
-    return call, apply_rule(call) if call.operands else None, loc, kw
+    spec = apply_rule(call) if call.operands else None
+    return call, None if spec is None else spec.for_locals(loc, kw), loc, kw
 
 
 def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any]) -> str:

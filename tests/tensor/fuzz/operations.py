@@ -44,7 +44,8 @@ VIEWS = _entries("""
     {}.tensor_split(2, $d)[$half]  {}.tensor_split([1], $d)[$half]  list({})[$half]
     {}.expand($expanded)  torch.broadcast_to({}, $expanded)  {}.expand_as($any)
     torch.view_as_real({})  {}.view(torch.int32)
-    {}.flip($d)  {}.roll(1, $d)  {}.index_select($d, $row)  {}.sum($d)  {}.cumsum($d)  {}.take_along_dim($row)
+    {}.flip($d)  {}.roll(1, $d)  {}.index_select($d, $row)  {}.sum($d)  {}.cumsum($d)
+    {}.contiguous().take_along_dim($row)
     torch.cat([{}, {}])  torch.stack([{}, {}])  {}.repeat_interleave(2, $d)
 """)
 

@@ -120,7 +120,7 @@ def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
     return ShardingPicture(header, caption, rows, columns, cells, layout.mesh.device_type, layout.ndim)
 
 
-def visualize_sharding(dtensor: DTensor, header: str = "") -> None:
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Show which ranks hold which part of a tensor of up to two dims, on a mesh of any rank.
 
     The mesh's first rank shows it: as text, or in a notebook as a coloured table. Nothing is shown for a tensor
@@ -129,6 +129,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "") -> None:
     Args:
         dtensor: What to show.
         header: A title.
+        use_rich: Accepted as PyTorch does; it is always drawn with rich.
     """
     picture = sharding_picture(dtensor, header)
     coordinate = dtensor._layout.coord

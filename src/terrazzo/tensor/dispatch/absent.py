@@ -6,7 +6,7 @@ shapes and layouts that the ranks inside get. Only what depends on values cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
 
-def run_absent(call: Call, args: Sequence[Any]) -> Any:
+def run_absent(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
     """What `call` gives on a rank that holds none of its operands."""
     if call.inplace:
         return args[0]
     spec = apply_rule(call)
+    spec = None if spec is None else spec.for_locals(loc, kw)
     plan = None if spec is None else make_plan(call, spec)
     if plan is None:
         raise DTensorError(

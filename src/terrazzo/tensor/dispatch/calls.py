@@ -64,7 +64,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return func(*loc, **kw)
     check_one_mesh(call)
     if call.operands[0].layout.coord is None:
-        return run_absent(call, args)
+        return run_absent(call, args, loc, kw)
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
@@ -139,19 +139,28 @@ def _run_planned(
     return first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
 
 
-def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Spec, call: Call, other: Route) -> Route:
-    """The planned way for the calls that `guard` lets pass, decided when the first one comes; `other` for the rest."""
+def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Spec, call: Call, way: Route) -> Route:
+    """The planned way for the calls that `guard` lets pass; for the rest the other plan, or `way` if there is none."""
+    planned = _planned_at_first(spec, call, way)
+    other = way if spec.otherwise is None else _planned_at_first(spec.otherwise, call, way)
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        return (planned if guard(loc, kw) else other)(func, args, loc, kw, kwargs)
+
+    return run
+
+
+def _planned_at_first(spec: Spec, call: Call, way: Route) -> Route:
+    """The planned way, made when the first call comes; `way` where some rank could not run it."""
     planned: Route | None = None
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         nonlocal planned
-        if not guard(loc, kw):
-            return other(func, args, loc, kw, kwargs)
         if planned is not None:
             return planned(func, args, loc, kw, kwargs)
         first = _run_planned(call, spec, args, list(loc), dict(kw), kwargs)
-        planned = other if first is None else first[1]
-        return other(func, args, loc, kw, kwargs) if first is None else first[0]
+        planned = way if first is None else first[1]
+        return way(func, args, loc, kw, kwargs) if first is None else first[0]
 
     return run
 

@@ -25,6 +25,7 @@ from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dtensor import DTensor, become, wrap
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.strides import check_no_overlap
 
 _PROMOTING = {"cumsum", "cumprod"}
 """Operations that make int64 of integers and truth values, except in place."""
@@ -66,6 +67,8 @@ def run_in_place(
         become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target
     spec = apply_rule(call)
+    if spec is not None and spec.guard is not None:
+        spec, key = spec.for_locals(loc, kw), None  # for this call's dtypes alone
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
@@ -117,5 +120,6 @@ def write(target: DTensor, value: DTensor) -> None:
         raise DTensorError(f"the result has shape {tuple(value.shape)} and cannot be written to {tuple(target.shape)}")
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+    check_no_overlap(target._local, target._layout.shape)  # before communication, as some ranks have nothing to write
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)

@@ -332,6 +332,18 @@ def _simple_view(name: str, plan: CallPlan) -> Route:
     return run
 
 
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+IGNORES_REPEATS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("zero", "masked_fill", "index_fill", "index_put", "tril", "triu"), _always),
+    "fill": lambda input, value: not isinstance(value, torch.Tensor),
+    "conj_physical": lambda input: not input.is_complex(),
+}
+"""In-place functions that write where an element stands for several, and in which calls: others raise there."""
+
+
 def in_place_route(name: str, plan: CallPlan) -> Route:
     """Writes the first operand's local; its layout stays."""
     mesh = plan.operands[0].src.mesh
@@ -340,14 +352,14 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     layout = plan.operands[0].src
     # Before communication every rank looks, as those that C++ would stop later must not be waited for.
     looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
-    only_complex = name == "conj_physical"  # it does not write real numbers, nor look at their memory
+    ignores = IGNORES_REPEATS.get(name)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         target = args[0]
         is_copied = type(target) is CopiedView
         if is_copied:
             check_writable(target)
-        if looks and not (only_complex and not loc[0].is_complex()):
+        if looks and (ignores is None or not ignores(*loc, **kw)):
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)

@@ -23,7 +23,7 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
   arguments (a shape that must become the local one, say).
 - `joined` makes, where the outputs would be terms, the function that joins them at once; see `Joined`.
 - `guard` says of a call's locals whether the plan is for it, where that depends on dtypes, which no rule sees. A call
-  that it refuses goes the operation's other way.
+  that it refuses goes as `otherwise` says or, without that, the operation's other way.
 """
 
 from __future__ import annotations
@@ -183,3 +183,8 @@ class Spec:
     unread: frozenset[int] = frozenset()
     keeps_terms: bool = False
     guard: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
+    otherwise: Spec | None = None
+
+    def for_locals(self, loc: Sequence[Any], kw: Mapping[str, Any]) -> Spec | None:
+        """What says how a call with these locals goes: this or, where the guard refuses it, the other."""
+        return self if self.guard is None or self.guard(loc, kw) else self.otherwise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.table import rule
 
@@ -20,39 +22,57 @@ def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
     return Spec(ins, [out], [shape], reduce=summed, linear=[(i,) for i in range(len(ins))])
 
 
+def _in_range(spec: Spec, operands: list[Operand]) -> Spec:
+    """The spec of a product: of a half type, terms are reduced before.
+
+    Terms may be much larger than their sum, and what a product makes of them beyond what float16 holds.
+    """
+    if all(o.layout.dual is o.layout for o in operands):
+        return spec
+    return replace(spec, guard=_is_wide, otherwise=replace(spec, linear=[]))
+
+
+def _product(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
+    return _in_range(contraction(ins, out, operands), operands)
+
+
+def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+    return result_type(loc, kw) not in HALF
+
+
 @rule("mm")
 def mm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
     if input.ndim != 2 or mat2.ndim != 2 or input.shape[1] != mat2.shape[0]:
         return None
-    return contraction([(0, 1), (1, 2)], (0, 2), [input, mat2])
+    return _product([(0, 1), (1, 2)], (0, 2), [input, mat2])
 
 
 @rule("bmm")
 def bmm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
     if input.ndim != 3 or mat2.ndim != 3 or input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
         return None
-    return contraction([(3, 0, 1), (3, 1, 2)], (3, 0, 2), [input, mat2])
+    return _product([(3, 0, 1), (3, 1, 2)], (3, 0, 2), [input, mat2])
 
 
 @rule("mv")
 def mv(call: Call, input: Operand, vec: Operand) -> Spec | None:
     if input.ndim != 2 or vec.ndim != 1 or input.shape[1] != vec.shape[0]:
         return None
-    return contraction([(0, 1), (1,)], (0,), [input, vec])
+    return _product([(0, 1), (1,)], (0,), [input, vec])
 
 
 @rule("dot", "inner_1d", "vdot")
 def dot(call: Call, input: Operand, other: Operand) -> Spec | None:
     if input.ndim != 1 or input.shape != other.shape:
         return None
-    return contraction([(0,), (0,)], (), [input, other])
+    return _product([(0,), (0,)], (), [input, other])
 
 
 @rule("outer", "ger")
 def outer(call: Call, input: Operand, vec2: Operand) -> Spec | None:
     if input.ndim != 1 or vec2.ndim != 1:
         return None
-    return contraction([(0,), (1,)], (0, 1), [input, vec2])
+    return _product([(0,), (1,)], (0, 1), [input, vec2])
 
 
 @rule("matmul")
@@ -70,7 +90,7 @@ def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
     first: Dims = (*batch_dims[0], row, inner) if len(a) > 1 else (inner,)
     second: Dims = (*batch_dims[1], inner, column) if len(b) > 1 else (inner,)
     out: Dims = (*range(len(batch)), *((row,) if len(a) > 1 else ()), *((column,) if len(b) > 1 else ()))
-    return contraction([first, second], out, [input, other])
+    return _product([first, second], out, [input, other])
 
 
 @rule("linear")
@@ -84,10 +104,10 @@ def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spe
     ins: list[Dims] = [(*batch, inner), (column, inner)]
     spec = contraction(ins, (*batch, column), [input, weight])
     if bias is None:
-        return spec
+        return _in_range(spec, [input, weight])
     if not isinstance(bias, Operand):
         return None
-    return _plus(spec, (column,))
+    return _in_range(_plus(spec, (column,)), [input, weight])
 
 
 def _plus(spec: Spec, dims: Dims) -> Spec:
@@ -128,7 +148,7 @@ def add_product(
     dims = tuple(f if n == m else None for f, n, m in zip(out[shift:], input.shape, full[shift:], strict=True))
     product = _plus(spec, dims)
     # The addend is the first argument here, so the operands come in another order.
-    return Spec(
+    spec = Spec(
         [dims, *spec.ins],
         spec.outs,
         spec.shapes,
@@ -136,6 +156,7 @@ def add_product(
         linear=[tuple((i + 1) % 3 for i in group) for group in product.linear],
         addends=frozenset((0,)),
     )
+    return _in_range(spec, pair)
 
 
 @rule("einsum")
@@ -161,7 +182,7 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
                 return None  # broadcasting of size 1
     factor = {letter: i for i, letter in enumerate(sizes)}
     ins: list[Dims] = [tuple(factor[c] for c in term) for term in terms]
-    return contraction(ins, tuple(factor[c] for c in right), tensors)
+    return _product(ins, tuple(factor[c] for c in right), tensors)
 
 
 def _spelled_out(equation: str, ndims: list[int]) -> str | None:

@@ -121,6 +121,8 @@ def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
 
 
 def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
+    if input.dtype == torch.bool:
+        raise RuntimeError(f"arg{op}(): does not support bool input")  # as on one device
     if not (dim is None or isinstance(dim, int)) or not input.ndim or not input.numel():
         return NotImplemented
     x = _without_terms(input)

@@ -167,7 +167,7 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
 def loser(dtype: torch.dtype, op: str) -> Any:
     """The value that never wins a `max` or `min`."""
     if dtype.is_complex:
-        raise RuntimeError(f"values of {dtype} have no order: there is no {op} of them")
+        raise NotImplementedError(f"values of {dtype} have no order: there is no {op} of them")
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:
