@@ -411,6 +411,11 @@ class DTensor(NoRawAccess, torch.Tensor):
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
         )
 
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """PyTorch's name for this rank's part, which libraries read; to write another there, use `from_local`."""
+        return self._local
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
         local: torch.Tensor = self._local
