@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from terrazzo.engine import ResumableSampler
 from terrazzo.engine.config import Batch
 from terrazzo.launch import read_run
 from terrazzo.launch.torchrun import torchrun_line
+from warm_python import warm_python
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
-TERRAZZO = [sys.executable, "-m", "terrazzo.cli"]
 STEPS, CRASH_AT, BATCH = 5, 3, 4
 CRASHING = f"""
 entry = "crashing:main"
@@ -37,10 +36,14 @@ optimizer = {{ type = "SGD", params = {{ lr = 0.1 }} }}
 """
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def terrazzo() -> list[str]:
+    return [warm_python(), "-m", "terrazzo.cli"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHON_EXEC": warm_python(), "TERRAZZO": shlex.join(terrazzo())},
         capture_output=True,
         text=True,
         timeout=300,
@@ -72,9 +75,9 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     file.write_text(CRASHING)
     if may_make_networks():
         file.write_text(CRASHING.replace("per_host = 2", 'per_host = 1\nhosts = 2\nendpoint = "10.77.0.1:29477"'))
-        once = command(str(EXAMPLES / "two_hosts.sh"), str(file), TERRAZZO=shlex.join(TERRAZZO))
+        once = command(str(EXAMPLES / "two_hosts.sh"), str(file))
     else:
-        once = command(*TERRAZZO, "train", str(file))
+        once = command(*terrazzo(), "train", str(file))
     assert once.returncode == 0, once.stderr
     assert "no checkpoint yet" in once.stderr and f"done; the latest checkpoint is global_step{STEPS}" in once.stderr
     said: list[tuple[int, float]] = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
@@ -87,7 +90,7 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
 def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     shutil.copy(HERE / "crashing.py", tmp_path)
     (tmp_path / "run.toml").write_text(CRASHING.replace(f'"{CRASH_AT}"]', '"1"]'))
-    ended = command(*TERRAZZO, "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
     assert ended.returncode == 128 + 9, ended.stderr
     assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
 
@@ -115,7 +118,7 @@ def test_the_example_by_hand_with_torchrun(tmp_path):
     file.write_text(file.read_text().replace("per_host = 4", "per_host = 2"))
     shown = torchrun_line(read_run(file))
     assert " torchrun --nnodes=1 --nproc-per-node=2 " in shown
-    line = shown.replace(" torchrun ", f" {shlex.quote(sys.executable)} -m torch.distributed.run ")
+    line = shown.replace(" torchrun ", f" {shlex.quote(warm_python())} -m torch.distributed.run ")
     trained = command("bash", "-c", line)
     assert trained.returncode == 0, trained.stderr
     assert "2 ranks, from step 0" in trained.stdout and list(steps_of(trained.stdout)) == [2, 4]
@@ -140,7 +143,7 @@ def test_two_hosts_save_together_and_one_goes_on(tmp_path):
     if not may_make_networks():
         pytest.skip("network namespaces need root, iproute2 and a kernel that allows them")
     file = example(tmp_path, "two_hosts.toml", steps=4)
-    together = command(str(EXAMPLES / "two_hosts.sh"), str(file), "--per-host", "1", TERRAZZO=shlex.join(TERRAZZO))
+    together = command(str(EXAMPLES / "two_hosts.sh"), str(file), "--per-host", "1")
     assert together.returncode == 0, together.stderr
     assert "2 ranks, from step 0" in together.stdout
     saved = tmp_path / "runs/two-hosts/global_step4"
@@ -150,7 +153,7 @@ def test_two_hosts_save_together_and_one_goes_on(tmp_path):
     alone = tmp_path / "alone.toml"
     alone.write_text(file.read_text().replace("hosts = 2\nendpoint", "endpoint").replace('"4"', '"6"', 1))
     alone.write_text(alone.read_text().replace('endpoint = "10.77.0.1:29477"', "# one host"))
-    resumed = command(*TERRAZZO, "train", str(alone), "--per-host", "1")
+    resumed = command(*terrazzo(), "train", str(alone), "--per-host", "1")
     assert resumed.returncode == 0, resumed.stderr
     assert list(steps_of(resumed.stdout)) == [6] and list(steps_of(together.stdout)) == [2, 4]
     assert "the latest checkpoint is global_step4" in resumed.stderr and "1 ranks, from step 4" in resumed.stdout
