@@ -1,4 +1,4 @@
-"""`terrazzo train`: runs that lose a rank, that go on elsewhere, and that span two hosts."""
+"""`terrazzo train`: runs that lose a rank, that are told to end, that go on elsewhere, and that span two hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -51,15 +53,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def losses_alone() -> list[float]:
-    """The losses of tests/launch/crashing.py without a crash, by PyTorch in one process."""
+def losses_alone(steps: int = STEPS) -> list[float]:
+    """The losses of tests/launch/crashing.py and stopped.py by PyTorch in one process that nobody disturbs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(32, 6), torch.randn(32, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order = ResumableSampler(32, Batch(BATCH, BATCH, 1), rank=0, ranks=1, seed=3)
     losses = []
-    for _, chosen in zip(range(STEPS), order, strict=False):
+    for _, chosen in zip(range(steps), order, strict=False):
         loss = (model(x[chosen]) - y[chosen]).square().mean()
         losses.append(loss.item())
         optimizer.zero_grad()
@@ -93,6 +95,32 @@ def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
     assert ended.returncode == 128 + 9, ended.stderr
     assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
+
+
+def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
+    shutil.copy(HERE / "stopped.py", tmp_path)
+    (tmp_path / "run.toml").write_text(
+        CRASHING.replace("crashing", "stopped").replace(f'["{STEPS}", "{CRASH_AT}"]', '["2"]')
+    )
+    line, losses = [*terrazzo(), "train", str(tmp_path / "run.toml")], tmp_path / "losses.jsonl"
+    environment = {**os.environ, "PYTHON_EXEC": warm_python()}
+    with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as told:
+        try:
+            until = time.monotonic() + 300
+            while not losses.exists() and told.poll() is None and time.monotonic() < until:
+                time.sleep(0.02)
+            told.send_signal(signal.SIGUSR2)
+            _, errors = told.communicate(timeout=300)
+        finally:
+            told.kill()
+    steps = len(losses.read_text().splitlines())
+    assert told.returncode == 128 + signal.SIGUSR2, errors
+    assert f"it was ended by SIGUSR2; the latest checkpoint is global_step{steps}" in errors, errors
+    resumed = command(*line)
+    assert resumed.returncode == 0, resumed.stderr
+    said = [json.loads(line) for line in losses.read_text().splitlines()]
+    assert [step for step, _ in said] == list(range(1, steps + 3)), "every step once"
+    assert [loss for _, loss in said] == pytest.approx(losses_alone(steps + 2), rel=1e-4, abs=1e-6)
 
 
 def example(folder: Path, name: str, steps: int) -> Path:
