@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from terrazzo.engine import initialize
-from terrazzo.launch import read_run
+from terrazzo.launch import StopSignal, read_run
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 
@@ -73,7 +73,7 @@ def main() -> None:
     if first:
         print(f"{dist.get_world_size()} ranks, from step {engine.global_steps}", flush=True)
 
-    saving = None
+    saving, stop = None, StopSignal()
     for passages in engine.training_dataloader:
         if engine.global_steps >= options.steps:
             break
@@ -81,7 +81,8 @@ def main() -> None:
         loss = F.cross_entropy(engine(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
-        if engine.global_steps % options.save_every == 0 or engine.global_steps == options.steps:
+        ending = stop.agreed()  # the cluster wants the machines back
+        if engine.global_steps % options.save_every == 0 or engine.global_steps == options.steps or ending:
             if saving is not None:
                 saving.result()  # the save before this one; an error in it comes out here
             saving = engine.save_checkpoint(run.checkpoints, async_op=True)
@@ -89,8 +90,12 @@ def main() -> None:
             dist.all_reduce(mean)
             if first:
                 print(f"step {engine.global_steps}: loss {mean / dist.get_world_size():.4f}", flush=True)
+        if ending and saving is not None:
+            saving.result()
+            stop.leave()
     if saving is not None:
         saving.result()
+    stop.close()
     dist.destroy_process_group()
 
 

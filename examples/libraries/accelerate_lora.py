@@ -43,13 +43,14 @@ def train(
     tied: bool = False,
     mixed_precision: str = "no",
     batch: int = 4,
+    samples: int = 32,
     folder: str | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a pass, and on the main process the weights; with `folder`, saved and resumed on the way."""
     accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision, cpu=plugin is None)
     model = make_model(lora, tied)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=batch))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(samples), batch_size=batch))
     losses = []
     for number, (tokens,) in enumerate(loader):
         loss = model(input_ids=tokens, labels=tokens).loss

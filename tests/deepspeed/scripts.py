@@ -384,21 +384,26 @@ def run(which: ModuleType, names: list[str], folder: Path) -> dict[str, list[flo
     return results
 
 
+def real() -> ModuleType:
+    """DeepSpeed, on the CPU; in a process that imported nothing of it yet."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it looks for ninja
+    import deepspeed.comm.torch
+    import deepspeed.runtime.data_pipeline.curriculum_scheduler
+    from deepspeed.accelerator import get_accelerator
+
+    import deepspeed
+
+    # An optional speed-up, which takes a minute to compile; and what PyTorch computes on any CPU.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    get_accelerator().is_fp16_supported = lambda: True
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+    return deepspeed
+
+
 def main() -> None:
     out, which, *names = sys.argv[1:]
-    if which == "real":
-        import deepspeed.comm.torch
-        import deepspeed.runtime.data_pipeline.curriculum_scheduler
-        from deepspeed.accelerator import get_accelerator
-
-        import deepspeed
-
-        # An optional speed-up, which takes a minute to compile; and what PyTorch computes on any CPU.
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-        get_accelerator().is_fp16_supported = lambda: True
-        get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    else:
-        import terrazzo.deepspeed as deepspeed
+    deepspeed = real() if which == "real" else importlib.import_module("terrazzo.deepspeed")
     deepspeed.init_distributed("gloo")
     results = run(deepspeed, names or list(SCRIPTS), Path(out).parent)
     if dist.get_rank() == 0:

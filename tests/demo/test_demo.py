@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from terrazzo.demo.plan import plan_of
 from terrazzo.demo.screen import Screen
 from terrazzo.demo.story import _make_room
 from terrazzo.errors import DemoError
+from warm_python import warm_python
 
 STEPS = 18
 
@@ -27,11 +27,11 @@ STEPS = 18
 def test_a_run_that_is_killed_while_saving_ends_as_one_that_was_not(tmp_path):
     folder = tmp_path / "out"
     done = subprocess.run(
-        [sys.executable, "-m", "terrazzo.cli", "demo", "--steps", str(STEPS), "--out", str(folder)],
+        [warm_python(), "-m", "terrazzo.cli", "demo", "--steps", str(STEPS), "--out", str(folder)],
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join(done.stdout.split())

@@ -1,4 +1,4 @@
-"""Runs of the real DeepSpeed, for the tests to compare with: `torchrun deepspeed_runs.py OUT CASE...`.
+"""Runs of the real DeepSpeed, for the tests to compare with, on ranks that have a process group and end after it.
 
 For each case, such as `2-bf16`, trains the tests' model in that ZeRO stage and precision, saves halfway, goes on, and
 writes the losses; and gives the checkpoint to DeepSpeed's own conversion to float32, and of some to that to universal
@@ -8,8 +8,6 @@ checkpoints.  A case with `@TAG` resumes from a checkpoint that is there instead
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -22,9 +20,6 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import deepspeed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from engine.deepspeed_cases import BEFORE, PIPELINE, STEPS, UNIVERSAL, parsed, pipeline_layers
 from engine.runs import TOTAL, WIDTH, averaged, batches, loss_of, make_model, param_groups
 
@@ -111,15 +106,7 @@ def run_pipeline(out: Path) -> list[float]:
     return losses
 
 
-def main() -> None:
-    out, *cases = sys.argv[1:]
+def run_all(out: Path, cases: list[str]) -> dict[str, list[float]]:
+    """The losses of each case, on every rank."""
     deepspeed.init_distributed("gloo")
-    losses = {case: run_pipeline(Path(out)) if case == PIPELINE else run(Path(out), case) for case in cases}
-    if dist.get_rank() == 0:
-        (Path(out) / "losses.json").write_text(json.dumps(losses))
-    dist.barrier()
-    os._exit(0)  # what DeepSpeed leaves behind can abort an interpreter that ends
-
-
-if __name__ == "__main__":
-    main()
+    return {case: run_pipeline(out) if case == PIPELINE else run(out, case) for case in cases}

@@ -25,6 +25,7 @@ from ranks import run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError
 from terrazzo.integrations.installing import MODULES, InstallWarning
+from warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,18 +170,18 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
     script.write_text(LIBRARY)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", "-m", "terrazzo", "run", str(script), str(tmp_path / "one")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0 and done.stdout.strip() == "terrazzo.tensor.dtensor", done.stderr[-3000:]
     # What Python does when it starts, where the wheel is installed.
-    start = f"import site; site.addpackage({str(ROOT / 'src')!r}, 'terrazzo-install.pth', set())\n"
-    start += "import sys; found = 'torch' in sys.modules; import torch.distributed.fsdp as f\n"
-    start += "print(found, f.fully_shard.__module__)"
-    for value, expected in (("1", "True terrazzo.fsdp"), ("0", "False torch.distributed")):
+    start = tmp_path / "start.py"
+    start.write_text(
+        f"import site, sys; site.addpackage({str(ROOT / 'src')!r}, 'terrazzo-install.pth', set())\n"
+        "print(sys.modules['torch.distributed.fsdp'].fully_shard.__module__ if 'torch' in sys.modules else 'nothing')"
+    )
+    for value, python, expected in (("1", warm_python(), "terrazzo.fsdp.api"), ("0", sys.executable, "nothing")):
         environment["TERRAZZO_INSTALL"] = value
-        done = subprocess.run(
-            [sys.executable, "-c", start], capture_output=True, text=True, env=environment, timeout=200
-        )
-        assert done.stdout.startswith(expected), done.stdout + done.stderr[-3000:]
+        done = subprocess.run([python, str(start)], capture_output=True, text=True, env=environment, timeout=400)
+        assert done.stdout.strip() == expected, done.stdout + done.stderr[-3000:]
 
 
 def check_mixed_imports() -> None:

@@ -63,7 +63,8 @@ def test_mistakes_are_named(tmp_path, text, said):
 def test_one_host_needs_no_meeting_place(tmp_path):
     run = read_run(write(tmp_path, 'script = "train.py"\narguments = ["-x"]\n[ranks]\nper_host = 2\nrestarts = 1'))
     assert torchrun_arguments(run) == [
-        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--standalone",
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=120",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--standalone",
         str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "-x",
     ]  # fmt: skip
 

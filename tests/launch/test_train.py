@@ -1,4 +1,4 @@
-"""`terrazzo train`: runs that lose a rank, that go on elsewhere, and that span two hosts."""
+"""`terrazzo train`: runs that lose a rank, that are told to end, that go on elsewhere, and that span two hosts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from terrazzo.engine import ResumableSampler
 from terrazzo.engine.config import Batch
 from terrazzo.launch import read_run
 from terrazzo.launch.torchrun import torchrun_line
+from warm_python import warm_python
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
-TERRAZZO = [sys.executable, "-m", "terrazzo.cli"]
 STEPS, CRASH_AT, BATCH = 5, 3, 4
 CRASHING = f"""
 entry = "crashing:main"
@@ -37,10 +38,14 @@ optimizer = {{ type = "SGD", params = {{ lr = 0.1 }} }}
 """
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def terrazzo() -> list[str]:
+    return [warm_python(), "-m", "terrazzo.cli"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHON_EXEC": warm_python(), "TERRAZZO": shlex.join(terrazzo())},
         capture_output=True,
         text=True,
         timeout=300,
@@ -48,15 +53,15 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def losses_alone() -> list[float]:
-    """The losses of tests/launch/crashing.py without a crash, by PyTorch in one process."""
+def losses_alone(steps: int = STEPS) -> list[float]:
+    """The losses of tests/launch/crashing.py and stopped.py by PyTorch in one process that nobody disturbs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(32, 6), torch.randn(32, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order = ResumableSampler(32, Batch(BATCH, BATCH, 1), rank=0, ranks=1, seed=3)
     losses = []
-    for _, chosen in zip(range(STEPS), order, strict=False):
+    for _, chosen in zip(range(steps), order, strict=False):
         loss = (model(x[chosen]) - y[chosen]).square().mean()
         losses.append(loss.item())
         optimizer.zero_grad()
@@ -72,9 +77,9 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     file.write_text(CRASHING)
     if may_make_networks():
         file.write_text(CRASHING.replace("per_host = 2", 'per_host = 1\nhosts = 2\nendpoint = "10.77.0.1:29477"'))
-        once = command(str(EXAMPLES / "two_hosts.sh"), str(file), TERRAZZO=shlex.join(TERRAZZO))
+        once = command(str(EXAMPLES / "two_hosts.sh"), str(file))
     else:
-        once = command(*TERRAZZO, "train", str(file))
+        once = command(*terrazzo(), "train", str(file))
     assert once.returncode == 0, once.stderr
     assert "no checkpoint yet" in once.stderr and f"done; the latest checkpoint is global_step{STEPS}" in once.stderr
     said: list[tuple[int, float]] = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
@@ -87,9 +92,35 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
 def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     shutil.copy(HERE / "crashing.py", tmp_path)
     (tmp_path / "run.toml").write_text(CRASHING.replace(f'"{CRASH_AT}"]', '"1"]'))
-    ended = command(*TERRAZZO, "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
     assert ended.returncode == 128 + 9, ended.stderr
     assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
+
+
+def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
+    shutil.copy(HERE / "stopped.py", tmp_path)
+    (tmp_path / "run.toml").write_text(
+        CRASHING.replace("crashing", "stopped").replace(f'["{STEPS}", "{CRASH_AT}"]', '["2"]')
+    )
+    line, losses = [*terrazzo(), "train", str(tmp_path / "run.toml")], tmp_path / "losses.jsonl"
+    environment = {**os.environ, "PYTHON_EXEC": warm_python()}
+    with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as told:
+        try:
+            until = time.monotonic() + 300
+            while not losses.exists() and told.poll() is None and time.monotonic() < until:
+                time.sleep(0.02)
+            told.send_signal(signal.SIGUSR2)
+            _, errors = told.communicate(timeout=300)
+        finally:
+            told.kill()
+    steps = len(losses.read_text().splitlines())
+    assert told.returncode == 128 + signal.SIGUSR2, errors
+    assert f"it was ended by SIGUSR2; the latest checkpoint is global_step{steps}" in errors, errors
+    resumed = command(*line)
+    assert resumed.returncode == 0, resumed.stderr
+    said = [json.loads(line) for line in losses.read_text().splitlines()]
+    assert [step for step, _ in said] == list(range(1, steps + 3)), "every step once"
+    assert [loss for _, loss in said] == pytest.approx(losses_alone(steps + 2), rel=1e-4, abs=1e-6)
 
 
 def example(folder: Path, name: str, steps: int) -> Path:
@@ -115,7 +146,7 @@ def test_the_example_by_hand_with_torchrun(tmp_path):
     file.write_text(file.read_text().replace("per_host = 4", "per_host = 2"))
     shown = torchrun_line(read_run(file))
     assert " torchrun --nnodes=1 --nproc-per-node=2 " in shown
-    line = shown.replace(" torchrun ", f" {shlex.quote(sys.executable)} -m torch.distributed.run ")
+    line = shown.replace(" torchrun ", f" {shlex.quote(warm_python())} -m torch.distributed.run ")
     trained = command("bash", "-c", line)
     assert trained.returncode == 0, trained.stderr
     assert "2 ranks, from step 0" in trained.stdout and list(steps_of(trained.stdout)) == [2, 4]
@@ -140,7 +171,7 @@ def test_two_hosts_save_together_and_one_goes_on(tmp_path):
     if not may_make_networks():
         pytest.skip("network namespaces need root, iproute2 and a kernel that allows them")
     file = example(tmp_path, "two_hosts.toml", steps=4)
-    together = command(str(EXAMPLES / "two_hosts.sh"), str(file), "--per-host", "1", TERRAZZO=shlex.join(TERRAZZO))
+    together = command(str(EXAMPLES / "two_hosts.sh"), str(file), "--per-host", "1")
     assert together.returncode == 0, together.stderr
     assert "2 ranks, from step 0" in together.stdout
     saved = tmp_path / "runs/two-hosts/global_step4"
@@ -150,7 +181,7 @@ def test_two_hosts_save_together_and_one_goes_on(tmp_path):
     alone = tmp_path / "alone.toml"
     alone.write_text(file.read_text().replace("hosts = 2\nendpoint", "endpoint").replace('"4"', '"6"', 1))
     alone.write_text(alone.read_text().replace('endpoint = "10.77.0.1:29477"', "# one host"))
-    resumed = command(*TERRAZZO, "train", str(alone), "--per-host", "1")
+    resumed = command(*terrazzo(), "train", str(alone), "--per-host", "1")
     assert resumed.returncode == 0, resumed.stderr
     assert list(steps_of(resumed.stdout)) == [6] and list(steps_of(together.stdout)) == [2, 4]
     assert "the latest checkpoint is global_step4" in resumed.stderr and "1 ranks, from step 4" in resumed.stdout

@@ -27,7 +27,8 @@ class Ranks:
         for name, value in _THREADS.items():
             os.environ.setdefault(name, value)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["terrazzo.demo.worker"])
+        # torch._dynamo: every optimizer imports it.
+        context.set_forkserver_preload(["terrazzo.demo.worker", "torch._dynamo"])
         self.title = title
         self.connection, theirs = context.Pipe(duplex=False)
         self._processes = [

@@ -4,5 +4,6 @@ What a run needs to know is in one file, which the script reads too; starting an
 """
 
 from terrazzo.launch.config import Run, read_run
+from terrazzo.launch.stopping import Stopped, StopSignal
 
-__all__ = ["Run", "read_run"]
+__all__ = ["Run", "StopSignal", "Stopped", "read_run"]

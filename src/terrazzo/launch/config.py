@@ -24,6 +24,7 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     endpoint: str | None = None  # where several hosts meet: an address of one of them, and a free port
     name: str = "terrazzo"  # of the meeting; runs that share an endpoint need different ones
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    grace: Count = 120  # seconds in which ranks may save after SIGTERM
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,17 +7,26 @@ address than the one that other hosts reach.
 from __future__ import annotations
 
 import socket
+import time
 
 from terrazzo.errors import LaunchError
 
 
-def address_towards(endpoint: str) -> str:
-    """The address from which this host reaches `host:port`.
+def address_towards(endpoint: str, patience: float = 0) -> str:
+    """The address from which this host reaches `host:port`; a name that is not known yet may come within the patience.
 
     >>> address_towards("127.0.0.1:29400")
     '127.0.0.1'
     """
-    family, address = _resolve(endpoint)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            family, address = _resolve(endpoint)
+            break
+        except LaunchError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)  # sends nothing: it only chooses a route

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +16,7 @@ from torch.distributed.run import parse_args
 from torch.distributed.run import run as run_torchrun
 
 from terrazzo.errors import LaunchError
+from terrazzo.launch.cluster import cluster_of
 from terrazzo.launch.config import Run
 from terrazzo.launch.network import address_towards, is_here
 
@@ -26,35 +28,55 @@ ENVIRONMENT: Final = {
 }
 
 
+# What torchrun hands to its ranks: its own list, and what Slurm and submitit are told to send.
+_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
+# Seconds for a cluster to make the first host's name known.
+_PATIENCE: Final = 300.0
+
+
 def torchrun_line(run: Run) -> str:
     """What a user would type on this host to start the run by hand."""
     settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
     return shlex.join([*settings, "torchrun", *torchrun_arguments(run)])
 
 
-def torchrun_arguments(run: Run) -> list[str]:
+def torchrun_arguments(run: Run, environment: Mapping[str, str] | None = None) -> list[str]:
     """What `torchrun` is to be told on this host to start the run.
 
-    The script gets the path of the run's file as its first argument.
+    The script gets the path of the run's file as its first argument.  Where the file names no endpoint, a cluster's
+    environment says which hosts there are.
     """
     ranks = run.config.ranks
+    cluster = cluster_of(os.environ if environment is None else environment) if ranks.endpoint is None else None
+    per_host = ranks.per_host or (cluster.per_host if cluster else None)
     arguments = [
-        f"--nnodes={ranks.hosts}",
-        f"--nproc-per-node={ranks.per_host or 'auto'}",
+        f"--nnodes={cluster.hosts if cluster else ranks.hosts}",
+        f"--nproc-per-node={per_host or 'auto'}",
         f"--max-restarts={ranks.restarts}",
+        f"--shutdown-timeout={ranks.grace}",
+        f"--signals-to-handle={_SIGNALS}",
     ]
-    if ranks.endpoint is None:
-        arguments.append("--standalone")
+    if cluster is not None and cluster.hosts != "1":
+        arguments += _meeting(
+            cluster.endpoint, cluster.job, cluster.index == 0, address_towards(cluster.endpoint, _PATIENCE)
+        )
+    elif ranks.endpoint is not None:
+        arguments += _meeting(ranks.endpoint, ranks.name, is_here(ranks.endpoint), address_towards(ranks.endpoint))
     else:
-        arguments += [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={ranks.endpoint}",
-            f"--rdzv-id={ranks.name}",
-            f"--rdzv-conf=is_host={int(is_here(ranks.endpoint))}",
-            f"--local-addr={address_towards(ranks.endpoint)}",
-        ]
+        arguments.append("--standalone")
     what = ["-m", "terrazzo.launch.entry"] if run.script is None else [str(run.script)]
     return [*arguments, *what, str(run.path), *run.config.arguments]
+
+
+def _meeting(endpoint: str, name: str, is_host: bool, address: str) -> list[str]:
+    """How hosts find each other."""
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={name}",
+        f"--rdzv-conf=is_host={int(is_host)}",
+        f"--local-addr={address}",
+    ]
 
 
 @dataclass(frozen=True)

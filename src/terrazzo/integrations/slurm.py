@@ -1,0 +1,60 @@
+"""submitit, which sends Python functions to Slurm: one that trains is queued again when Slurm wants the machines back.
+
+An `sbatch` script with `terrazzo train` needs none of this (docs/clusters.md).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from terrazzo.launch.stopping import Stopped
+
+
+class Training:
+    """A function that submitit runs once for each rank, with what `init_process_group` needs in the environment.
+
+        executor = submitit.AutoExecutor("logs")
+        executor.update_parameters(nodes=2, tasks_per_node=8, gpus_per_node=8, timeout_min=24 * 60)
+        executor.submit(Training(main, "run.toml"))
+
+    The function watches a `terrazzo.launch.StopSignal`.  When it leaves, saved, submitit queues the job again, and the
+    function begins anew, to go on from its checkpoint.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def __call__(self) -> Any:
+        """What one rank does."""
+        from submitit import JobEnvironment
+        from submitit.helpers import TorchDistributedEnvironment
+
+        job = JobEnvironment()
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        # The function's own StopSignal takes the place of this one.
+        queue_again = signal.getsignal(job._usr_sig())
+        try:
+            return self.function(*self.args, **self.kwargs)
+        except Stopped as stopped:
+            if callable(queue_again):
+                _queue_again(queue_again, stopped)
+            raise
+
+    def checkpoint(self) -> Any:
+        """What submitit queues: the same function, whose state is in its own checkpoints."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def _queue_again(handler: Callable[[int, Any], Any], stopped: Stopped) -> None:
+    """Have submitit queue the job; the others stay until rank 0 has done so, since their end could be its end."""
+    try:
+        handler(stopped.signal, None)  # it ends the process of rank 0
+    finally:
+        if dist.is_initialized():
+            dist.barrier()

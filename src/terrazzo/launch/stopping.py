@@ -1,0 +1,93 @@
+"""Ending a job well when its cluster wants the machines back: all ranks save the same step, and end.
+
+A signal reaches ranks at different steps, and perhaps only some of them.  What they have to agree on is a step: each
+step they exchange whether any was told to end, in a message that travels while the next step is computed.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.errors import LaunchError
+
+
+class Stopped(SystemExit):
+    """The job was told to end, and has saved; the exit status is that of a process ended by the signal.
+
+    >>> Stopped(15).code
+    143
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+
+class StopSignal:
+    """Whether the job is to end, with the same answer on all ranks.
+
+        stop = StopSignal()
+        for batch in engine.training_dataloader:
+            ...
+            engine.step()
+            if stop.agreed():
+                engine.save_checkpoint(folder)
+                stop.leave()
+
+    Args:
+        signals: what the cluster sends.  Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
+    """
+
+    def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR2)) -> None:
+        if not dist.is_initialized():
+            raise LaunchError(
+                "StopSignal asks all ranks: make it after init_process_group or terrazzo.engine's initialize"
+            )
+        self._received = 0
+        self._agreed = 0
+        # On the CPU, so that no step waits for an accelerator.
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._before = {number: signal.signal(number, self._note) for number in signals}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def agreed(self) -> bool:
+        """Whether some rank had been told to end by the step before; every rank asks once in each step."""
+        if self._agreed:
+            return True
+        if self._asked is not None:
+            answer, message = self._asked
+            message.wait()
+            self._asked, self._agreed = None, int(answer)
+        if not self._agreed:
+            answer = torch.tensor(self._received)
+            self._asked = answer, dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return bool(self._agreed)
+
+    def close(self) -> None:
+        """Put back what the signals did before, and wait for the last message."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+        if self._asked is not None:
+            self._asked[1].wait()
+            self._asked = None
+
+    def leave(self) -> None:
+        """End this rank, after it has saved: raises `Stopped`, on every rank alike."""
+        self.close()
+        raise Stopped(self._agreed or signal.SIGTERM)
+
+    def __enter__(self) -> StopSignal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
