@@ -5,6 +5,7 @@ The names and behaviours are those of `torch.distributed.fsdp.fully_shard`.
 
 from terrazzo.fsdp.api import fully_shard
 from terrazzo.fsdp.explain import explain
+from terrazzo.fsdp.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from terrazzo.fsdp.plan.check import PlanError
 from terrazzo.fsdp.plan.operations import Operation
@@ -17,8 +18,11 @@ from terrazzo.fsdp.trace import Trace, TraceEvent, trace
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "GroupReport",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Operation",
@@ -26,6 +30,7 @@ __all__ = [
     "PlanError",
     "ReduceScatter",
     "Report",
+    "ShardPlacementResult",
     "Trace",
     "TraceEvent",
     "UnshardHandle",

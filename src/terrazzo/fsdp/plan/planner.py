@@ -207,8 +207,8 @@ class _Planner:
         self.phase[unit] = Phase.BACKWARD
         if unit in self.held:  # its module ran more than once
             self._reduce_held(self.spec.together[unit])
-        self._make_room(0)
         spec = self.spec.units[unit]
+        self._make_room(0, spec.reduce_buffers)
         if spec.unshard_in_backward:
             self._gather(unit, companions=self._before(unit))
             self._copy_out(unit)
@@ -473,7 +473,7 @@ class _Planner:
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
         one = Reducing(unit, along, stored=spec.replicated and not spec.all_reduce)
-        self._make_room(self._packed(one))
+        self._make_room(self._packed(one), spec.reduce_buffers)
         self._emit(
             Kind.PACK,
             unit,
@@ -551,19 +551,23 @@ class _Planner:
             along=along,
         )
 
-    def _make_room(self, following: int) -> None:
-        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way."""
+    def _make_room(self, following: int, buffers: int = 1) -> None:
+        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way.
+
+        That is less than `buffers` packed ones.
+        """
         if self.spec.streams:
             # One reduction overlaps with the next unit's backward, and its all-reduce with that after it.
             if following:
                 for one in [one for one in self.reducing if one.released]:
                     self.reducing.remove(one)
                     self._finish(one)
-                self.reducing = [self._release(one) for one in self.reducing]
+                most = max(0, len(self.reducing) - buffers + 1)
+                self.reducing = [self._release(one) if i < most else one for i, one in enumerate(self.reducing)]
             return
         self.reducing = [self._to_replicas(one) for one in self.reducing]
         under_way = following + sum(self._packed(one) for one in self.reducing)
-        while self.reducing and under_way > self.spec.overlapped:
+        while len(self.reducing) >= buffers and under_way > self.spec.overlapped:
             one = self.reducing.pop(0)
             under_way -= self._packed(one)
             self._finish(one)
