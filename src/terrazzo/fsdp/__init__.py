@@ -7,6 +7,7 @@ from terrazzo.fsdp.api import fully_shard
 from terrazzo.fsdp.explain import explain
 from terrazzo.fsdp.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from terrazzo.fsdp.pipelining import register_fsdp_pipeline_stage
 from terrazzo.fsdp.plan.check import PlanError
 from terrazzo.fsdp.plan.operations import Operation
 from terrazzo.fsdp.plan.step import Plan
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "register_fsdp_pipeline_stage",
     "report",
     "share_comm_ctx",
     "trace",
