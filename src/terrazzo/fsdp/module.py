@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.plan.planner import Event
+from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, use_staging

@@ -13,7 +13,7 @@ from terrazzo._torch.autograd import at_end_of_backward, in_backward
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import remark_on_single_group
-from terrazzo.fsdp.plan.planner import Event, State, Where
+from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.direct import FIRST_TAG
