@@ -40,11 +40,16 @@ def growth(whose: str, width: int, few: int, many: int) -> float:
     return float(done.stdout)
 
 
-def _step(function: Callable[..., object], width: int, ranks: int) -> Callable[[], None]:
+def simulated_step(
+    function: Callable[..., object], width: int, ranks: int, rank: int = 0
+) -> tuple[nn.Module, Callable[[], None]]:
+    """Two linear layers that `function` has sharded over ranks that are not there, and a step of them on `rank`.
+
+    The first rank has a row of everything: the group's own work is to copy what this rank has to the places of all.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A rank that has a row of everything: the group's own work is to copy what this rank has to the places of all.
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks,))
     model = nn.Sequential(nn.Linear(16, width), nn.Linear(width, 16))
     for layer in model:
@@ -58,7 +63,7 @@ def _step(function: Callable[..., object], width: int, ranks: int) -> Callable[[
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return model, step
 
 
 def _seconds(step: Callable[[], None]) -> float:
@@ -74,7 +79,8 @@ def _seconds(step: Callable[[], None]) -> float:
 def main(whose: str, width: int, few: int, many: int) -> None:
     """Prints the ratio."""
     function: Any = fully_shard if whose == "terrazzo" else torch_fully_shard
-    print(_seconds(_step(function, width, many)) / _seconds(_step(function, width, few)))
+    seconds = [_seconds(simulated_step(function, width, ranks)[1]) for ranks in (few, many)]
+    print(seconds[1] / seconds[0])
 
 
 if __name__ == "__main__":

@@ -148,6 +148,10 @@ class FSDPValueError(FSDPError, ValueError, AssertionError):
     """
 
 
+class FSDPTypeError(FSDPError, TypeError):
+    """An argument of another type than a method of a sharded module takes."""
+
+
 class DivergedRanksError(FSDPError, CommError):
     """Ranks asked for different collectives; the message names each rank and where it was."""
 

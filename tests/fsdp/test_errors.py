@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.compare import Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
-from terrazzo.errors import DivergedRanksError, FSDPError, FSDPValueError
+from terrazzo.errors import DivergedRanksError, DTensorArgumentError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import Shard, init_device_mesh
 
@@ -82,6 +83,13 @@ def check_mistakes() -> None:
     with pytest.raises(RuntimeError, match=r"embed\.weight.*fully_shard.*call the module"):
         model.forward(x)
 
+    model.reshard()
+    with pytest.raises(DTensorArgumentError, match=r"given a FSDPModel whose 'embed.weight' is a DTensor"):
+        DistributedDataParallel(model)
+    plain = nn.Linear(2, 2)
+    DistributedDataParallel(plain)(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(plain.weight.grad, torch.ones(2, 2))
+
 
 def test_classic_mistakes():
     run_ranks(2, check_mistakes)
@@ -119,22 +127,20 @@ class Forking(Model):
         return self.head(x)
 
 
-def short_group() -> None:
-    """The default group again, with a short time limit."""
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+def limit_waiting(*groups: Any) -> None:
+    """From now on, and for all ranks at once, collectives fail soon."""
+    dist.barrier()
+    for group in groups or (None,):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
 
 
 def check_skipped() -> str:
-    short_group()
     model = shard_blocks(Forking(3, 600, 1800))
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
     model.skipped = 1
-    began = time.monotonic()
-    with pytest.raises(DivergedRanksError) as caught:
+    with pytest.raises(DivergedRanksError) as caught:  # at once: nobody waits for the group's time limit
         loss_of(model, mine(x), mine(y)).backward()
-    assert time.monotonic() - began < 30
     return str(caught.value)
 
 
@@ -158,7 +164,6 @@ class Swapping(Model):
 
 
 def check_swapped() -> str:
-    short_group()
     model = shard_blocks(Swapping(3, 600, 1800))
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
@@ -174,13 +179,24 @@ def test_ranks_that_run_modules_in_another_order_are_told():
         assert "ranks ran different modules" in outcome.value and "rank 0 run blocks.0, rank 1 " in outcome.value
 
 
+def begin_together() -> None:
+    """Without the limit of the default group."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {dist.get_rank()} is here", "")
+    store.wait([f"rank {rank} is here" for rank in range(dist.get_world_size())], timedelta(minutes=5))
+
+
 def check_small(in_first_step: bool) -> str:
-    short_group()
+    if in_first_step:  # messages between two ranks keep the limit that their group was made with
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     model = Forking()
     model.blocks[1] = Block(7, 33)  # what rank 1 leaves out is larger than what it asks for instead
     apart(shard_blocks(model))
     x, y = next(batches(1))
-    if not in_first_step:
+    if in_first_step:
+        begin_together()
+    else:
         loss_of(model, mine(x), mine(y)).backward()
     model.skipped = 1
     with pytest.raises(DivergedRanksError) as caught:
@@ -199,17 +215,25 @@ def test_small_groups_are_not_mixed_up_and_end_no_process(in_first_step):
             assert "rank 0 run blocks.1, rank 1 run blocks.2" in outcome.value
 
 
-def check_absent() -> str:
-    short_group()
-    model = shard_blocks(Model())
+def name_who_is_absent(model: Any, absent: int) -> str:
+    """All but one go on, and find that it does not come; it waits until they have."""
+    store, others = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
     x, y = next(batches(1))
-    loss_of(model, mine(x), mine(y)).backward()
-    if dist.get_rank() == 1:
-        time.sleep(7)  # busy with something else
+    if dist.get_rank() == absent:
+        store.wait([f"named by {i + 1}" for i in range(others)], timedelta(minutes=5))
         return ""
     with pytest.raises(DivergedRanksError) as caught:
         loss_of(model, mine(x), mine(y)).backward()
+    store.set(f"named by {store.add('named', 1)}", "")
     return str(caught.value)
+
+
+def check_absent() -> str:
+    model = shard_blocks(Model())
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    limit_waiting()
+    return name_who_is_absent(model, 1)
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -220,19 +244,12 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def check_absent_from_a_grid() -> str:
-    short_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():  # which do not take over the default group's limit
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     model = shard_blocks(Model(), mesh=mesh)
     x, y = next(batches(1))
     loss_of(model, mine(x), mine(y)).backward()
-    if dist.get_rank() == 3:
-        time.sleep(7)
-        return ""
-    with pytest.raises(DivergedRanksError) as caught:
-        loss_of(model, mine(x), mine(y)).backward()
-    return str(caught.value)
+    limit_waiting(*mesh.get_all_groups())
+    return name_who_is_absent(model, 3)
 
 
 def test_other_replicas_name_it_too():

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.fsdp_scale import simulated_step
 from ranks import run_fresh
 from terrazzo.fsdp import fully_shard, report
-from terrazzo.tensor import init_device_mesh
 
 FEW, MANY = 8, 4096
 
@@ -51,22 +48,7 @@ def _calls(function: Any) -> int:
 
 def play(world: int, width: int, rank: int) -> tuple[int, int, int]:
     """Calls of a step, the largest tensor in it, and what `report` says of the peak."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    mesh = init_device_mesh("cpu", (world,))
-    model = nn.Sequential(nn.Linear(16, width), nn.Linear(width, 16))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 16)
-
-    def step() -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    model, step = simulated_step(fully_shard, width, world, rank)
     for _ in range(3):
         step()
     calls = _calls(step)

@@ -94,6 +94,22 @@ def test_every_wait_is_needed(what, settings, message):
         check(without(elsewhere, what), spec)
 
 
+def test_replicas_are_reduced_over_in_a_second_stage_on_a_stream_of_its_own():
+    spec = spec_of({"replicated": True}, streams=True)
+    operations = plan_steps(spec, 2).operations
+    stages = (Kind.PACK, Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH, Kind.HAND_OVER)
+    streams = (Stream.COMPUTE, Stream.REDUCE, Stream.ALL_REDUCE, Stream.ALL_REDUCE, Stream.COMPUTE)
+    for unit in range(len(NAMES)):
+        mine = [(each.kind, each.stream) for each in operations if each.unit == unit and each.kind in stages]
+        assert mine == [*zip(stages, streams, strict=True)] * 2
+    # The next reduce-scatter waits for what it reads, and for no all-reduce.
+    first, second = [i for i, each in enumerate(operations) if each.kind is Kind.REDUCE][:2]
+    assert [mark.what for mark in operations[second].waits] == ["packed"]
+    between = [(each.kind, each.unit) for each in operations[first:second]]
+    assert (Kind.ALL_REDUCE, operations[first].unit) in between
+    assert (Kind.FINISH, operations[first].unit) not in between, "nobody waits for it before the next are packed"
+
+
 def test_memory_is_bounded_and_nothing_is_used_without():
     spec = spec_of({}, streams=True)
     operations = plan_steps(spec, 2).operations

@@ -17,6 +17,7 @@ import torch
 
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_ranks
+from terrazzo.comm import wire
 from terrazzo.fsdp import PlanError, fully_shard
 from terrazzo.fsdp.plan import planner
 from terrazzo.fsdp.plan.check import Checker
@@ -67,7 +68,13 @@ class Recorded:
 
         self.Event = Event
         self.Line = Line
-        self.Stream = lambda device, priority: Line(next(names))
+        self.priorities: list[int] = []
+
+        def stream(device: Any, priority: int) -> Line:
+            self.priorities.append(priority)
+            return Line(next(names))
+
+        self.Stream = stream
 
     def current_stream(self) -> Any:
         return self.Line("compute")
@@ -281,6 +288,7 @@ def check_event() -> None:
         for x, y in batches(3):
             loss_of(model, mine(x), mine(y)).backward()
         assert_same_parameters(model, reference, 0)
+    assert set(recorded.priorities) == {-1}, "what is waited for does not queue behind what computes"
     waits = [entry for entry in recorded.log if entry == ("wait", "gather", "optimizer has stepped")]
     assert len(waits) == 1, "the event is waited for once"
 
@@ -289,10 +297,12 @@ def test_the_users_event_is_waited_for_once():
     run_ranks(2, check_event)
 
 
-def check_padded() -> None:
-    def padded(self: Any, axis: Any, params: Any, extra: int = 0) -> FlatPlan:
-        return FlatPlan([p.shape for p in params], [p.dim for p in params], axis.size, axis.index, True, extra)
+def padded(self: Any, axis: Any, params: Any, extra: int = 0) -> FlatPlan:
+    """As on accelerators."""
+    return FlatPlan([p.shape for p in params], [p.dim for p in params], axis.size, axis.index, True, extra)
 
+
+def check_padded() -> None:
     bucket.Bucket.plan_over, before = padded, bucket.Bucket.plan_over  # type: ignore[method-assign]  # put back below
     try:
         for reshard in (True, 2 if torch.distributed.get_world_size() == 4 else False):
@@ -305,3 +315,38 @@ def check_padded() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_training_with_sections_of_equal_length(world):
     run_ranks(world, check_padded)
+
+
+def check_native_average() -> None:
+    """A backend that averages as it reduces is asked for averages, and nothing is divided afterwards."""
+    asked: list[str] = []
+
+    def reduce_scatter(axis: Any, out: torch.Tensor, buffer: torch.Tensor, op: str) -> None:
+        asked.append(op)
+        parts = torch.empty_like(buffer)
+        work = wire.all_to_all(axis, parts, buffer)
+        assert work is not None
+        work.wait()
+        rows = parts.view(axis.size, -1)
+        out.copy_(rows.mean(0) if op == "avg" else rows.sum(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket.Bucket, "plan_over", padded)
+        patch.setattr(wire, "has_reduce_scatter", lambda x: True)
+        patch.setattr(wire, "averages", lambda axis, x: True)
+        patch.setattr(wire, "reduce_scatter", reduce_scatter)
+        train_alike(shard_blocks, steps=3)
+        assert asked and set(asked) == {"avg"}
+        asked.clear()
+
+        def shard(model: Any) -> None:  # a sum that is divided by something else
+            shard_blocks(model)
+            for module in (model, *model.blocks):
+                module.set_gradient_divide_factor(float(torch.distributed.get_world_size()))
+
+        train_alike(shard, steps=2)
+        assert asked and set(asked) == {"sum"}
+
+
+def test_averages_are_the_backends_own():
+    run_ranks(2, check_native_average)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+import inspect
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard as torch_fsdp_module
 from torch import Tensor, nn
 
-from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
+import terrazzo.fsdp as our_fsdp
+from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_ranks
-from terrazzo.errors import FSDPValueError
-from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.module import _pad
+from terrazzo.fsdp.plan.check import check
+from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.plan.step import plan_steps
+from terrazzo.fsdp.run.root import root_of
+from terrazzo.fsdp.run.staging import GroupMemory, use_staging
 from terrazzo.tensor import DTensor, distribute_tensor
 
 
@@ -87,6 +99,133 @@ def check_separate_group() -> None:
 
 def test_a_separate_group_for_reductions():
     run_ranks(2, check_separate_group)
+
+
+# ------------------------------------------------------------------ names, arguments, settings
+
+
+def arguments(function: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults; the types of defaults where these are objects of the library."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        default = parameter.default
+        plain = default is None or isinstance(default, bool | int | str | type)
+        found.append((parameter.name, parameter.kind, default if plain else type(default).__name__))
+    return found
+
+
+def test_every_public_name_takes_what_pytorchs_takes():
+    assert set(torch_fsdp_module.__all__) <= set(our_fsdp.__all__)
+    for name in torch_fsdp_module.__all__:
+        theirs, ours = getattr(torch_fsdp_module, name), getattr(our_fsdp, name)
+        if not inspect.isclass(theirs):
+            assert arguments(ours) == arguments(theirs), name
+            continue
+        for method, function in vars(theirs).items():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                assert arguments(getattr(ours, method)) == arguments(function), f"{name}.{method}"
+        if is_dataclass(theirs):
+            found = {field.name: field.default for field in fields(ours)}
+            assert {field.name: field.default for field in fields(theirs)}.items() <= found.items(), name
+
+
+class Counting(GroupMemory):
+    """Memory of a backend that has some: gloo has none."""
+
+    given: ClassVar[list[int]] = []
+
+    def serves(self, axis: Any, device: torch.device) -> bool:
+        return axis.group is not None
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Any) -> Tensor:
+        self.given.append(numel)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def check_staging() -> None:
+    train_alike(lambda m: shard_blocks(m).set_allocate_memory_from_process_group_for_comm(True), steps=2)
+
+    def shard(model: Any) -> None:
+        shard_blocks(model)
+        for module in (model, *model.blocks):
+            use_staging(group_of(module), Counting())
+            _pad(group_of(module))
+
+    Counting.given = []
+    train_alike(shard, steps=3)
+    groups, steps = 4, 3
+    gathers = 2 * groups - 1  # the root's parameters stay for backward
+    assert len(Counting.given) == steps * (gathers + 2 * groups), "what is gathered, packed and reduced"
+    assert all(numel > 0 for numel in Counting.given)
+
+    model = shard_blocks(Model())
+    with pytest.raises(FSDPError, match="only CUDA devices have symmetric memory, and this module is sharded over cpu"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(FSDPValueError, match="knows the backend 'NCCL' only, got 'NVSHMEM'"):
+        model.set_symm_mem_for_comm("NVSHMEM")
+    model.set_custom_all_gather(OwnGather())
+    with pytest.raises(FSDPValueError, match="set_custom_all_gather was called on this module"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def test_what_is_communicated_lies_where_the_backend_wants_it():
+    run_ranks(2, check_staging)
+
+
+def check_buffers() -> None:
+    def shard(buffers: int) -> Any:
+        model = apart(shard_blocks(Model(4)))
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        model.set_reduce_scatter_unused_params(True)
+        return model
+
+    for buffers in (1, 2, 9):
+        model = shard(buffers)
+        spec = dataclasses.replace(root_of(group_of(model)).spec(), overlapped=0)
+        operations = plan_steps(spec, 2).operations
+        check(operations, spec, bound=report(model).peak - report(model).held)
+        under_way, most = 0, 0
+        for each in operations:
+            under_way += (each.kind is Kind.REDUCE) - (each.kind is Kind.HAND_OVER)
+            most = max(most, under_way)
+        assert most == min(buffers, 5)
+    train_alike(lambda model: (shard_blocks(model), model.set_reduce_scatter_max_input_buffers(3)), steps=3)
+    for wrong, error in ((True, TypeError), (2.0, TypeError), (0, ValueError)):
+        with pytest.raises(error, match="set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(ValueError, match="set_reshard_after_forward takes True or False, got 2"):
+        model.set_reshard_after_forward(2)
+
+
+def test_reductions_under_way_are_as_many_as_the_user_allows():
+    run_ranks(2, check_buffers)
+
+
+def check_reset() -> None:
+    torch.manual_seed(0)
+    model = shard_blocks(Model())
+    reference = Model()
+    reference.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    x, y = next(batches(1))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, mine(x), mine(y)).backward()  # to be dropped, as what comes next fails
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(ZeroDivisionError):
+        model.head.register_forward_hook(lambda *_: 1 / 0)
+        model(mine(x))
+    model.head._forward_hooks.clear()
+    with pytest.raises(RuntimeError, match=r"reset_iter_state was called on 'blocks.0', which is inside 'Model'"):
+        model.blocks[0].reset_iter_state()
+    model.reset_iter_state()
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "everything is sharded"
+    loss_of(model, mine(x), mine(y)).backward()
+    loss_of(reference, x, y).backward()
+    for p, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), wanted.grad)
+
+
+def test_an_iteration_that_failed_is_forgotten():
+    run_ranks(2, check_reset)
 
 
 # ------------------------------------------------------------------ odd modules

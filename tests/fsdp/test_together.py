@@ -150,7 +150,7 @@ def assert_same_bits(
         model.set_coalesce_bytes(bound)
         optimizer = adamw(model)
         with checked(model), Observed() as kinds:
-            for i, (x, y) in enumerate(batches(5)):
+            for i, (x, y) in enumerate(batches(10)):
                 model.step = i
                 step(model, mine(x), mine(y), i)
                 optimizer.step()

@@ -28,8 +28,10 @@ from terrazzo._torch import (
     masked,
     modules,
     optimizers,
+    replicating,
     saving,
     storages,
+    symmetric,
     tensors,
     transforms,
 )
@@ -48,8 +50,10 @@ __all__ = [
     "masked",
     "modules",
     "optimizers",
+    "replicating",
     "saving",
     "storages",
+    "symmetric",
     "tensors",
     "transforms",
 ]

@@ -75,6 +75,23 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+attribute(
+    "torch._C._distributed_c10d.Backend.supports_tensor_alloc", "what fully_shard communicates may lie in its memory"
+)
+
+
+def allocates(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend has memory of its own to give, from which it sends without copies."""
+    found: bool = group._get_backend(device).supports_tensor_alloc(device)
+    return found
+
+
+def empty_from(group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Some of that."""
+    tensor: torch.Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+    return tensor
+
+
 def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
     """How long collectives of a group wait; of none, torch's default."""
     options = None if group is None else group._get_backend(device).options
@@ -151,6 +168,7 @@ attribute(
 )
 attribute("torch.distributed.device_mesh.DeviceMesh._concatenate", "fully_shard joins dims that were made by splitting")
 attribute("torch.distributed.device_mesh.DeviceMesh._unflatten", "the engine splits a dim into replicas and shards")
+attribute("torch.distributed.device_mesh.DeviceMesh._flatten", "fully_shard takes several data-parallel dims as one")
 attribute(
     "torch.distributed.device_mesh.DeviceMesh.__init__._init_backend",
     "fully_shard's inner mesh needs no groups of all ranks",
@@ -177,6 +195,11 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh of the dims of several parts of one root."""
     return DeviceMesh._concatenate(meshes)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The 1-D mesh of all dims of a mesh; it stays part of its root."""
+    return mesh._flatten(name)
 
 
 def split(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

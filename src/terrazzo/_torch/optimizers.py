@@ -22,24 +22,18 @@ _supported: list[Any] = [
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils")
 ]
 
-# These write their tensors in place and leave the lists alone. SGD's and ASGD's put new tensors into the lists.
+# These write their tensors in place and leave the lists alone, be it all tensors at once or one by one. SGD's and
+# ASGD's put new tensors into the lists.
 _STEPS: dict[str, Any] = {
     path: private(
         path,
         "the lists of a step are unwrapped once",
         instead=None,
-        without="each list operation unwraps them",
+        without="each operation unwraps its tensors",
         patched=True,
     )
-    for path in (
-        "torch.optim.adadelta._multi_tensor_adadelta",
-        "torch.optim.adagrad._multi_tensor_adagrad",
-        "torch.optim.adam._multi_tensor_adam",
-        "torch.optim.adamax._multi_tensor_adamax",
-        "torch.optim.nadam._multi_tensor_nadam",
-        "torch.optim.radam._multi_tensor_radam",
-        "torch.optim.rmsprop._multi_tensor_rmsprop",
-    )
+    for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop")
+    for path in (f"torch.optim.{name}._multi_tensor_{name}", f"torch.optim.{name}._single_tensor_{name}")
 }
 
 _KINDS = tuple(

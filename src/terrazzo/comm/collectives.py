@@ -60,11 +60,11 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
         stack = x.new_empty((n, *x.shape))
         work = gather_into(axis, stack, x)
         return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
-    native_op = "sum" if op == "avg" else op
+    native_op = "sum" if op == "avg" and not wire.averages(axis, x) else op
     if wire.reduces(x, native_op):
         result = x.clone()
         work = wire.all_reduce(axis, result, native_op)
-        return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op == "avg" else None)
+        return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op != native_op else None)
     sizes = chunk_sizes(x.numel(), n)
     mine = _start_reduce_scatter(x.view(-1), axis, 0, sizes, op)
     shape = x.shape
@@ -144,11 +144,11 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int],
     n = axis.size
     own_shape = (*x.shape[:dim], sizes[axis.index], *x.shape[dim + 1 :])
     flat = flat_parts(x, dim, sizes)
-    native_op = "sum" if op == "avg" else op
+    native_op = "sum" if op == "avg" and not wire.averages(axis, x) else op
     if wire.has_reduce_scatter(x) and wire.reduces(x, native_op) and _all_equal(sizes):
         out = x.new_empty(own_shape)
         work = wire.reduce_scatter(axis, out, flat, native_op)
-        return Pending("reduce_scatter", axis, work, out, (lambda: out.div_(n)) if op == "avg" else None)
+        return Pending("reduce_scatter", axis, work, out, (lambda: out.div_(n)) if op != native_op else None)
     row = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
     own = sizes[axis.index] * row
     received = x.new_empty(n * own)

@@ -20,6 +20,7 @@ from terrazzo._torch.groups import (
     BroadcastOptions,
     ReduceScatterOptions,
     all_gather_flat,
+    backend_of,
     reduce_scatter_flat,
 )
 from terrazzo.comm import captured
@@ -32,6 +33,7 @@ _REDUCE_OPS = {
     "product": ReduceOp(ReduceOp.PRODUCT),
     "max": ReduceOp(ReduceOp.MAX),
     "min": ReduceOp(ReduceOp.MIN),
+    "avg": ReduceOp(ReduceOp.AVG),  # of backends that average while they reduce
 }
 
 HALF = frozenset([torch.float16, torch.bfloat16])
@@ -64,12 +66,19 @@ def reduces(x: Tensor, op: str) -> bool:
     """
     if (x.dtype in HALF and x.is_cpu) or is_wrapper(x):
         return False
-    return x.dtype in _INTEGERS or (x.dtype in _FLOATS and op in ("sum", "product"))
+    return x.dtype in _INTEGERS or (x.dtype in _FLOATS and op in ("sum", "avg", "product"))
 
 
 def has_reduce_scatter(x: Tensor) -> bool:
     """Whether the backend for this tensor reduces while it scatters."""
     return not x.is_cpu
+
+
+def averages(axis: Axis, x: Tensor) -> bool:
+    """Whether the backend for this tensor averages as it reduces, without a pass over the result: NCCL does."""
+    if x.is_cpu or x.dtype not in _FLOATS or axis.group is None or is_wrapper(x) or captured.capturing():
+        return False
+    return backend_of(axis.group, x.device).name() == "nccl"
 
 
 def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:

@@ -5,7 +5,9 @@ The names and behaviours are those of `torch.distributed.fsdp.fully_shard`.
 
 from terrazzo.fsdp.api import fully_shard
 from terrazzo.fsdp.explain import explain
+from terrazzo.fsdp.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from terrazzo.fsdp.pipelining import register_fsdp_pipeline_stage
 from terrazzo.fsdp.plan.check import PlanError
 from terrazzo.fsdp.plan.operations import Operation
 from terrazzo.fsdp.plan.step import Plan
@@ -17,8 +19,11 @@ from terrazzo.fsdp.trace import Trace, TraceEvent, trace
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "GroupReport",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Operation",
@@ -26,12 +31,14 @@ __all__ = [
     "PlanError",
     "ReduceScatter",
     "Report",
+    "ShardPlacementResult",
     "Trace",
     "TraceEvent",
     "UnshardHandle",
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "register_fsdp_pipeline_stage",
     "report",
     "share_comm_ctx",
     "trace",

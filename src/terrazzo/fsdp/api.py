@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.meshes import DataMesh
+from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
-from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_replaced, shard_dim
+from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_replaced, placed
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.settings import Settings
@@ -31,6 +31,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -44,6 +45,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -56,6 +58,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (immutable)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of a module over the ranks that train it on different data, in place.
 
@@ -76,24 +79,29 @@ def fully_shard(
             them; a number keeps each rank's part over that many neighbouring ranks, so that backward gathers among
             these only. None is True, but False for the root, whose backward follows at once.
         shard_placement_fn: Given a parameter, returns along which dim it is cut, as a `Shard`, or None for dim 0. Dims
-            need not divide evenly.
+            need not divide evenly. A `ShardPlacementResult` names a mesh besides, for this parameter alone.
         mp_policy: In which precision to compute and to reduce.
         offload_policy: Where sharded state rests.
         ignored_params: Parameters to leave alone: they are neither sharded nor moved, and their gradients not reduced.
+        dp_mesh_dims: For parameters that are DTensors on all of `mesh`, replicated on its data-parallel dims: which of
+            its dims these are. Forward then sees DTensors on `mesh`.
 
     Returns:
         `module`, whose class now is an `FSDPModule` as well.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     _check_arguments(modules, reshard_after_forward)
-    data = DataMesh.of(mesh)
+    data = DataMesh.of(mesh, dp_mesh_dims)
     settings = Settings(data, mp_policy, offload_policy)
     ignored = set() if ignored_params is None else set(ignored_params)
     found = collect(modules, lambda m: group_of(m) is not None, ignored)
-    params = [
-        ShardedParameter(name, parameter, slots, shard_dim(name, parameter, shard_placement_fn), data)
-        for name, parameter, slots in found
-    ]
+    params: list[ShardedParameter] = []
+    meshes: dict[DeviceMesh, DataMesh] = {data.mesh: data}
+    for name, parameter, slots in found:
+        dim, own = placed(name, parameter, shard_placement_fn, data)
+        if own is not None and own not in meshes:
+            meshes[own] = DataMesh.of(own)
+        params.append(ShardedParameter(name, parameter, slots, dim, data if own is None else meshes[own]))
     group = Group(modules, params, settings, reshard_after_forward)
     Unit([group])
     for name, parameter, _ in found:

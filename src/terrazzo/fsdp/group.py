@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.fsdp.meshes import InnerMesh
+from terrazzo.errors import FSDPValueError
+from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.settings import Options, Settings
 
@@ -37,6 +38,11 @@ class Group:
         self.inner: InnerMesh | None = None
         self.reshard_inner = False
         if params and type(reshard_after_forward) is int:
+            if any(param.mesh is not settings.mesh for param in params) or settings.mesh.whole is not None:
+                raise FSDPValueError(
+                    f"reshard_after_forward={reshard_after_forward} is for parameters that are all sharded on the mesh "
+                    "given to fully_shard; with dp_mesh_dims, or with meshes of a shard_placement_fn, use True or False"
+                )
             self.inner = InnerMesh.of(settings.mesh, reshard_after_forward)
             self.reshard_inner = True
         self.reshard_after_backward = True
@@ -46,6 +52,11 @@ class Group:
         self.backward_prefetch: list[Group] | None = None
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
+
+    @property
+    def meshes(self) -> list[DataMesh]:
+        """Those on which its parameters are sharded."""
+        return list(dict.fromkeys([self.settings.mesh, *(param.mesh for param in self.params)]))
 
     def holders(self) -> list[nn.Module]:
         """Modules that hold parameters of the group."""

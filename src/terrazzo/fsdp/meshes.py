@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo._torch.groups import backend_of, default_group, device_types, is_alive, joined, root_of, without_groups
+from terrazzo._torch.groups import (
+    backend_of,
+    default_group,
+    device_types,
+    flattened,
+    is_alive,
+    joined,
+    root_of,
+    without_groups,
+)
 from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.mesh import when_groups_end
 from terrazzo.errors import FSDPError, FSDPValueError
@@ -19,17 +28,90 @@ from terrazzo.layout import Layout, Placement, Replicate, Shard
 _REPLICATE = Replicate()
 
 
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dims of a mesh are those of data parallelism, for a model whose parameters are DTensors on all of the mesh.
+
+    >>> DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").shard_names
+    ('dp_shard', 'cp')
+
+    Args:
+        shard: Name of the dim whose ranks shard; several names are taken together.
+        replicate: Name of the dim whose ranks replicate; several names are taken together.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise FSDPValueError("DataParallelMeshDims names no dim: give shard, replicate or both")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Of the dims whose ranks shard."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Of the dims whose ranks replicate."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True)
+class FSDPMeshInfo:
+    """A mesh for some parameters of a `fully_shard` call, given by `ShardPlacementResult`: its ranks shard."""
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = 0
+    replicate_mesh_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class HSDPMeshInfo(FSDPMeshInfo):
+    """The same for a 2-D mesh: ranks along the first dim replicate, those along the second shard."""
+
+    shard_mesh_dim: int | None = 1
+    replicate_mesh_dim: int | None = 0
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a `shard_placement_fn` returns for a parameter that has a mesh of its own, as those of experts do.
+
+    Args:
+        placement: Along which dim the parameter is cut; None: dim 0.
+        mesh_info: The mesh on which it is cut and its gradient is reduced.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
 @dataclass(frozen=True, eq=False)
 class DataMesh:
-    """The mesh of a `fully_shard` call: 1-D shards, 2-D replicates on its first dim and shards on its second."""
+    """The mesh of a `fully_shard` call: 1-D shards, 2-D replicates on its first dim and shards on its second.
+
+    With `whole` it is a part of that mesh, on which the parameters are DTensors, and `dims` are its dims there.
+    """
 
     mesh: DeviceMesh
     shard: Axis
     replicate: Axis | None
     device: torch.device
+    whole: DeviceMesh | None = None
+    dims: tuple[str, ...] = ()
 
     @staticmethod
-    def of(mesh: DeviceMesh | None) -> DataMesh:
+    def of(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataMesh:
+        if dims is not None:
+            return _named_part(mesh, dims)
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
             raise FSDPValueError(
@@ -37,28 +119,81 @@ class DataMesh:
                 f"shards on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the "
                 "submesh of the data-parallel dims, as in mesh['dp']"
             )
-        if mesh.get_coordinate() is None:
-            raise FSDPError(f"rank {dist.get_rank()} is not part of the mesh {mesh} that fully_shard was given")
-        device = torch.device(mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
         replicate = axis_of(mesh, 0) if mesh.ndim == 2 else None
-        return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, device)
+        return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
 
     @property
     def size(self) -> int:
         """How many ranks work on different data."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
 
+    @property
+    def sums_already(self) -> bool:
+        """Whether the gradient of a parameter is, on every rank, what all ranks' data contributed to it."""
+        return self.whole is not None
+
     def layout(self, shape: tuple[int, ...], dim: int, within: Layout | None) -> Layout:
         """Of a parameter that this mesh cuts along `dim`, after the tensor-parallel layout `within` has cut it."""
         own: tuple[Placement, ...] = (Shard(dim),) if self.replicate is None else (_REPLICATE, Shard(dim))
+        own = own[: self.mesh.ndim]  # where all dims replicate, nothing is cut
+        if self.whole is not None and within is not None:
+            within = self._other_dims(within)
         if within is None:
             return Layout.of(self.mesh, own, shape)
         joint = joint_mesh(self.mesh, within.mesh)
+        if self.whole is not None and joint.mesh_dim_names == self.whole.mesh_dim_names:
+            joint = self.whole
         dims = len(own)
         order = (*(m + dims for m in within.order), *range(dims))
         return Layout.of(joint, (*own, *within.placements), shape, order)
+
+    def _other_dims(self, within: Layout) -> Layout | None:
+        """How a parameter on the whole mesh lies on the dims that are not those of data parallelism."""
+        assert self.whole is not None
+        names = self.whole.mesh_dim_names or ()
+        kept = [m for m, name in enumerate(names) if name not in self.dims]
+        if not kept:
+            return None
+        part = self.whole[tuple(names[m] for m in kept)]
+        order = [kept.index(m) for m in within.order if m in kept]
+        return Layout.of(part, [within.placements[m] for m in kept], within.shape, order)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank of the mesh computes."""
+    if mesh.get_coordinate() is None:
+        raise FSDPError(f"rank {dist.get_rank()} is not part of the mesh {mesh} that fully_shard was given")
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    return device
+
+
+def _named_part(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DataMesh:
+    """The data-parallel dims of a mesh, on all of which parameters are DTensors."""
+    if mesh is None or mesh.mesh_dim_names is None:
+        raise FSDPValueError("dp_mesh_dims names dims of the mesh: give fully_shard a mesh with named dims too")
+    names = (*dims.replicate_names, *dims.shard_names)
+    unknown = [name for name in names if name not in mesh.mesh_dim_names]
+    if unknown:
+        raise FSDPValueError(
+            f"dp_mesh_dims names the dim {unknown[0]!r}, and the mesh given to fully_shard has "
+            f"{', '.join(map(repr, mesh.mesh_dim_names))}"
+        )
+    device = _device_of(mesh)
+    parts = [_together(mesh, some) for some in (dims.replicate_names, dims.shard_names) if some]
+    if not dims.shard_names:
+        alone = axis_over((dist.get_rank(),), mesh.device_type)
+        return DataMesh(parts[0], alone, axis_of(parts[0], 0), device, mesh, names)
+    if len(parts) == 1:
+        return DataMesh(parts[0], axis_of(parts[0], 0), None, device, mesh, names)
+    both = joined(parts)
+    return DataMesh(both, axis_of(both, 1), axis_of(both, 0), device, mesh, names)
+
+
+def _together(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh of some dims."""
+    return mesh[names[0]] if len(names) == 1 else flattened(mesh[names], "_".join(names))
 
 
 @dataclass(frozen=True, eq=False)

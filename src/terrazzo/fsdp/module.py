@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from terrazzo.comm.axis import axis_beside
-from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.plan.planner import Event
+from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
 from terrazzo.fsdp.run.root import root_of
+from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, use_staging
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
@@ -76,8 +77,26 @@ class FSDPModule(_Module):
         group = _group(self)
         root_of(group).advance((Event.RESHARD, group.unit.index))
 
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that failed: parameters are resharded, and gradients that were not reduced are dropped.
+
+        Called on the root. A forward or backward that raises needs no such call, as the next forward forgets it by
+        itself; but what earlier micro-batches have added up for the same step is dropped only here, and by a backward
+        that raised.
+        """
+        group = _group(self)
+        root = root_of(group)
+        if root.groups[0] is not group:
+            raise FSDPError(
+                f"reset_iter_state was called on {group.name!r}, which is inside {root.groups[0].name!r}: call it on "
+                "the root, the module whose forward is called first"
+            )
+        root.recover()
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to reshard after forward, as the argument of `fully_shard`."""
+        if not isinstance(reshard_after_forward, bool):
+            raise FSDPValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for group in _all_changing(self, recurse):
             group.reshard_after_forward = reshard_after_forward
             group.auto_reshard = False
@@ -140,6 +159,29 @@ class FSDPModule(_Module):
         """Whether backward reduces gradients over the replicas of HSDP, or lets reduced shards add up."""
         for group in _all_changing(self, recurse):
             group.options.all_reduce = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Nothing, for it always is so: a parameter without a gradient here is reduced with zeros from this rank.
+
+        Ranks agree which parameters any of them used, so that one that nobody used keeps no gradient.
+        """
+        _groups(self, recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many packed gradients may be under reduction at once before the next are packed; 1 by default.
+
+        More of them let backward go on while reductions take longer than it does, for that much more memory.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise FSDPTypeError(
+                f"set_reduce_scatter_max_input_buffers takes a number of buffers, got {max_input_buffers!r}"
+            )
+        if max_input_buffers < 1:
+            raise FSDPValueError(
+                f"set_reduce_scatter_max_input_buffers: there has to be one buffer, got {max_input_buffers}"
+            )
+        for group in _all_changing(self, recurse):
+            group.options.reduce_buffers = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Have `hook` called with each flat reduced gradient of this group, before it is handed to the parameters.
@@ -218,8 +260,28 @@ class FSDPModule(_Module):
         All ranks that shard have to call it together.
         """
         for group in _all_changing(self, recurse):
-            axis = group.settings.mesh.shard
-            group.options.reduce_axis = axis_beside(axis) if enable else None
+            axes = [mesh.shard for mesh in group.meshes] if enable else []
+            group.options.reduce_axes = {axis: axis_beside(axis) for axis in axes}
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether what is gathered and reduced lies in memory of the process group, if its backend has such memory.
+
+        NCCL sends from there without copies. It does not go with communication of one's own, which allocates itself.
+        """
+        group = _changing(self)
+        use_staging(group, GroupMemory() if enable else None)
+        if enable:
+            _pad(group)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Have gathers lie in symmetric memory, which NCCL's quickest all-gathers need; CUDA has it.
+
+        Reductions do too, if `set_force_sum_reduction_for_comms(True)` was called before: NCCL only adds there.
+        It does not go with communication of one's own. All ranks that shard have to call it together.
+        """
+        group = _changing(self)
+        use_staging(group, SymmetricMemory(group.meshes, backend))
+        _pad(group)
 
     # ------------------------------------------------------------------ nn.Module
 

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.modules import children_of, parameters_of
 from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp.meshes import DataMesh
+from terrazzo.fsdp.meshes import DataMesh, ShardPlacementResult
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN, wrap
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
 
@@ -42,6 +43,7 @@ class ShardedParameter:
     __slots__ = (
         "dim",
         "layout",
+        "mesh",
         "name",
         "requires_grad",
         "sharded",
@@ -56,6 +58,7 @@ class ShardedParameter:
         self.name = name
         self.slots = slots
         self.dim = dim
+        self.mesh = mesh
         self.within: Layout | None = parameter._layout if isinstance(parameter, DTensor) else None
         local = parameter._local if isinstance(parameter, DTensor) else parameter
         self.shape = tuple(local.shape)  # of what forward sees on this rank
@@ -154,8 +157,10 @@ def collect(
     return [(name, parameter, slots) for parameter, (name, slots) in found.items()]
 
 
-def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn | None) -> int:
-    """Along which dim the parameter is cut, after checking that it can be."""
+def placed(
+    name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn | None, mesh: DataMesh
+) -> tuple[int, DeviceMesh | None]:
+    """Along which dim the parameter is cut, after checking that it can be, and the mesh if it has one of its own."""
     before = replaced_name(parameter)
     if before is not None:
         raise FSDPError(
@@ -182,19 +187,54 @@ def shard_dim(name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise FSDPError(f"parameter {name!r} of {parameter.dtype} cannot have a gradient")
-    placement = placement_fn(parameter) if placement_fn is not None else None
+    if mesh.whole is not None:
+        _check_on_whole(name, parameter, mesh)
+    answer: Any = placement_fn(parameter) if placement_fn is not None else None
+    placement, own = answer, None
+    if hasattr(answer, "mesh_info"):  # PyTorch's class for this is private, and may be used with this function
+        placement, own = answer.placement, _mesh_in(name, answer.mesh_info)
     if placement is None:
-        return 0
+        return 0, own
     if not isinstance(placement, Shard):
         raise FSDPValueError(
-            f"shard_placement_fn returned {placement!r} for {name!r}; it has to return a Shard or None"
+            f"shard_placement_fn returned {answer!r} for {name!r}; it has to return a Shard, a ShardPlacementResult or "
+            "None"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
+        raise FSDPValueError(f"shard_placement_fn returned {answer!r} for {name!r} of shape {tuple(parameter.shape)}")
+    return dim, own
+
+
+def _mesh_in(name: str, info: Any) -> DeviceMesh:
+    mesh: DeviceMesh = info.mesh
+    if (info.replicate_mesh_dim, info.shard_mesh_dim) != ((None, 0) if mesh.ndim == 1 else (0, 1)):
         raise FSDPValueError(
-            f"shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(parameter.shape)}"
+            f"shard_placement_fn gave {name!r} the mesh {mesh}, with shard_mesh_dim={info.shard_mesh_dim} and "
+            f"replicate_mesh_dim={info.replicate_mesh_dim}: a 1-D mesh shards on dim 0, and a 2-D mesh replicates on "
+            "dim 0 and shards on dim 1"
         )
-    return dim
+    return mesh
+
+
+def _check_on_whole(name: str, parameter: nn.Parameter, mesh: DataMesh) -> None:
+    if not isinstance(parameter, DTensor):
+        raise FSDPValueError(
+            f"parameter {name!r} is a plain tensor: with dp_mesh_dims all parameters are DTensors on the mesh that "
+            "fully_shard is given (distribute_module, parallelize_module)"
+        )
+    names = mesh.whole.mesh_dim_names or () if mesh.whole is not None else ()
+    if parameter.device_mesh != mesh.whole:
+        raise FSDPValueError(
+            f"parameter {name!r} lies on {parameter.device_mesh}, and with dp_mesh_dims it has to lie on the mesh that "
+            f"fully_shard is given, {mesh.whole}"
+        )
+    for dim, placement in zip(names, parameter.placements, strict=True):
+        if dim in mesh.dims and not placement.is_replicate():
+            raise FSDPValueError(
+                f"parameter {name!r} is placed {placement!r} on the data-parallel dim {dim!r}: it has to be "
+                "Replicate() there, for fully_shard to cut it"
+            )
 
 
 def _acts_otherwise(kind: type[Tensor]) -> bool:
@@ -216,6 +256,6 @@ __all__ = [
     "attributes_of",
     "collect",
     "mark_replaced",
+    "placed",
     "replaced_name",
-    "shard_dim",
 ]

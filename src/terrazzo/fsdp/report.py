@@ -13,7 +13,7 @@ from torch import nn
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.plan.units import Sizes, Spec
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.unit import Unit
 
@@ -180,13 +180,20 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         gathered=sizes.gathered,
         gradients=sizes.gradients,
         reduce_buffer=sizes.packed,
-        under_way=sizes.packed + 2 * sizes.reduced if spec.streams else 0,
+        under_way=_under_way(sizes, own.reduce_buffers, spec.streams),
         moved_forward=sizes.gather_moves,
         moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
         within=tuple(each.name for each in around),
         together=tuple(spec.units[each].name for each in spec.together[unit.index]),
     )
+
+
+def _under_way(sizes: Sizes, buffers: int, streams: bool) -> int:
+    """What reductions take while the next group's backward computes."""
+    if not streams:  # what is packed, and what comes of the other ranks', beyond the one that is counted anyhow
+        return 2 * (buffers - 1) * sizes.packed
+    return buffers * sizes.packed + (buffers + 1) * sizes.reduced
 
 
 def _size(nbytes: int) -> str:

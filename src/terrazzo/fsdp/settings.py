@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,22 @@ class ReduceScatter(_Allocates, Protocol):
         """Reduce the inputs of all ranks, each part to the rank whose it is."""
 
 
+class Staging(Protocol):
+    """Memory from which a backend communicates more quickly."""
+
+    def serves(self, axis: Axis, device: torch.device) -> bool:
+        """Whether there is such memory for what is communicated along the axis."""
+
+    def reduces_from(self, options: Options) -> bool:
+        """Whether reductions lie there as well as gathers."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
+        """Some of it."""
+
+    def announce(self, tensor: Tensor, axis: Axis) -> None:
+        """It is about to be communicated."""
+
+
 @dataclass(slots=True)
 class Options:
     """What users set about the communication of a group."""
@@ -88,4 +104,6 @@ class Options:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     force_sum: bool = False
-    reduce_axis: Axis | None = None  # connections of its own
+    reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # for those that shard, connections to reduce over
+    reduce_buffers: int = 1  # packed gradients that may be under reduction when the next are packed
+    staging: Staging | None = None  # where what is communicated lies, if not in ordinary memory

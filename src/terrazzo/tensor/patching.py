@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from terrazzo._torch import clipping, exporting, function_apply, masked, optimizers, transforms
+from terrazzo._torch import clipping, exporting, function_apply, masked, optimizers, replicating, transforms
 from terrazzo._torch.compiling import stay_eager
+from terrazzo.errors import DTensorArgumentError
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops import recurrent
@@ -32,11 +34,20 @@ def install() -> None:
     function_apply.install(DTensor, apply_function)
     transforms.install(DTensor, grad_and_value, lambda: forward_mode(None, (), {}))
     exporting.install(DTensor, refuse_export)
+    replicating.install(DTensor, _refuse_replication)
     recurrent.install()
     for name in ("__torch_function__", "__torch_dispatch__", "to_local", "full_tensor", "redistribute", "backward"):
         stay_eager(getattr(DTensor, name))
     for function in (DTensor.from_local, distribute_tensor, distribute_module):
         stay_eager(function)
+
+
+def _refuse_replication(module: nn.Module, name: str) -> None:
+    raise DTensorArgumentError(
+        f"DistributedDataParallel was given a {type(module).__name__} whose {name!r} is a DTensor, which it cannot "
+        "replicate. Models of fully_shard need no DistributedDataParallel: give fully_shard a 2-D mesh, whose first "
+        "dim replicates; it takes tensor-parallel models as well"
+    )
 
 
 def _full_mask(input: Any) -> torch.Tensor:

@@ -22,86 +22,12 @@ last forward ran after it, or in backward before it, and gradients wait for thos
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.state import Phase, Reducing, State, Where
 from terrazzo.fsdp.plan.units import Sizes, Spec
-
-
-class Where(IntEnum):
-    """How a unit's parameters are."""
-
-    SHARDED = 0
-    GATHERING = 1
-    UNSHARDED = 2
-    INNER = 3  # sharded over the smaller mesh
-    GATHERING_INNER = 4  # from there
-
-
-class Phase(IntEnum):
-    """What a unit's modules are in."""
-
-    IDLE = 0
-    FORWARD = 1
-    BACKWARD = 2
-
-
-class Reducing(NamedTuple):
-    """A reduction under way, and how far it has come."""
-
-    unit: int
-    along: tuple[int, ...] = ()  # those that are reduced together with it
-    stored: bool = False  # the replicas' turn comes later: its result is kept until then
-    to_replicas: bool = False  # the all-reduce was begun
-    released: bool = False  # the packed buffer was given back
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        return (self.unit, *self.along)
-
-    def buffers(self, kind: str) -> tuple[Buffer, ...]:
-        return tuple([Buffer(kind, unit) for unit in self.units])
-
-
-class Event(Enum):
-    """What happens. An event is a tuple of one of these and what the comment says."""
-
-    FORWARD = "the outermost forward begins"  # module, whether in backward, units whose shards were written
-    ENTER = "the forward of a module begins"  # module, whether in backward
-    LEAVE = "the forward of a module ends"  # module, whether its backward will come, whether it may come unannounced
-    FORWARD_ENDS = "the outermost forward has ended"  # whether in backward
-    REACH = "backward reaches a unit's outputs"  # unit, units whose forwards had ended before, the latest first
-    REACH_END = "backward leaves a unit's inputs"  # unit
-    BACKWARD_ENDS = "backward has ended"  # units with gradients, whether it was the last
-    RECOMPUTE = "the forward of a unit is computed again in its backward"  # unit
-    UNSHARD = "the user asks for a gather"  # unit, whether outside of any forward and backward
-    WAIT = "the user waits for it"  # unit
-    RESHARD = "sharded parameters are asked for"  # unit
-    REDUCE = "the user asks for the reduction of what was accumulated"
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the planner knows of a root's units. It never depends on values, so few states occur again and again."""
-
-    where: tuple[Where, ...]
-    phase: tuple[Phase, ...]
-    running: tuple[int, ...]  # of each unit, modules that this forward has still to run, as bits
-    outermost: int = -1  # the module whose forward the user called
-    entered: int = 0  # how many units this forward has entered
-    ended: tuple[int, ...] = ()  # units whose forwards ended last, the latest first: their backwards will come
-    in_backward: bool = False
-    reducing: tuple[Reducing, ...] = ()  # the oldest first
-    joint: tuple[tuple[int, ...], ...] = ()  # units whose gathers were begun together, and are under way
-    lent: frozenset[int] = frozenset()  # units that were gathered together with others, and nobody has used yet
-    held: tuple[int, ...] = ()  # units whose gradients wait for those of units that are reduced together with them
-
-    @staticmethod
-    def first(units: int) -> State:
-        """Everything is sharded."""
-        return State((Where.SHARDED,) * units, (Phase.IDLE,) * units, (0,) * units)
 
 
 def advance(
@@ -207,8 +133,8 @@ class _Planner:
         self.phase[unit] = Phase.BACKWARD
         if unit in self.held:  # its module ran more than once
             self._reduce_held(self.spec.together[unit])
-        self._make_room(0)
         spec = self.spec.units[unit]
+        self._make_room(0, spec.reduce_buffers)
         if spec.unshard_in_backward:
             self._gather(unit, companions=self._before(unit))
             self._copy_out(unit)
@@ -473,7 +399,7 @@ class _Planner:
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
         one = Reducing(unit, along, stored=spec.replicated and not spec.all_reduce)
-        self._make_room(self._packed(one))
+        self._make_room(self._packed(one), spec.reduce_buffers)
         self._emit(
             Kind.PACK,
             unit,
@@ -551,19 +477,23 @@ class _Planner:
             along=along,
         )
 
-    def _make_room(self, following: int) -> None:
-        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way."""
+    def _make_room(self, following: int, buffers: int = 1) -> None:
+        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way.
+
+        That is less than `buffers` packed ones.
+        """
         if self.spec.streams:
             # One reduction overlaps with the next unit's backward, and its all-reduce with that after it.
             if following:
                 for one in [one for one in self.reducing if one.released]:
                     self.reducing.remove(one)
                     self._finish(one)
-                self.reducing = [self._release(one) for one in self.reducing]
+                most = max(0, len(self.reducing) - buffers + 1)
+                self.reducing = [self._release(one) if i < most else one for i, one in enumerate(self.reducing)]
             return
         self.reducing = [self._to_replicas(one) for one in self.reducing]
         under_way = following + sum(self._packed(one) for one in self.reducing)
-        while self.reducing and under_way > self.spec.overlapped:
+        while len(self.reducing) >= buffers and under_way > self.spec.overlapped:
             one = self.reducing.pop(0)
             under_way -= self._packed(one)
             self._finish(one)

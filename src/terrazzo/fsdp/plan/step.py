@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
-from terrazzo.fsdp.plan.planner import Event, Phase, State, Where, advance
+from terrazzo.fsdp.plan.planner import advance
+from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.units import Spec
 
 _OUTER = 0  # the root's module comes first

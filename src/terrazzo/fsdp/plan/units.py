@@ -41,6 +41,7 @@ class UnitSpec:
     all_reduce: bool = True
     forward_prefetch: tuple[int, ...] | None = None  # units; None: by the order of the last forward
     backward_prefetch: tuple[int, ...] | None = None
+    reduce_buffers: int = 1  # packed gradients that may be under reduction when its own are packed
     kin: int = -1  # units of one kin may be gathered and reduced together; -1: with none
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from terrazzo.comm import observe
+from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.run.direct import start_gather, start_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
-from terrazzo.fsdp.settings import Options
+from terrazzo.fsdp.settings import Options, Staging
 
 
 class Comm(Protocol):
@@ -31,38 +32,72 @@ class Comm(Protocol):
 
 
 class OwnComm:
-    """Collectives of the user's, where there are some; sections are equally long."""
+    """Collectives of the user's, or in memory that the user asked for, where there are some; sections are equally
+    long."""
 
     def __init__(self, usual: Comm, options: Options) -> None:
         self._usual, self._options = usual, options
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        own = self._options.all_gather
-        if own is None or axis.group is None:
+        own, staging = self._options.all_gather, staging_for(self._options, axis, part.device)
+        if axis.group is None or (own is None and staging is None):
             return self._usual.gather(part, plan, axis, tag)
         if observe.observers:
             nbytes = plan.total * part.element_size()
             observe.report("all_gather", axis, (axis.size - 1) * nbytes // axis.size, None, True)
-        gathered = own.allocate((plan.total,), dtype=part.dtype, device=part.device)
-        work = own(output_tensor=gathered, input_tensor=part, group=axis.group, async_op=True)
+        if own is not None:
+            gathered = own.allocate((plan.total,), dtype=part.dtype, device=part.device)
+            work = own(output_tensor=gathered, input_tensor=part, group=axis.group, async_op=True)
+        else:
+            assert staging is not None
+            gathered = staging.empty(plan.total, part.dtype, part.device, axis)
+            staging.announce(gathered, axis)
+            work = wire.all_gather(axis, gathered, part)
         return Pending("all_gather", axis, work, gathered)
 
     def reduce(self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
-        own = self._options.reduce_scatter
-        if own is None or axis.group is None:
+        options = self._options
+        own, staging = options.reduce_scatter, staging_for(options, axis, sections.device, reduces=True)
+        if axis.group is None or (own is None and staging is None):
             return self._usual.reduce(sections, plan, axis, op, tag)
         if observe.observers:
             observe.report("reduce_scatter", axis, (axis.size - 1) * sections.nbytes // axis.size, op, True)
-        averages = op == "avg" and not self._options.force_sum and not sections.is_cpu
-        reduced = own.allocate((plan.own_size,), dtype=sections.dtype, device=sections.device)
-        native = ReduceOp.AVG if averages else ReduceOp.SUM
-        work = own(output_tensor=reduced, input_tensor=sections, group=axis.group, op=native, async_op=True)
+        averages = op == "avg" and not options.force_sum and not sections.is_cpu
+        if own is not None:
+            reduced = own.allocate((plan.own_size,), dtype=sections.dtype, device=sections.device)
+            native = ReduceOp.AVG if averages else ReduceOp.SUM
+            work = own(output_tensor=reduced, input_tensor=sections, group=axis.group, op=native, async_op=True)
+        else:
+            assert staging is not None
+            averages = averages and wire.averages(axis, sections)
+            reduced = staging.empty(plan.own_size, sections.dtype, sections.device, axis)
+            staging.announce(sections, axis)
+            staging.announce(reduced, axis)
+            work = wire.reduce_scatter(axis, reduced, sections, "avg" if averages else "sum")
         divides = op == "avg" and not averages
         finish = (lambda: reduced.div_(axis.size)) if divides else None
         return Pending("reduce_scatter", axis, work, reduced, finish)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         return self._usual.all_reduce(section, axis, op)
+
+
+def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> Staging | None:
+    """The memory for what is gathered or reduced along the axis; None: ordinary memory."""
+    staging = options.staging
+    if staging is None or not staging.serves(axis, device):
+        return None
+    return staging if not reduces or staging.reduces_from(options) else None
+
+
+def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
+    """Memory for gradients that are packed to be reduced along the axis."""
+    staging = staging_for(options, axis, device, reduces=True)
+    if staging is not None:
+        return staging.empty(numel, dtype, device, axis)
+    if options.reduce_scatter is not None and axis.group is not None:
+        return options.reduce_scatter.allocate((numel,), dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class Collectives:

@@ -15,7 +15,8 @@ import torch
 
 from terrazzo.errors import CommError
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
-from terrazzo.fsdp.plan.planner import State, advance
+from terrazzo.fsdp.plan.planner import advance
+from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.bundle import Bundle
 from terrazzo.fsdp.run.streams import Streams

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
+from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
-from terrazzo.fsdp.run.comm import Comm
+from terrazzo.fsdp.run.comm import Comm, empty_to_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
@@ -150,7 +151,8 @@ class Gradients:
         if plan is None:
             return
         wholes, reached = self.collect()
-        self._packed = torch.empty(plan.total, dtype=self.dtype, device=self.bucket.settings.mesh.device)
+        mesh = self.bucket.settings.mesh
+        self._packed = empty_to_reduce(self.options, plan.total, self.dtype, mesh.device, self.reduce_axis)
         plan.pack(wholes, self._packed, reached)
 
     def collect(self) -> tuple[list[Tensor], Tensor | None]:
@@ -177,8 +179,13 @@ class Gradients:
         if plan is None or packed is None:
             return
         op = self.choose_operation(packed)
-        axis = self.options.reduce_axis or self.bucket.settings.mesh.shard
-        self._pending = comm.reduce(packed, plan, axis, op, self.bucket.tag + 1)
+        self._pending = comm.reduce(packed, plan, self.reduce_axis, op, self.bucket.tag + 1)
+
+    @property
+    def reduce_axis(self) -> Axis:
+        """The ranks that reduce, with connections of their own if the user wants that."""
+        axis = self.bucket.settings.mesh.shard
+        return self.options.reduce_axes.get(axis, axis)
 
     @property
     def operation(self) -> str:
@@ -190,13 +197,19 @@ class Gradients:
         mesh, options = self.bucket.settings.mesh, self.options
         # Half precision has little range: sums of many gradients are divided before they can overflow.
         early = self.dtype is torch.float16 and mesh.device.type != "cpu"
-        divisor = options.divisor if options.divisor is not None else mesh.size if early else None
-        if early and divisor is not None:
-            if packed is not None:
+        divisor = options.divisor
+        if mesh.sums_already:  # terms of what all have: their average is the sum, which is divided like others
+            divisor = float(mesh.size) if divisor is None else divisor
+            self._op = "avg"
+            if early and packed is not None:
                 packed.div_(divisor)
-            divisor = None
-        self._divisor = divisor
-        self._op = "avg" if options.divisor is None and not early else "sum"
+        else:
+            if early:
+                divisor = mesh.size if divisor is None else divisor
+                if packed is not None:
+                    packed.div_(divisor)
+            self._op = "avg" if options.divisor is None and not early else "sum"
+        self._divisor = None if early else divisor
         return self._op
 
     def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
@@ -221,14 +234,15 @@ class Gradients:
         """Begin to reduce over the replicas what is reduced over the shards."""
         self.wait()
         replicate = self.bucket.settings.mesh.replicate
-        if self._reduced is None or replicate is None:
+        if self._reduced is None:
             return
         self._held = [self._reduced]  # memory of the stream that reduces over the shards, in use on this one now
         if self._partial is not None:
             self._held.append(self._partial)
             self._reduced = self._reduced + self._partial
             self._partial = None
-        self._pending = comm.all_reduce(self._reduced, replicate, self._op)
+        if replicate is not None:
+            self._pending = comm.all_reduce(self._reduced, replicate, self._op)
 
     def store(self) -> None:
         """Keep what is reduced over the shards until the replicas' turn comes."""
@@ -371,6 +385,7 @@ class Gradients:
     def abandon(self) -> None:
         """Forget the gradients of a backward that failed."""
         self._accumulated.clear()
+        self._partial = None
         for param in self.bucket.params:
             param.unsharded_local.grad = None
 

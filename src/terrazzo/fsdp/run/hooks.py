@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from terrazzo._torch.autograd import in_backward
 from terrazzo._torch.compiling import disable_dynamo
 from terrazzo.fsdp.group import Group
-from terrazzo.fsdp.plan.planner import Event, Phase
+from terrazzo.fsdp.plan.state import Event, Phase
 from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.tree import has_tensor, map_tensors

@@ -13,7 +13,7 @@ from terrazzo._torch.autograd import at_end_of_backward, in_backward
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import remark_on_single_group
-from terrazzo.fsdp.plan.planner import Event, State, Where
+from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.direct import FIRST_TAG
@@ -74,7 +74,6 @@ class Root:
 
     def _unit_spec(self, unit: Unit, kin: int) -> UnitSpec:
         group = unit.groups[0]
-        replicate = unit.settings.mesh.replicate
         return UnitSpec(
             name=unit.name,
             modules=len(unit.modules),
@@ -82,7 +81,7 @@ class Root:
             trainable=unit.trainable,
             aliased=unit.aliased,
             alone=unit.alone,
-            replicated=replicate is not None and replicate.size > 1,
+            replicated=unit.replicated,
             reshard_after_forward=group.reshard_after_forward,
             reshard_inner=group.reshard_inner,
             reshard_after_backward=group.reshard_after_backward,
@@ -91,6 +90,7 @@ class Root:
             all_reduce=group.options.all_reduce,
             forward_prefetch=_units_of(group.forward_prefetch),
             backward_prefetch=_units_of(group.backward_prefetch),
+            reduce_buffers=group.options.reduce_buffers,
             kin=kin,
         )
 

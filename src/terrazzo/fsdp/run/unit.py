@@ -6,6 +6,7 @@ It does what it is told; in which state it is, and what is to be done when, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
+from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.offload import park_state_of
 from terrazzo.fsdp.parameter import ShardedParameter, as_parameter
 from terrazzo.fsdp.plan.units import Sizes
@@ -25,6 +27,7 @@ from terrazzo.fsdp.run.comm import Collectives, Comm
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.gradients import Gradients
+from terrazzo.fsdp.settings import Settings
 from terrazzo.layout import Layout
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
@@ -43,14 +46,15 @@ class Unit:
         self.index = 0  # among the units of the root
         self.comm: Comm = Collectives()
         self.waits_at_once = False  # on the stream where a collective was begun, not where its result is used
-        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        alike: dict[tuple[DataMesh, torch.dtype], list[ShardedParameter]] = {}
+        settings = {param.mesh: self._settings_on(param.mesh) for param in self.params}
         extended = [param for param in self.params if is_extended(param.unsharded_local)]
         for param in self.params:
             if param not in extended:
-                by_dtype.setdefault(param.unsharded_local.dtype, []).append(param)
+                alike.setdefault((param.mesh, param.unsharded_local.dtype), []).append(param)
         self.buckets: tuple[Bucket, ...] = (
-            *(Bucket(members, self.settings) for members in by_dtype.values()),
-            *(ExtendedBucket(param, self.settings) for param in extended),
+            *(Bucket(members, settings[mesh]) for (mesh, _), members in alike.items()),
+            *(ExtendedBucket(param, settings[param.mesh]) for param in extended),
         )
         self._extended = bool(extended)
         if extended and self.inner is not None:
@@ -73,7 +77,17 @@ class Unit:
         for group in groups:
             group.unit = self
 
+    def _settings_on(self, mesh: DataMesh) -> Settings:
+        """Parameters may have meshes of their own."""
+        return self.settings if mesh is self.settings.mesh else replace(self.settings, mesh=mesh)
+
     # ------------------------------------------------------------------ sizes
+
+    @property
+    def replicated(self) -> bool:
+        """Whether there are replicas to reduce over as well."""
+        found = [bucket.settings.mesh.replicate for bucket in self.buckets]
+        return any(replicate is not None and replicate.size > 1 for replicate in found)
 
     @property
     def aliased(self) -> bool:
@@ -93,14 +107,18 @@ class Unit:
     def kin(self) -> tuple[object, ...] | None:
         """Units for which this is equal may be gathered and reduced in one message; None: this one may with none."""
         mesh, options = self.settings.mesh, self.options
-        own = (options.all_gather, options.reduce_scatter, options.hook, options.reduce_axis, options.divisor)
+        own = (
+            *(options.all_gather, options.reduce_scatter, options.hook),
+            *(options.divisor, options.staging),
+        )
         waits = mesh.replicate is not None and not options.all_reduce
         if not self.params or self._extended or mesh.shard.size == 1 or self.inner is not None or waits:
             return None
-        if any(each is not None for each in own) or options.force_sum:
+        several = any(bucket.settings is not self.settings for bucket in self.buckets)
+        if several or any(each is not None for each in own) or options.force_sum or options.reduce_axes:
             return None
         replicas = None if mesh.replicate is None else id(mesh.replicate)
-        return (id(mesh.shard), replicas, self.settings.precision, self.settings.offload)
+        return (id(mesh.shard), replicas, self.settings.precision, self.settings.offload, options.reduce_buffers)
 
     def sizes(self) -> Sizes:
         """What the planner, and reports, have to know."""
@@ -112,7 +130,7 @@ class Unit:
             gradients=sum(gradients.bytes for gradients in self.gradients),
             packed=sum(gradients.packed_bytes for gradients in self.gradients),
             reduced=sum(gradients.reduced_bytes for gradients in self.gradients),
-            gather_moves=self._gather_moves(self.settings.mesh.shard),
+            gather_moves=self._gather_moves(None),
             kept_moves=0 if self.inner is None else self._gather_moves(self.inner.axis),
             reduce_moves=sum(gradients.reduce_bytes for gradients in self.gradients),
             all_reduce_moves=sum(gradients.all_reduce_bytes for gradients in self.gradients),
@@ -124,9 +142,11 @@ class Unit:
         axis = self.inner.axis
         return sum(b.plan_over(axis, b.params).own_size * b.compute_dtype.itemsize for b in self.buckets)
 
-    def _gather_moves(self, axis: Axis) -> int:
-        """What a rank sends, on average, for one gather."""
-        return sum(b.plan_over(axis, b.params).moved(b.compute_dtype.itemsize) for b in self.buckets)
+    def _gather_moves(self, axis: Axis | None) -> int:
+        """What a rank sends, on average, for one gather; None: on the meshes where parameters are sharded."""
+        return sum(
+            b.plan_over(axis or b.settings.mesh.shard, b.params).moved(b.compute_dtype.itemsize) for b in self.buckets
+        )
 
     # ------------------------------------------------------------------ registration
 
@@ -272,10 +292,9 @@ class Unit:
     def gather(self) -> None:
         """Begin to collect the shards of all ranks."""
         self.check_ready()
-        axis = self.settings.mesh.shard
         self.gathered_epoch = self.epoch
         self._pending = [
-            self.comm.gather(bucket.to_send(bucket.shard), bucket.gather_plan, axis, bucket.tag)
+            self.comm.gather(bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag)
             for bucket in self.buckets
             if not bucket.aliased
         ]

@@ -1,0 +1,63 @@
+"""Stages of `torch.distributed.pipelining` whose modules are sharded, also under schedules that split backward.
+
+A schedule runs many backwards before gradients are wanted, and zero-bubble schedules run each in two parts: first the
+gradients of a stage's inputs, later those of its parameters, which it looks up among the registered ones.  So between
+the first backward and the reduction parameters stay unsharded, and gradients add up without communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.module import FSDPModule
+
+
+def register_fsdp_pipeline_stage(stage: Any) -> None:
+    """Have a pipeline stage reduce the gradients of its sharded module once, after its last backward.
+
+    PyTorch's stages do so for PyTorch's own sharded modules, and know no others. Any schedule runs it then: GPipe,
+    1F1B, interleaved, and those that compute gradients of inputs and of parameters apart (zero bubble, DualPipeV).
+
+        stage = PipelineStage(fully_shard(part, mesh=mesh["dp"]), index, stages, device, group=mesh.get_group("pp"))
+        register_fsdp_pipeline_stage(stage)
+        schedule = ScheduleZBVZeroBubble([stage, ...], n_microbatches, loss_fn=loss_fn)
+
+    Args:
+        stage: What `PipelineStage` or `build_stage` makes, around a module that `fully_shard` was called on.
+    """
+    module: Any = getattr(stage, "submod", None)
+    if not isinstance(module, FSDPModule):
+        raise FSDPError(
+            "register_fsdp_pipeline_stage takes a pipeline stage whose module fully_shard was called on, got "
+            + (type(stage).__name__ if module is None else f"one of {type(module).__name__}")
+        )
+    backward = stage.backward_maybe_with_nosync
+
+    def backward_without_reduction(backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        _reduces(module, False)
+        if backward_type != "full":
+            for inner in _sharded_modules(module):
+                inner.unshard()
+        return backward(backward_type, *args, **kwargs)
+
+    def perform_reduce_grad(grad_scale_factor: int) -> None:
+        _reduces(module, True)
+        module.reduce_gradients()
+        for inner in _sharded_modules(module):
+            inner.reshard()
+        if grad_scale_factor != 1:
+            stage.scale_grads(grad_scale_factor)
+
+    stage.backward_maybe_with_nosync = backward_without_reduction
+    stage.perform_reduce_grad = perform_reduce_grad
+
+
+def _reduces(module: FSDPModule, now: bool) -> None:
+    module.set_is_last_backward(now)
+    module.set_reshard_after_backward(now)
+    module.set_requires_gradient_sync(now)
+
+
+def _sharded_modules(module: FSDPModule) -> list[FSDPModule]:
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]

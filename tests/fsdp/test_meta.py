@@ -1,0 +1,103 @@
+"""Models that begin on the meta device, sharded two ways: given values by their modules, or by a checkpoint alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.compare import adamw, mine
+from ranks import run_ranks
+from terrazzo import checkpoint
+from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import DTensor, init_device_mesh
+from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) + self.shift
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def sharded_on_meta(mesh: Any) -> Any:
+    """Tensor parallelism inside, a list as one group, and the rest."""
+    with torch.device("meta"):
+        model: Any = Stack()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard([model.norm, model.head], mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def train_beside(model: Any, reference: Any, mesh: Any) -> None:
+    ours, theirs = adamw(model), adamw(reference)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(8, 6, generator=generator)
+        model(mine(x, mesh.get_local_rank("dp"))).square().mean().backward()
+        reference(x).square().mean().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q[1], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def check_start(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = Stack()
+    checkpoint.save({"model": reference.state_dict()}, checkpoint_id=folder)
+
+    # Each module gives its parameters values: ranks agree, and different elements have different ones.
+    model = sharded_on_meta(mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    assert values["layers.0.up.weight"].unique().numel() == 72 and values["head.weight"].unique().numel() == 18
+    assert torch.equal(values["layers.1.norm.weight"], torch.ones(6))
+    copied = copy.deepcopy(reference)
+    copied.load_state_dict(values, strict=False)
+    train_beside(model, copied, mesh)
+
+    # A checkpoint gives them all, and the buffers.
+    model = sharded_on_meta(mesh)
+    state = {"model": model.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"], assign=True)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), reference.get_parameter(name)), name
+    train_beside(model, reference, mesh)
+
+
+def test_values_come_from_modules_or_from_a_checkpoint(tmp_path):
+    run_ranks(4, check_start, str(tmp_path / "step"))
