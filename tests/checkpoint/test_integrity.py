@@ -10,7 +10,7 @@ import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.checkpoint.tools.lazy import names_of
+from terrazzo.checkpoint.tools.lazy import in_order
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 
@@ -134,7 +134,7 @@ def test_names_are_listed_as_people_sort_them_whatever_digits_they_have(tmp_path
     save(
         {name: torch.ones(1) for name in ("layers.10", long, "layers.2", "layers.\u00b2", "a")}, checkpoint_id=tmp_path
     )
-    assert names_of(Checkpoint(tmp_path)) == ["a", "layers.2", "layers.10", long, "layers.\u00b2"]
+    assert in_order(Checkpoint(tmp_path)) == ["a", "layers.2", "layers.10", long, "layers.\u00b2"]
 
 
 def test_tensors_of_other_dtypes_and_shapes_with_the_same_bytes_differ(tmp_path: Path) -> None:

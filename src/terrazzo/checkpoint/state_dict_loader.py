@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
@@ -18,6 +18,7 @@ from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.tools.lazy import Checkpoint
+from terrazzo.errors import CheckpointError
 
 
 @storage_may_be_second("storage_reader")
@@ -32,6 +33,7 @@ def load(
     timeout: timedelta | None = None,
     store: Store | None = None,
     together: bool = False,
+    read: Literal["each", "once_per_node"] = "each",
 ) -> None:
     """Load a checkpoint into a state dict, in place.
 
@@ -62,6 +64,9 @@ def load(
         together: Load as one: the coordinator reads the checkpoint's root for all, so all load the same checkpoint even
             if it is replaced meanwhile, or all get the same `CheckpointException`.  `load` is collective then.
         store: Where the checkpoint is, instead of `checkpoint_id`: a store with settings of its own.
+        read: With "once_per_node" parts of tensors that several ranks of a machine want (replicas) are read by one of
+            them, which sends them to the others: for stores that are slower than that.  `load` is collective then, as
+            with `together`.  It needs gloo.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
@@ -72,11 +77,13 @@ def load(
     >>> state
     {'w': tensor([0., 1., 2.]), 'step': 7}
     """
+    if read not in ("each", "once_per_node"):
+        raise CheckpointError(f"read={read!r} is neither 'each' nor 'once_per_node'")
     planner = planner if planner is not None else DefaultLoadPlanner()
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
     place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
-    session = LoadSession(planner, reader, place, place_id, together)
+    session = LoadSession(planner, reader, place, place_id, together, read == "once_per_node")
     if session.together:
         session.place = find_place(process_group, doing=place.doing, no_dist=no_dist, timeout=timeout)
     session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))

@@ -9,7 +9,7 @@ import typer
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.formats.detect import Format
-from terrazzo.cli.screen import CheckpointPath, errors, progress, say, tensor_bytes
+from terrazzo.cli.screen import CheckpointPath, errors, progress, say
 from terrazzo.errors import CheckpointExistsError
 
 
@@ -25,7 +25,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint into another format, with little memory."""
     with errors():
-        total = tensor_bytes(Checkpoint(source))
+        total = Checkpoint(source).total_bytes()
         with progress("converting", total) as advance:
             try:
                 convert_checkpoint(

@@ -18,8 +18,8 @@ from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.tools.compare import Difference, compare
-from terrazzo.checkpoint.tools.lazy import names_of
-from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown, tensor_bytes
+from terrazzo.checkpoint.tools.lazy import in_order
+from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
@@ -34,13 +34,21 @@ def list_values(
     """List what a checkpoint holds, with shapes, dtypes, sizes and the number of parts."""
     with errors(), paused_collector():
         opened = Checkpoint(checkpoint)
-        rows = [_row(opened, name) for name in names_of(opened) if fnmatchcase(name, pattern)]
+        entries = dict(opened.metadata.state_dict_metadata.items())
+        said: dict[int, dict[str, Any]] = {}  # by entry, of which many names share one
+        rows = []
+        for name in in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern))):
+            about = said.get(id(entries[name]))
+            if about is None:
+                about = said[id(entries[name])] = _row(opened, name)
+            rows.append(about | {"name": name})
         total = sum(row["bytes"] or 0 for row in rows)
         if json:
             print_json({"checkpoint": str(checkpoint), **_about(opened), "bytes": total, "values": rows})
             return
         if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
-            typer.echo("\n".join("  ".join(_cells(row)) for row in rows))
+            cells = {number: "  ".join(_cells(about)[1:]) for number, about in said.items()}
+            typer.echo("\n".join(f"{shown(row['name'])}  {cells[id(entries[row['name']])]}" for row in rows))
         else:
             table = Table("name", "dtype", "shape", box=None, header_style="bold")
             table.add_column("size", justify="right")
@@ -89,7 +97,7 @@ def show(
 def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Read every byte and compare it with its checksum."""
     with errors(), paused_collector():
-        total = tensor_bytes(Checkpoint(checkpoint))
+        total = Checkpoint(checkpoint).total_bytes()
         with progress("verifying", total, hidden=json) as advance:
             found = verify(checkpoint, advance)
         if json:
@@ -110,7 +118,7 @@ def diff(
     """Say what differs between two checkpoints: names, shapes, dtypes, values."""
     with errors(), paused_collector():
         a, b = Checkpoint(one), Checkpoint(other)
-        total = tensor_bytes(a)
+        total = a.total_bytes()
         with progress("comparing", total, hidden=json) as advance:
             found: list[Difference] = list(compare(a, b, tolerance=tolerance, progress=advance))
         if json:

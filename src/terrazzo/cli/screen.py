@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -13,9 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from terrazzo.errors import TerrazzoError
-
-if TYPE_CHECKING:  # commands that open no checkpoint start without PyTorch
-    from terrazzo.checkpoint import Checkpoint
 
 OUT = Console()
 ERR = Console(stderr=True)
@@ -39,10 +36,6 @@ def say(text: str, *, on: Console = OUT, style: str | None = None) -> None:
 
 CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint: a folder, a file or a URL.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def tensor_bytes(checkpoint: Checkpoint) -> int:
-    return sum(map(checkpoint.nbytes, checkpoint))
 
 
 def print_json(document: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,22 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         if entry is not None:
             return entry
         return self[name] if name in self._manifest.names else default
+
+    def items(self) -> ItemsView[str, STORAGE_TYPES]:
+        """All names with what is stored under them, made at once."""
+        if len(self._made) < len(self):
+            manifest, nothing = self._manifest, BytesStorageMetadata()
+            if isinstance(manifest, Root):
+                alike, made = self._alike, self._made
+                for tensor in manifest.head.tensors:
+                    entry: STORAGE_TYPES = nothing
+                    if tensor.kind == TENSOR:
+                        entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(tensor.name)
+                    made[tensor.name] = entry
+                made.update((value.name, nothing) for value in manifest.head.objects)
+            else:
+                self._made = {name: self[name] for name in manifest.names}
+        return self._made.items()
 
     def _make(self, name: str) -> STORAGE_TYPES:
         manifest = self._manifest

@@ -82,63 +82,76 @@ class PartIndexes:
             found += self._chunks(part, rows, numbers, [tensor] * len(numbers))
         return found
 
-    def everything(self, parts: Sequence[int]) -> list[StoredChunk]:
-        """All stored chunks of some parts, of all tensors."""
-        by_hash = self._root.by_hash
-        self._load(parts)
-        found = []
-        for part in parts:
-            rows = self._rows[part]
-            tensors = [by_hash.get(value) for value in rows.hashes.tolist()]
-            known = np.array([tensor is not None for tensor in tensors], dtype=bool)
-            numbers = np.nonzero(known)[0]
-            found += self._chunks(part, rows, numbers, [tensor for tensor in tensors if tensor is not None])
-        return found
+    def rows_of(self, part: int) -> tuple[Rows, Array, Array]:
+        """A part's index: all rows, the numbers of those whose tensors the root has, and where it has these."""
+        self._load([part])
+        rows = self._rows[part]
+        tensors = self._root.numbers_of(rows.hashes)
+        numbers = np.nonzero(tensors >= 0)[0]
+        return rows, numbers, tensors[numbers]
+
+    def sizes_of(self, part: int, rows: Rows, numbers: Array, places: Array) -> Array:
+        """The elements of the chunks in some rows of a part's index; raises unless they are what the root says."""
+        files = self._root.head.parts[part].files
+        if len(numbers) and int(rows.files[numbers].max()) >= len(files):
+            raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
+        tensors, itemsizes = self._root.head.tensors, {}
+        for place in np.unique(places).tolist():
+            dtype = tensors[place].dtype
+            if dtype not in itemsizes:
+                itemsizes[dtype] = self._root.dtype(tensors[place]).itemsize
+        widths = np.array([itemsizes[tensors[place].dtype] for place in places.tolist()], dtype=np.int64)
+        elements = np.ones(len(numbers), dtype=np.int64)
+        large = np.ones(len(numbers))  # the same, which cannot overflow
+        for ndim in np.unique(rows.ndims[numbers]).tolist():
+            chosen = np.nonzero(rows.ndims[numbers] == ndim)[0]
+            lengths = rows.boxes_of(numbers[chosen], ndim)[:, 1]
+            elements[chosen] = lengths.prod(axis=1)
+            large[chosen] = lengths.astype(np.float64).prod(axis=1)
+        wrong = (large * widths >= 2.0**62) | (elements * widths != rows.nbytes[numbers].astype(np.int64))
+        wrong |= rows.blocks[numbers] < 1
+        if wrong.any():
+            name = tensors[places[np.nonzero(wrong)[0][0]]].name
+            raise CheckpointCorruptError(
+                f"{self._root.source}: the index has another size for {name!r} than the manifest"
+            )
+        return elements
 
     def by_box(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], StoredChunk]:
         """All stored chunks, by the tensor's name, and offsets and lengths in it."""
-        by_hash = self._root.by_hash
         parts = range(len(self._root.head.parts))
         self._load(parts)
         found = {}
         for part in parts:
-            rows = self._rows[part]
-            tensors = [by_hash.get(value) for value in rows.hashes.tolist()]
-            numbers = np.array([row for row, tensor in enumerate(tensors) if tensor is not None], dtype=np.int64)
-            chunks = self._chunks(part, rows, numbers, [tensor for tensor in tensors if tensor is not None])
+            rows, numbers, places = self.rows_of(part)
+            chunks = self._chunks(part, rows, numbers, [self._root.head.tensors[place] for place in places.tolist()])
             firsts = rows.first_box[numbers].tolist()
             for chunk, first in zip(chunks, firsts, strict=True):
                 offsets = tuple(rows.boxes[first : first + len(chunk.shape)].tolist())
                 found[chunk.name, offsets, chunk.shape] = chunk
         return found
 
-    def digests(self) -> dict[str, tuple[bytes, ...]]:
-        """For each tensor, a digest of each of its chunks: of dtype, shape, box, and the checksums of its bytes."""
-        by_hash = self._root.by_hash
-        found: dict[str, tuple[bytes, ...]] = {}
-        described: dict[tuple[str, tuple[int, ...]], bytes] = {}
+    def digests(self) -> dict[str, bytes]:
+        """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
+        tensors = self._root.head.tensors
         parts = range(len(self._root.head.parts))
         self._load(parts)
+        described: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        numbers_of_tensors = []
+        for tensor in tensors:
+            about = (tensor.kind, tensor.dtype, tensor.shape)
+            number = described.get(about)
+            if number is None:
+                number = described[about] = checksum(repr(about).encode())
+            numbers_of_tensors.append(number)
+        found = np.repeat(np.array(numbers_of_tensors, dtype=np.uint64)[:, None], 2, axis=1)
+        seen = np.zeros(len(tensors), dtype=bool)
         for part in parts:
-            rows = self._rows[part]
-            abouts = np.stack([rows.nbytes, rows.blocks.astype(np.uint64), rows.codecs.astype(np.uint64)], axis=1)
-            about, boxes, sums = (column.tobytes() for column in (abouts, rows.boxes, rows.sums))
-            last_sum = rows.first_sum + rows.block_counts()
-            last_box = rows.first_box + 2 * rows.ndims.astype(np.int64)
-            columns = (rows.hashes, rows.first_box, last_box, rows.first_sum, last_sum)
-            lines = zip(*(column.tolist() for column in columns), strict=True)
-            for row, (value, box, box_end, first, last) in enumerate(lines):
-                tensor = by_hash.get(value)
-                if tensor is not None:
-                    of = described.get((tensor.dtype, tensor.shape))
-                    if of is None:
-                        of = f"{tensor.kind} {tensor.dtype} {tensor.shape}".encode()
-                        described[tensor.dtype, tensor.shape] = of
-                    digest = b"".join(
-                        (of, about[24 * row : 24 * row + 24], boxes[8 * box : 8 * box_end], sums[8 * first : 8 * last])
-                    )
-                    found[tensor.name] = (*found.get(tensor.name, ()), digest)
-        return {name: digests if len(digests) == 1 else tuple(sorted(digests)) for name, digests in found.items()}
+            rows, numbers, places = self.rows_of(part)
+            np.add.at(found, places, rows.digests()[numbers])  # whatever the order of the chunks
+            seen[places] = True
+        standing = found.view("V16").reshape(-1).tolist()
+        return {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
 
     def tensor(self, name: str) -> StoredTensor:
         """What the root says of a tensor."""

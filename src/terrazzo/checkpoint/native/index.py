@@ -27,6 +27,16 @@ def name_hash(name: str) -> int:
     return checksum(name.encode())
 
 
+def scrambled(numbers: Array) -> Array:
+    """A number of 64 bits for each number of 64 bits, as good as drawn at random; different ones for different ones."""
+    with np.errstate(over="ignore"):
+        mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found: Array = mixed ^ (mixed >> np.uint64(31))
+    return found
+
+
 class Rows:
     """The rows of an index, as arrays: one row per chunk, sorted by `hashes`.
 
@@ -78,6 +88,35 @@ class Rows:
         positions = self.first_box[rows][:, None] + np.arange(2 * ndim)
         found: Array = self.boxes[positions].astype(np.int64).reshape(len(rows), 2, ndim)
         return found
+
+    def digests(self) -> Array:
+        """128 bits for each chunk, as two columns, that stand for its box and for the checksums of its bytes."""
+        counts, numbers = self.block_counts(), 2 * self.ndims.astype(np.int64)
+        with np.errstate(over="ignore"):
+            lanes = []
+            for seed in (np.uint64(0), np.uint64(0x5851F42D4C957F2D)):
+                lane = np.full(len(self), seed)
+                for column in (self.nbytes, self.blocks, self.codecs):
+                    lane = scrambled(lane ^ column.astype(np.uint64))
+                for values, first, lengths in (
+                    (self.boxes, self.first_box, numbers),
+                    (self.sums, self.first_sum, counts),
+                ):
+                    lane = scrambled(lane ^ _sums_of_runs(values, first, lengths, seed))
+                lanes.append(lane)
+        found: Array = np.stack(lanes, axis=1)
+        return found
+
+
+def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Array:
+    """For each run, the sum of what stands for its values and their places."""
+    if not len(values):
+        return np.zeros(len(first), np.uint64)
+    places = np.arange(len(values)) - np.repeat(first, lengths)  # runs follow one another without gaps
+    standing = scrambled(scrambled(values.astype(np.uint64) ^ seed) + places.astype(np.uint64))
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(standing, dtype=np.uint64)])
+    found: Array = totals[first + lengths] - totals[first]
+    return found
 
 
 def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:

@@ -24,3 +24,22 @@ def address_range(address: int, nbytes: int) -> memoryview:
     if nbytes == 0:
         return _EMPTY
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors have the same elements because they are the same memory, as tied weights are.
+
+    >>> weight = torch.zeros(2, 3)
+    >>> same_memory(weight, weight.detach()), same_memory(weight, weight.clone()), same_memory(weight, weight[:1])
+    (True, False, False)
+    """
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.data_ptr() != 0
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )

@@ -19,7 +19,7 @@ import zstandard
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.checkpoint.native.index import name_hash
+from terrazzo.checkpoint.native.index import name_hash, scrambled
 from terrazzo.checkpoint.native.manifest import ObjectEntry, Path, TensorEntry
 from terrazzo.checkpoint.native.root import PartEntry, RootHead, StoredTensor, encode_root
 from terrazzo.checkpoint.storage import WriteResult
@@ -309,8 +309,8 @@ class _SameDims:
         self._odd[places[~fits]] = True
         self._seen[places] = np.arange(len(places))
         once = self._seen[places] == np.arange(len(places))  # all but the last of several chunks of one tensor are not
-        marks = _marks(numbers.astype(_U64))
-        owner_marks = _marks((numbers.astype(_U64) << _U64(32)) + _U64(rank + 1))
+        marks = scrambled(numbers.astype(_U64))
+        owner_marks = scrambled((numbers.astype(_U64) << _U64(32)) + _U64(rank + 1))
         for total, values in ((self._chunks, 1), (self._marks, marks), (self._owner_marks, owner_marks)):
             if once.all():  # much faster
                 total[places] += values
@@ -363,20 +363,12 @@ class _SameDims:
         ]
 
 
-def _marks(numbers: Array) -> Array:
-    """A number of 64 bits for each number, as good as drawn at random."""
-    with np.errstate(over="ignore"):
-        mixed = (numbers + _U64(1)) * _U64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> _U64(27))) * _U64(0x94D049BB133111EB)
-        found: Array = mixed ^ (mixed >> _U64(31))
-    return found
-
-
 def _sums_of_marks(count: int) -> Array:
     """For each n up to `count`, the sum of the marks of 0 to n - 1."""
     with np.errstate(over="ignore"):
-        found: Array = np.concatenate([np.zeros(1, _U64), np.cumsum(_marks(np.arange(count, dtype=_U64)), dtype=_U64)])
+        found: Array = np.concatenate(
+            [np.zeros(1, _U64), np.cumsum(scrambled(np.arange(count, dtype=_U64)), dtype=_U64)]
+        )
     return found
 
 

@@ -145,10 +145,21 @@ class Root:
         """The objects kept in the root, by name."""
         return {entry.name: entry for entry in self.head.objects}
 
+    def numbers_of(self, hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The places in `head.tensors` of the tensors that indexes know by these hashes; -1 for unknown ones."""
+        known, order = self._by_hash
+        if not len(known):
+            return np.full(len(hashes), -1)
+        places = np.searchsorted(known, hashes)
+        places[places == len(known)] = 0
+        return np.where(known[places] == hashes, order[places], -1)
+
     @cached_property
-    def by_hash(self) -> dict[int, StoredTensor]:
-        """The tensors, by what stands for their names in indexes."""
-        return {name_hash(tensor.name): tensor for tensor in self.head.tensors}
+    def _by_hash(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The hashes of the tensors' names in order, and whose each is."""
+        hashes = np.array([name_hash(tensor.name) for tensor in self.head.tensors], dtype=np.uint64)
+        order = np.argsort(hashes)
+        return hashes[order], order
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], GridChunks | ChunkTable]:
         """The dtype, the shape and the chunks of a tensor."""

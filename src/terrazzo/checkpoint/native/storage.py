@@ -273,8 +273,8 @@ class NativeReader(StorageReader):
         future.set_result(None)
         return future
 
-    def digests(self) -> dict[str, tuple[bytes, ...]]:
-        """For each tensor, a digest of each of its chunks: of dtype, shape, box, and the checksums of its bytes."""
+    def digests(self) -> dict[str, bytes]:
+        """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
         if self._manifest is None:
             self.read_metadata()
         if not isinstance(self._manifest, Root):

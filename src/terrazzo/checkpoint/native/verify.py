@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,11 +16,14 @@ from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
+from terrazzo.checkpoint.native.index import RAW, Rows
 from terrazzo.checkpoint.native.manifest import FileEntry, Manifest
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,13 @@ def verify_store(store: Store, progress: Callable[[int], None] = lambda nbytes: 
         raise
     except (CheckpointError, OSError) as error:
         return [Damage(MANIFEST, str(error))]
-    by_file: dict[str, list[StoredChunk]] = defaultdict(list)
     damage: list[Damage] = []
     try:
-        for chunk in _stored_chunks(manifest, store, damage):
-            by_file[chunk.file.name].append(chunk)
+        stored = _stored(manifest, store, damage)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
     for entry in _files(manifest):
-        chunks = sorted(by_file[entry.name], key=lambda chunk: chunk.start)
-        damage += _File(store, entry, progress).damage(chunks)
+        damage += _File(store, entry, progress).damage(_joined(stored.get(entry.name, [])))
     return damage
 
 
@@ -67,38 +68,106 @@ def _files(manifest: Manifest | Root) -> list[FileEntry]:
     return list({file.name: file for part in manifest.head.parts for file in part.files}.values())
 
 
-def _stored_chunks(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> list[StoredChunk]:
-    """All chunks; an index that cannot be read is damage.  Raises unless each tensor's chunks make it up."""
+class _Chunks(msgspec.Struct, frozen=True, eq=False):
+    """Chunks of one data file as columns: where each begins, its blocks' sizes and checksums one after the other."""
+
+    names: list[str]
+    starts: Array
+    counts: Array  # blocks of each chunk
+    sizes: Array
+    sums: Array
+
+
+def _stored(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> dict[str, list[_Chunks]]:
+    """All chunks, by file; an index that cannot be read is damage.  Raises unless each tensor's chunks make it up."""
+    found: dict[str, list[_Chunks]] = defaultdict(list)
     if isinstance(manifest, Manifest):
         boxes = [table.astype(np.int64) for table in manifest.box_tables]
         check_coverage(manifest.head.tensors, np.array(manifest.head.counts, dtype=np.int64), boxes)
-        return ChunkIndex(manifest).everything()
-    chunks: list[StoredChunk] = []
+        by_file: dict[str, list[StoredChunk]] = defaultdict(list)
+        for chunk in ChunkIndex(manifest).everything():
+            by_file[chunk.file.name].append(chunk)
+        for file, chunks in by_file.items():
+            found[file].append(_of_chunks(chunks))
+        return found
+    indexes = PartIndexes(manifest, store)
+    elements = np.zeros(len(manifest.head.tensors), dtype=np.int64)
     for part, entry in enumerate(manifest.head.parts):
         try:
-            chunks += PartIndexes(manifest, store).everything([part])
+            rows, numbers, places = indexes.rows_of(part)
+            np.add.at(elements, places, indexes.sizes_of(part, rows, numbers, places))
         except (CheckpointError, OSError) as error:
             damage.append(Damage(entry.index_file or MANIFEST, str(error)))
-    if damage:
-        return chunks
-    stored: dict[str, int] = defaultdict(int)
-    for chunk in chunks:
-        stored[chunk.name] += prod(chunk.shape)
-    for tensor in manifest.head.tensors:
-        whole = prod(tensor.shape)
-        if stored[tensor.name] != whole:
-            raise CheckpointCorruptError(f"{tensor.name}: {stored[tensor.name]} of {whole} elements are stored")
-    return chunks
+            continue
+        names = [manifest.head.tensors[place].name for place in places.tolist()]
+        files = rows.files[numbers]
+        for file in np.unique(files).tolist():
+            chosen = np.nonzero(files == file)[0]
+            found[entry.files[file].name].append(_of_rows(rows, numbers[chosen], [names[n] for n in chosen.tolist()]))
+    if not damage:
+        for tensor, stored in zip(manifest.head.tensors, elements.tolist(), strict=True):
+            if stored != prod(tensor.shape):
+                raise CheckpointCorruptError(f"{tensor.name}: {stored} of {prod(tensor.shape)} elements are stored")
+    return found
 
 
-class _Piece(msgspec.Struct, frozen=True, eq=False):
-    """Some blocks of a chunk: where they begin, the bytes of each, the first one's checksum, and memory for them."""
+def _of_rows(rows: Rows, numbers: Array, names: list[str]) -> _Chunks:
+    """The chunks in these rows of an index."""
+    counts = rows.block_counts()[numbers]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # which block of its chunk
+    blocks = np.repeat(rows.blocks[numbers].astype(np.int64), counts)
+    sizes = np.minimum(np.repeat(rows.nbytes[numbers].astype(np.int64), counts) - within * blocks, blocks)
+    framed = np.repeat(rows.codecs[numbers] != RAW, counts)
+    frames = (np.repeat(rows.first_frame[numbers], counts) + within)[framed]
+    sizes[framed] = rows.frames[frames]
+    sums = rows.sums[np.repeat(rows.first_sum[numbers], counts) + within]
+    return _Chunks(names, rows.starts[numbers].astype(np.int64), counts, sizes, sums)
 
-    chunk: StoredChunk
-    start: int
-    sizes: list[int]
-    first_sum: int
-    memory: memoryview
+
+def _of_chunks(chunks: Sequence[StoredChunk]) -> _Chunks:
+    """Chunks of format 1, which knows no codecs."""
+    counts = np.array([-(-chunk.nbytes // chunk.block) for chunk in chunks], dtype=np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    block = chunks[0].block  # the same for all
+    nbytes = np.repeat(np.array([chunk.nbytes for chunk in chunks], dtype=np.int64), counts)
+    firsts = np.repeat(np.array([chunk.first_sum for chunk in chunks], dtype=np.int64), counts)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    sizes = np.minimum(nbytes - within * block, block)
+    return _Chunks([chunk.name for chunk in chunks], starts, counts, sizes, chunks[0].sums[firsts + within])
+
+
+class _Blocks(msgspec.Struct, frozen=True, eq=False):
+    """What of a file has checksums, in the order of places; `names[chunks[n]]` is the tensor that block n is of."""
+
+    names: list[str]
+    chunks: Array
+    starts: Array
+    ends: Array
+    sums: Array
+
+    def spans(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
+        """The tensors of some blocks, with the bytes of each."""
+        for chunk in dict.fromkeys(self.chunks[first:last].tolist()):
+            blocks = first + np.nonzero(self.chunks[first:last] == chunk)[0]
+            yield self.names[chunk], int(self.starts[blocks[0]]), int(self.ends[blocks[-1]])
+
+
+def _joined(stored: Sequence[_Chunks]) -> _Blocks:
+    """All chunks of a file.  Tensors that share one chunk have its blocks once."""
+    none = np.empty(0, np.int64)
+    counts = np.concatenate([none, *(each.counts for each in stored)])
+    sizes = np.concatenate([none, *(each.sizes for each in stored)])
+    chunks = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(sizes) - sizes
+    first = np.cumsum(counts) - counts
+    at = np.concatenate([none, *(each.starts for each in stored)])
+    starts = at[chunks] + before - before[first[chunks]]
+    sums = np.concatenate([np.empty(0, np.uint64), *(each.sums for each in stored)])
+    order = np.lexsort((sums, sizes, starts))
+    columns = np.stack([starts[order], sizes[order], sums[order].view(np.int64)])
+    order = order[np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))] if len(order) else order
+    names = [name for each in stored for name in each.names]
+    return _Blocks(names, chunks[order], starts[order], starts[order] + sizes[order], sums[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +178,24 @@ class _File:
     entry: FileEntry
     progress: Callable[[int], None]
 
-    def damage(self, chunks: list[StoredChunk]) -> Iterator[Damage]:
-        """What of the file is not as it was; `chunks` are in the order of their places."""
+    def damage(self, blocks: _Blocks) -> Iterator[Damage]:
+        """What of the file is not as it was."""
         name = self.entry.name
         try:
             fault = self._header_fault()
         except OSError as error:
             yield Damage(name, str(error))
             return
+        count = len(blocks.starts)
+        if fault is None and count and int(blocks.ends.max()) > self.entry.size:
+            fault = "an index names bytes that are beyond the file's end"
         if fault is not None:
             yield Damage(name, fault)
-            for chunk in chunks:
-                yield Damage(
-                    name, "not checked, for the file is damaged", chunk.name, chunk.start, chunk.start + chunk.nbytes
-                )
+            for tensor, start, end in blocks.spans(0, count):
+                yield Damage(name, "not checked, for the file is damaged", tensor, start, end)
             return
         # One after the other, so that it is known which one failed; the next reads go on after it.
-        requests = iter(_requests(name, chunks, self.store.caps.request_bytes))
+        requests = _requests(name, blocks, self.store.caps.request_bytes)
         while True:
             request: Request | None = None
 
@@ -137,14 +207,14 @@ class _File:
 
             try:
                 for done in self.store.read(remembered(), in_flight_bytes=0):
-                    for piece in done.owner:
-                        if self._is_wrong(piece):
-                            yield from self._wrong_blocks(piece)
-                    self.progress(sum(len(piece.memory) for piece in done.owner))
+                    first, last = done.owner
+                    yield from self._wrong(blocks, first, last, done.buffers[0])
+                    self.progress(done.size)
                 return
             except (OSError, EOFError) as error:
-                for piece in request.owner if request is not None else []:
-                    yield Damage(name, str(error), piece.chunk.name, piece.start, piece.start + len(piece.memory))
+                if request is not None:
+                    for tensor, start, end in blocks.spans(*request.owner):
+                        yield Damage(name, str(error), tensor, start, end)
 
     def _header_fault(self) -> str | None:
         size = self.store.stat(self.entry.name).size
@@ -156,57 +226,25 @@ class _File:
                 return "the header is not what was saved; the file is damaged"
         return None
 
-    def _is_wrong(self, piece: _Piece) -> bool:
-        """Whether there may be damage: of one block, most often, it is known at once."""
-        return len(piece.sizes) > 1 or checksum(piece.memory) != piece.chunk.sums.item(piece.first_sum)
-
-    def _wrong_blocks(self, piece: _Piece) -> Iterator[Damage]:
-        chunk, at, number = piece.chunk, 0, piece.first_sum
-        for size in piece.sizes:
-            if checksum(piece.memory[at : at + size]) != chunk.sums.item(number):
-                begin = piece.start + at
-                yield Damage(self.entry.name, "not the bytes that were saved", chunk.name, begin, begin + size)
-            at, number = at + size, number + 1
+    def _wrong(self, blocks: _Blocks, first: int, last: int, memory: memoryview) -> Iterator[Damage]:
+        """Those of some blocks, which are in memory, that have another checksum than when they were saved."""
+        starts, ends = blocks.starts[first:last], blocks.ends[first:last]
+        places = zip((starts - starts[0]).tolist(), (ends - starts[0]).tolist(), strict=True)
+        found = np.array([checksum(memory[start:end]) for start, end in places], dtype=np.uint64)
+        for number in (first + np.nonzero(found != blocks.sums[first:last])[0]).tolist():
+            tensor, start, end = blocks.names[blocks.chunks[number]], blocks.starts[number], blocks.ends[number]
+            yield Damage(self.entry.name, "not the bytes that were saved", tensor, int(start), int(end))
 
 
-def _requests(name: str, chunks: list[StoredChunk], limit: int) -> Iterator[Request]:
-    """All of the chunks, in requests of about `limit` bytes; memory is used again after each."""
-    memory = memoryview(bytearray(limit + max((chunk.block for chunk in chunks), default=0)))
-    pieces: list[_Piece] = []
-    begin = used = 0
-
-    def request() -> Request:
-        return Request(name, begin, [piece.memory for piece in pieces], pieces)
-
-    for chunk in chunks:
-        start, number = chunk.start, chunk.first_sum
-        for sizes in _block_sizes(chunk, limit):
-            nbytes = sum(sizes)
-            if pieces and (start != begin + used or used + nbytes > limit):
-                yield request()
-                pieces, used = [], 0
-            if not pieces:
-                begin = start
-            pieces.append(_Piece(chunk, start, sizes, number, memory[used : used + nbytes]))
-            used += nbytes
-            start, number = start + nbytes, number + len(sizes)
-    if pieces:
-        yield request()
-
-
-def _block_sizes(chunk: StoredChunk, limit: int) -> Iterator[list[int]]:
-    """The stored bytes of the chunk's blocks, as many at a time as are about `limit` bytes."""
-    if chunk.nbytes <= chunk.block and not chunk.codec:
-        if chunk.nbytes:
-            yield [chunk.nbytes]
-        return
-    count, each = -(-chunk.nbytes // chunk.block), max(limit // chunk.block, 1)
-    if chunk.codec:
-        frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].tolist()
-        yield from (frames[first : first + each] for first in range(0, count, each))
-        return
-    for first in range(0, count, each):
-        last = min(first + each, count)
-        sizes = [chunk.block] * (last - first)
-        sizes[-1] = min(chunk.block, chunk.nbytes - (last - 1) * chunk.block)
-        yield sizes
+def _requests(name: str, blocks: _Blocks, limit: int) -> Iterator[Request]:
+    """All of the blocks, in requests of about `limit` bytes; memory is used again after each."""
+    starts, ends = blocks.starts, blocks.ends
+    memory = memoryview(bytearray(max(limit, int((ends - starts).max(initial=0)))))
+    gaps = np.nonzero(starts[1:] != ends[:-1])[0] + 1
+    first = 0
+    for stop in [*gaps.tolist(), len(starts)]:
+        while first < stop:
+            last = max(int(np.searchsorted(ends[:stop], starts[first] + limit, "right")), first + 1)
+            nbytes = int(ends[last - 1] - starts[first])
+            yield Request(name, int(starts[first]), [memory[:nbytes]], (first, last))
+            first = last

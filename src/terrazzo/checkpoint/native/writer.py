@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +80,7 @@ def write_part(
         chunks, inline = _chunks_of(plan, planner, options)
         if store.caps.file_bytes is not None:
             chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
+        chunks, tied = _without_tied(chunks, planner)
         reused: list[Reused] = []
         if base is not None:
             chunks, reused = find_unchanged(chunks, planner, store, base, options.buffer_bytes)
@@ -98,7 +99,7 @@ def write_part(
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-        written += _as_files(reused)
+        written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
     except BaseException:
         discard(store, [*names, index_name(files.save_id, files.rank)])
@@ -106,6 +107,47 @@ def write_part(
     stored = [chunk for file in written for chunk in file.chunks]
     boxes = [chunk.offsets + chunk.lengths for chunk in stored]
     return make_part([chunk.entry for chunk in stored], boxes, entry, inline)
+
+
+def _without_tied(chunks: list[Chunk], planner: SavePlanner) -> tuple[list[Chunk], dict[int, list[Chunk]]]:
+    """The chunks that have to be written; and by the id of one, the others that are the same memory (tied weights)."""
+    tied_to = getattr(planner, "tied_to", None)
+    firsts = {} if tied_to is None else {id(chunk): tied_to(chunk.item.index) for chunk in chunks}
+    if not any(first is not None for first in firsts.values()):
+        return chunks, {}
+    places = {(chunk.item.index, chunk.part): chunk for chunk in chunks}
+    kept: list[Chunk] = []
+    tied: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        first = firsts[id(chunk)]
+        same = None if first is None else places.get((first, chunk.part))
+        if same is not None and _form(same) == _form(chunk):
+            tied.setdefault(id(same), []).append(chunk)
+        else:
+            kept.append(chunk)
+    return kept, tied
+
+
+def _form(chunk: Chunk) -> tuple[object, ...]:
+    return chunk.dtype, chunk.offsets, chunk.lengths, chunk.block, chunk.codec
+
+
+def _with_tied(file: _WrittenFile, tied: Mapping[int, Sequence[Chunk]]) -> _WrittenFile:
+    """The file with the chunks, too, that are the same memory as one of its own: they are stored in the same place."""
+    if not any(id(chunk) in tied for chunk in file.chunks):
+        return file
+    chunks, starts, sums, frames = list(file.chunks), list(file.starts), list(file.sums), list(file.frames)
+    first_sum = first_frame = 0
+    for chunk, start in zip(file.chunks, file.starts, strict=True):
+        blocks = -(-chunk.nbytes // chunk.block)
+        framed = blocks if chunk.codec else 0
+        for same in tied.get(id(chunk), ()):
+            chunks.append(same)
+            starts.append(start)
+            sums += file.sums[first_sum : first_sum + blocks]
+            frames += file.frames[first_frame : first_frame + framed]
+        first_sum, first_frame = first_sum + blocks, first_frame + framed
+    return _WrittenFile(file.entry, tuple(chunks), starts, sums, frames)
 
 
 def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:

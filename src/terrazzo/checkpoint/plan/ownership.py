@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,7 +34,8 @@ class Claim(msgspec.Struct, frozen=True):
 
     `identity` is the same on all ranks that could write the same thing.  `holders` are their group ranks, in
     order, or None where only an exchange can tell; then `content` stands for the value (None: it need not be
-    equal).  With `lowest`, the lowest holder's value is the right one; with `lenient`, it is if they differ.
+    equal).  With `lowest`, the lowest holder's value is the right one; with `lenient`, it is if they differ.  `tied` is
+    the identity of a claim that is the same memory.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Claim(msgspec.Struct, frozen=True):
     content: int | None = None
     lowest: bool = False
     lenient: bool = False
+    tied: int = 0
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
@@ -65,7 +67,7 @@ class _Group:
         return Note(
             group=_group_id(self.holders),
             members=world if self.holders is None else len(self.holders),
-            claims=_digest(claim.identity for claim in ordered),
+            claims=_digest(number for claim in ordered for number in (claim.identity, claim.tied)),
             contents=_digest(claim.content or 0 for claim in ordered),
         )
 
@@ -86,6 +88,7 @@ class Negotiation:
         self._rank = rank
         self._world = world
         self._groups: dict[tuple[int, ...] | None, _Group] = {}
+        self._unsure: Sequence[int] = ()
         for claim in claims:
             if claim.holders != (rank,):
                 self._groups.setdefault(claim.holders, _Group(claim.holders)).claims.append(claim)
@@ -105,6 +108,7 @@ class Negotiation:
         Raises `DivergentValueError`, on every rank that holds one, for values that are not equal and have to be.
         """
         everyone = tuple(range(self._world))
+        self._unsure = unsure
         holders = {}
         if unsure:
             claims = self._claims_of(unsure)
@@ -122,6 +126,21 @@ class Negotiation:
             else (everyone if claim.holders is None else claim.holders)
             for claim in self.claims
         ]
+
+    def ties(self) -> dict[int, int]:
+        """Claims that are the same memory as another one, and that one; only such as all their holders know of.
+
+        It is known once all is `settled`.
+        """
+        if not any(claim.tied for claim in self.claims):
+            return {}
+        sure = {holders for holders in self._groups if _group_id(holders) not in self._unsure}
+        places = {(claim.holders, claim.identity): place for place, claim in enumerate(self.claims)}
+        return {
+            place: places[claim.holders, claim.tied]
+            for place, claim in enumerate(self.claims)
+            if claim.tied and claim.holders in sure and (claim.holders, claim.tied) in places
+        }
 
     def _claims_of(self, unsure: Sequence[int]) -> list[Claim]:
         return [c for holders, group in self._groups.items() if _group_id(holders) in unsure for c in group.claims]
@@ -215,12 +234,19 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def assign(
-    claims: Sequence[Claim], holders: Sequence[tuple[int, ...]], rank: int, *, split_from: int, lowest_rank: bool
+    claims: Sequence[Claim],
+    holders: Sequence[tuple[int, ...]],
+    rank: int,
+    *,
+    split_from: int,
+    lowest_rank: bool,
+    ties: Mapping[int, int] | None = None,
 ) -> list[Share]:
     """What this rank writes.  Every holder of a claim computes the same, without communication.
 
     Claims of at least `split_from` bytes are split among all holders; the others go, largest first, to the
-    holder that has least so far.  With `lowest_rank`, each goes to its lowest holder.
+    holder that has least so far.  With `lowest_rank`, each goes to its lowest holder.  With `ties`, a claim goes where
+    the one goes that it is tied to.
     """
     shares: list[Share] = []
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -233,13 +259,20 @@ def assign(
     for ranks, indices in shared.items():
         indices.sort(key=lambda i: (-claims[i].nbytes, claims[i].identity))
         loads = [(0, holder) for holder in ranks]
+        together = set(indices) if ties else set()
+        mine = set()
+        follow: list[int] = []
         for index in indices:
             nbytes = claims[index].nbytes
             if nbytes >= split_from:
                 shares.append(Share(index, ranks.index(rank), len(ranks)))
-                continue
-            load, holder = loads[0]
-            heapq.heapreplace(loads, (load + nbytes, holder))
-            if holder == rank:
-                shares.append(Share(index))
+            elif ties and ties.get(index) in together:
+                follow.append(index)
+            else:
+                load, holder = loads[0]
+                heapq.heapreplace(loads, (load + nbytes, holder))
+                if holder == rank:
+                    mine.add(index)
+                    shares.append(Share(index))
+        shares += [Share(index) for index in follow if ties and ties[index] in mine]
     return shares

@@ -27,13 +27,14 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
 )
 from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, assign
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
-from terrazzo.checkpoint.plan.sharded import Holders, Viewer, check_storable, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -97,6 +98,9 @@ class DefaultSavePlanner(SavePlanner):
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
         self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
         self._translated: dict[int, tuple[int, ...] | None] = {}
+        # By address, the first chunk that is there; and of chunks that are the same memory as an earlier one, that one.
+        self._at: dict[int, tuple[MetadataIndex, TensorWriteData, torch.Tensor]] = {}
+        self._ties: dict[MetadataIndex, MetadataIndex] = {}
         # What items say of their chunks is the same for all tensors of one shape, dtype and place.
         self._described: dict[tuple[Any, ...], TensorWriteData] = {}
 
@@ -130,7 +134,7 @@ class DefaultSavePlanner(SavePlanner):
 
     @torch.no_grad()
     def create_local_plan(self) -> SavePlan:
-        self._holdings, self._parts = {}, {}
+        self._holdings, self._parts, self._at, self._ties = {}, {}, {}, {}
         viewer = Viewer()
         self._translated, self._described = {}, {}
         items: list[WriteItem] = []
@@ -171,6 +175,10 @@ class DefaultSavePlanner(SavePlanner):
             item = WriteItem(MetadataIndex(name, described.chunk.offsets), kind, described)
             items.append(item)
             self._holdings[item.index] = _Holding(data, holders)
+            if type(data) in OWN_MEMORY and data.data_ptr():
+                first = self._at.setdefault(data.data_ptr(), (item.index, described, data))
+                if first[0] is not item.index and first[1] == described and same_memory(first[2], data):
+                    self._ties[item.index] = first[0]
         return items
 
     def _describe(self, size: torch.Size, data: torch.Tensor, box: Box) -> TensorWriteData:
@@ -198,15 +206,39 @@ class DefaultSavePlanner(SavePlanner):
         self._holdings[index] = _Holding(encoded, (self.rank,) if own else None)
         return WriteItem(index, WriteItemType.BYTE_IO)
 
+    def tied_to(self, index: MetadataIndex) -> MetadataIndex | None:
+        """An item whose data is the same memory, and so need not be written twice; None if there is none before it."""
+        if not self._ties or not self._hands_out_memory:
+            return None
+        whole = self._parts[index][0] if index in self._parts else index
+        first = self._ties.get(whole)
+        return None if first is None else MetadataIndex(first.fqn, index.offset)
+
+    @property
+    def _hands_out_memory(self) -> bool:
+        """Whether what is written is the state dict's own memory: false when a subclass converts it."""
+        kind = type(self)
+        return (
+            kind.resolve_data is DefaultSavePlanner.resolve_data
+            and kind.lookup_object is DefaultSavePlanner.lookup_object
+            and kind.transform_object is DefaultSavePlanner.transform_object
+        )
+
     def negotiate(self, plan: SavePlan) -> Negotiation:
         """This rank's side of the agreement on who writes what, before anything has been sent."""
         sizes: dict[int, int] = {}  # by description, of which many items share one
-        claims = []
+        claims: list[Claim] = []
         for item in plan.items:
             nbytes = sizes.get(id(item.tensor_data))
             if nbytes is None:
                 nbytes = sizes[id(item.tensor_data)] = item.tensor_storage_size() or 0
             claims.append(self._claim(item, nbytes))
+        if self._ties and self._hands_out_memory:
+            identities = {item.index: claim.identity for item, claim in zip(plan.items, claims, strict=True)}
+            for place, item in enumerate(plan.items):
+                first = identities.get(self._ties.get(item.index, item.index), 0)
+                if item.index in self._ties and first:
+                    claims[place] = msgspec.structs.replace(claims[place], tied=first)
         return Negotiation(claims, self.rank, len(self.ranks))
 
     def _claim(self, item: WriteItem, nbytes: int) -> Claim:
@@ -239,6 +271,7 @@ class DefaultSavePlanner(SavePlanner):
             self.rank,
             split_from=self._split_from,
             lowest_rank=self.dedup_save_to_lowest_rank,
+            ties=negotiation.ties(),
         )
         items = []
         for share in shares:
@@ -287,6 +320,7 @@ class DefaultSavePlanner(SavePlanner):
         """Let go of the state, which a planner that is kept would keep alive."""
         self.state_dict = {}
         self._holdings, self._parts, self._translated, self._described = {}, {}, {}, {}
+        self._at, self._ties = {}, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))

@@ -159,11 +159,11 @@ def check_storable(value: Any) -> None:
         )
     if value.device.type == "meta":
         raise UnsupportedValueError("a tensor on the meta device has no values to store")
-    if type(value) not in _OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
+    if type(value) not in OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
         raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
 
 
-_OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _has_memory(value: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
+from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
@@ -37,11 +39,12 @@ class LoadSession:
     place: Place
     checkpoint_id: Any
     wanted_together: bool = False
+    once_per_node: bool = False
 
     @property
     def together(self) -> bool:
         """Whether ranks wait for each other."""
-        return self.wanted_together or not self._plans_alone
+        return self.wanted_together or self.once_per_node or not self._plans_alone
 
     @property
     def _plans_alone(self) -> bool:
@@ -107,7 +110,7 @@ class LoadSession:
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]
     ) -> None:
         values: STATE_DICT_TYPE = {}
-        alone, root = self._agree()
+        alone, root, nodes = self._agree()
 
         def plan() -> bytes:
             nonlocal values
@@ -124,22 +127,66 @@ class LoadSession:
             return [messages.encode(part) for part in self.reader.prepare_global_plan(plans)]
 
         # Nothing is handed to objects of the caller before every rank has read.
-        if alone:
+        if alone and all(nodes) and self.place.plane is not None:
+            values = self._read_once_per_node(nodes, state_dict, root, self.place.plane.timeout)
+        elif alone:
             self.place.together(read_alone)
         else:
             central = messages.decode(self.place.reduce_scatter(plan, combine), LoadPlan)
             self.place.together(lambda: self._read(central))
         self.place.together(lambda: self._finish(values, give_back))
 
-    def _agree(self) -> tuple[bool, bytes | None]:
-        """Whether each rank can plan for itself; and the root, read by the coordinator, if all readers take one."""
+    def _read_once_per_node(
+        self,
+        nodes: list[str],
+        state_dict: Callable[[], STATE_DICT_TYPE],
+        root: bytes | None,
+        timeout: timedelta,
+    ) -> STATE_DICT_TYPE:
+        """Read what several ranks of a node want once there; all ranks hear of errors after each step."""
+        values: STATE_DICT_TYPE = {}
+        plan = LoadPlan([])
+        node: Node | None = None
+        passed: list[Passed] = []
+        here = [rank for rank, name in zip(self.place.ranks, nodes, strict=True) if name == nodes[self.place.rank]]
+
+        def make_plan() -> None:
+            nonlocal values, plan
+            values = state_dict()
+            plan = self.planner.finish_plan(self._local_plan(values, root))
+
+        def agree() -> None:
+            nonlocal node
+            node = Node(here, timeout)
+            passed.extend(node.agree(plan.items, self.planner))
+
+        def read() -> None:
+            assert node is not None
+            self.reader.read_data(node.own_part(plan, passed), self.planner).wait()
+
+        def pass_on() -> None:
+            assert node is not None
+            node.pass_on(plan.items, passed, self.planner)
+
+        try:
+            for step in (make_plan, agree, read, pass_on):
+                self.place.together(step)
+        finally:
+            if node is not None:
+                node.close()
+        return values
+
+    def _agree(self) -> tuple[bool, bytes | None, list[str]]:
+        """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; and each
+        rank's node, if it wants things to be read once there."""
 
         def step() -> bytes:
-            return msgspec.msgpack.encode((self._plans_alone, hasattr(self.reader, "use_root")))
+            node = node_name() if self.once_per_node else ""
+            return msgspec.msgpack.encode((self._plans_alone, hasattr(self.reader, "use_root"), node))
 
         def combine(parts: list[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(part, type=tuple[bool, bool]) for part in parts]
-            root = self.reader.root() if all(takes for _, takes in said) else None  # type: ignore[attr-defined]
-            return msgspec.msgpack.encode((all(alone for alone, _ in said), root))
+            said = [msgspec.msgpack.decode(part, type=tuple[bool, bool, str]) for part in parts]
+            root = self.reader.root() if all(takes for _, takes, _ in said) else None  # type: ignore[attr-defined]
+            return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, [node for _, _, node in said]))
 
-        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None])
+        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None, list[str]])

@@ -17,9 +17,10 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
-from terrazzo.checkpoint.plan.sharded import Holders, Viewer, check_storable, is_sharded
+from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -238,11 +239,19 @@ class Slot:
 def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[STATE_DICT_TYPE, list[torch.Tensor]]:
     """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors."""
     sources: list[torch.Tensor] = []
+    slots: dict[int, Slot] = {}  # by address: tied weights are copied once
     viewer = Viewer()
 
     def keep(tensor: torch.Tensor) -> Slot:
+        plain = type(tensor) in OWN_MEMORY
+        known = slots.get(tensor.data_ptr()) if plain else None
+        if known is not None and same_memory(tensor, sources[known.number]):
+            return known
         sources.append(tensor)
-        return Slot(len(sources) - 1)
+        slot = Slot(len(sources) - 1)
+        if plain:
+            slots.setdefault(tensor.data_ptr(), slot)
+        return slot
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if is_sharded(value):

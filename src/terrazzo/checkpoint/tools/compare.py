@@ -11,7 +11,7 @@ import torch
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.objects import encode
-from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor, names_of
+from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor, in_order
 from terrazzo.errors import UnsupportedValueError
 
 _WINDOW: Final = 8 << 20  # bytes that are compared at a time
@@ -50,8 +50,8 @@ def compare(
     there = other.digests()
     # What the checksums of what was saved say to be equal needs not be read.
     same = {name for name, digest in one.digests().items() if there.get(name) == digest}
-    progress(sum(map(one.nbytes, same)))
-    for batch in _batches(one, [name for name in names_of(one) if name not in same]):
+    progress(one.total_bytes(same))
+    for batch in _batches(one, in_order(name for name in one if name not in same)):
         together = [name for name in batch if _small_in_both(one, other, name)]
         left, right = one.read_many(together), other.read_many(together)
         for name in batch:
@@ -70,9 +70,7 @@ def compare(
                     what = _objects(a, b)
             if what is not None:
                 yield Difference(name, what)
-    only_there = {name for name in other if name not in one}
-    if only_there:
-        yield from (Difference(name, "only in the second") for name in names_of(other) if name in only_there)
+    yield from (Difference(name, "only in the second") for name in in_order(name for name in other if name not in one))
 
 
 def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:

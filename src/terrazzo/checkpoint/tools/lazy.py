@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -75,6 +75,27 @@ class Checkpoint(Mapping[str, Any]):
         entry = self.metadata.state_dict_metadata[name]
         return entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
 
+    def total_bytes(self, names: Container[str] | None = None) -> int:
+        """The bytes of all tensors together, or of those with these names.
+
+        >>> import tempfile
+        >>> from terrazzo.checkpoint import save
+        >>> path = tempfile.mkdtemp()
+        >>> _ = save({"w": torch.zeros(12), "step": 7}, checkpoint_id=path)
+        >>> Checkpoint(path).total_bytes()
+        48
+        """
+        entries = dict(self.metadata.state_dict_metadata.items())
+        sizes: dict[int, int] = {}  # by entry, of which many names share one
+        total = 0
+        for name, entry in entries.items():
+            size = sizes.get(id(entry))
+            if size is None:
+                size = sizes[id(entry)] = self.nbytes(name)
+            if names is None or name in names:
+                total += size
+        return total
+
     def __contains__(self, name: object) -> bool:
         return name in self.metadata.state_dict_metadata
 
@@ -99,7 +120,7 @@ class Checkpoint(Mapping[str, Any]):
             set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
         return nested
 
-    def digests(self) -> dict[str, tuple[bytes, ...]]:
+    def digests(self) -> dict[str, bytes]:
         """What stands for each tensor, where that is known without reading it.
 
         Tensors with the same digests had the same dtype, shape and bytes when they were saved.
@@ -249,10 +270,10 @@ class _Catcher(ReadingPlanner):
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
 
 
-def names_of(checkpoint: Checkpoint) -> Sequence[str]:
-    """The names, sorted as people sort: `layers.2` before `layers.10`."""
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names sorted as people sort: `layers.2` before `layers.10`."""
     parts = _Ordered()
-    return sorted(checkpoint, key=lambda name: [*map(parts.__getitem__, name.split("."))])
+    return sorted(names, key=lambda name: [*map(parts.__getitem__, name.split("."))])
 
 
 class _Ordered(dict[str, tuple[bool, int | str]]):

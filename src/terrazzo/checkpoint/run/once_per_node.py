@@ -1,0 +1,196 @@
+"""Reading what several ranks of a node want only once there, and passing it on.
+
+Ranks that hold the same values (data parallel replicas, the replicas of HSDP) ask a store for the same bytes.  Where
+the store is slower than the connections inside of a node, one of them reads, and sends it to the others:
+
+    1. ranks tell each other what they want, by a hash of each box of a stored chunk and what it becomes
+    2. each box that several want is given to one of them, bytes balanced; all compute the same
+    3. each reads what it was given, and what only it wants, straight to where it belongs
+    4. what others want is sent to them, in pieces of bounded size
+
+Between the steps all ranks of the load hear of errors.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+_PIECE: Final = 32 << 20  # bytes that are sent at once
+_ALIGNMENT: Final = 16
+
+
+def node_name() -> str:
+    """What all ranks of this machine have in common, and no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What one rank reads for others: ranks by their places on the node, items by their places in this rank's plan."""
+
+    reader: int
+    receivers: tuple[int, ...]
+    items: tuple[int, ...]
+
+
+def _shareable(items: Sequence[ReadItem], planner: LoadPlanner) -> dict[tuple[int, int], tuple[int, int]]:
+    """By a hash of 128 bits of what it is: an item that others may want as well, and its bytes."""
+    kind = type(planner)
+    if not isinstance(planner, DefaultLoadPlanner) or any(
+        getattr(kind, name) is not getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+    ):
+        return {}  # what such a planner hands out need not be what the state dict has in the end
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, item in enumerate(items):
+        if item.type is LoadItemType.TENSOR:
+            dtype = planner.lookup_tensor(item.dest_index).dtype
+            index = item.storage_index
+            offset = None if index.offset is None else tuple(index.offset)
+            about = (index.fqn, offset, tuple(item.storage_offsets), tuple(item.lengths), str(dtype))
+            key = divmod(xxhash.xxh3_128_intdigest(repr(about).encode()), 1 << 64)
+            found.setdefault(key, (number, item.lengths.numel() * dtype.itemsize))
+    return found
+
+
+def assigned(wanted: Sequence[np.ndarray[Any, Any]]) -> list[tuple[tuple[int, int], int, tuple[int, ...]]]:
+    """For each hash that several ranks want: who reads it, and who is given it.
+
+    `wanted` has a table for each rank: a row for each hash, its two halves and the bytes that it stands for.
+
+    >>> tables = [np.array([[0, 7, 100], [0, 8, 40], [0, 9, 40]]), np.array([[0, 7, 100], [0, 8, 40]])]
+    >>> assigned(tables)
+    [((0, 7), 0, (1,)), ((0, 8), 1, (0,))]
+    """
+    rows = np.concatenate(wanted)
+    ranks = np.repeat(np.arange(len(wanted)), [len(table) for table in wanted])
+    order = np.lexsort((ranks, rows[:, 1], rows[:, 0]))
+    rows, ranks = rows[order], ranks[order]
+    firsts = np.nonzero(np.append(True, (rows[1:, :2] != rows[:-1, :2]).any(axis=1)))[0][: len(rows)]
+    ends = np.append(firsts[1:], len(rows))[: len(firsts)]
+    several = np.nonzero(ends - firsts > 1)[0]
+    loads = [0] * len(wanted)
+    largest_first = several[np.argsort(-rows[firsts[several], 2].astype(np.int64), kind="stable")]
+    found = []
+    for place in largest_first.tolist():
+        holders = ranks[firsts[place] : ends[place]].tolist()
+        high, low, nbytes = rows[firsts[place]].tolist()
+        reader = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[reader] += nbytes
+        found.append(((high, low), reader, tuple(rank for rank in holders if rank != reader)))
+    return found
+
+
+class Node:
+    """The ranks of this node that load together, and connections of their own between them."""
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        """`ranks` are global ranks.  Every one of them makes one at the same time."""
+        self._ranks = list(ranks)
+        self._position = self._ranks.index(dist.get_rank())
+        self._group: Any = None
+        if len(self._ranks) > 1:
+            self._group = dist.new_group(self._ranks, timeout, backend="gloo", use_local_synchronization=True)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def agree(self, items: Sequence[ReadItem], planner: LoadPlanner) -> list[Passed]:
+        """What passes from rank to rank, as far as this rank has part in it."""
+        if self._group is None:
+            return []
+        own = _shareable(items, planner)
+        table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
+        found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for key, reader, receivers in assigned(self._gathered(table)):
+            if self._position == reader or self._position in receivers:
+                found[reader, receivers].append(own[key][0])
+        return [Passed(reader, receivers, tuple(found[reader, receivers])) for reader, receivers in sorted(found)]
+
+    def own_part(self, plan: LoadPlan, passed: Sequence[Passed]) -> LoadPlan:
+        """The plan without what other ranks will send."""
+        others = {number for each in passed if each.reader != self._position for number in each.items}
+        kept = [item for number, item in enumerate(plan.items) if number not in others]
+        return LoadPlan(kept, plan.storage_data, plan.planner_data)
+
+    def pass_on(self, items: Sequence[ReadItem], passed: Sequence[Passed], planner: LoadPlanner) -> None:
+        """Send what this rank has read for others, and receive what they have."""
+        buffer = torch.empty(_PIECE, dtype=torch.uint8) if passed else torch.empty(0, dtype=torch.uint8)
+        with torch.no_grad():
+            for each in passed:  # in the same order on all ranks
+                targets = [planner.resolve_tensor(items[number]) for number in each.items]
+                for piece in _pieces(targets):
+                    self._exchange(each, piece, buffer)
+
+    def _exchange(self, each: Passed, piece: list[torch.Tensor], buffer: torch.Tensor) -> None:
+        views, used = [], 0
+        for part in piece:
+            views.append(buffer[used : used + part.nbytes].view(part.dtype).view(part.shape))
+            used += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sent = buffer[:used]
+        if self._position == each.reader:
+            for view, part in zip(views, piece, strict=True):
+                view.copy_(part)
+            works = [dist.isend(sent, self._ranks[receiver], group=self._group) for receiver in each.receivers]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return
+        dist.recv(sent, self._ranks[each.reader], group=self._group)
+        for view, part in zip(views, piece, strict=True):
+            part.copy_(view)
+
+    def _gathered(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """The tables of all ranks of the node."""
+        count = torch.tensor([len(table)])
+        counts = [torch.zeros_like(count) for _ in self._ranks]
+        dist.all_gather(counts, count, group=self._group)
+        most = max(int(each) for each in counts)
+        padded = torch.zeros(most, 3, dtype=torch.int64)
+        padded[: len(table)] = torch.from_numpy(table.view(np.int64))
+        received = [torch.empty_like(padded) for _ in self._ranks]
+        dist.all_gather(received, padded, group=self._group)
+        return [
+            each[: int(size)].contiguous().numpy().view(np.uint64) for each, size in zip(received, counts, strict=True)
+        ]
+
+
+def _pieces(targets: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Views of the targets, in lists that have room in one buffer."""
+    batch: list[torch.Tensor] = []
+    used = 0
+    for target in targets:
+        whole = as_bytes(target)
+        for window in row_major_windows(whole.shape, _PIECE // whole.dtype.itemsize):
+            part = whole[window.slices()]
+            room = -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if used + room > _PIECE:
+                yield batch
+                batch, used = [], 0
+            batch.append(part)
+            used += room
+    if batch:
+        yield batch
