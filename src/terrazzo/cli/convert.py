@@ -22,6 +22,9 @@ def convert(
         int | None, typer.Option(help="To deepspeed: the ZeRO stage that resumes; default as saved.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="To deepspeed: how many ranks resume; default as saved.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="To huggingface: where the weights are in the checkpoint, as `model`.")
+    ] = None,
 ) -> None:
     """Convert a checkpoint into another format, with little memory."""
     with errors():
@@ -36,6 +39,7 @@ def convert(
                     progress=lambda name, nbytes: advance(nbytes),
                     stage=stage,
                     ranks=ranks,
+                    only=only,
                 )
             except CheckpointExistsError as error:
                 if overwrite or to is Format.DEEPSPEED:  # which cannot be replaced

@@ -13,6 +13,8 @@ from typing import Any
 from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
 from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspeed
 from terrazzo.checkpoint.formats.detect import Format
+from terrazzo.checkpoint.formats.huggingface.converting import WeightsSource
+from terrazzo.checkpoint.formats.huggingface.writer import HuggingFaceWriter
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
@@ -39,6 +41,7 @@ def convert(
     progress: Progress | None = None,
     stage: int | None = None,
     ranks: int | None = None,
+    only: str | None = None,
 ) -> None:
     """Copy a checkpoint of any format that terrazzo reads to `target`, in the format `to`.
 
@@ -53,6 +56,7 @@ def convert(
         progress: told of each part that has been copied.
         stage: for `deepspeed`, the ZeRO stage that will resume; None: that of the run that was saved, or 1.
         ranks: for `deepspeed`, the number of data-parallel ranks that will resume; None: as many as saved.
+        only: for `huggingface`, which holds nothing but tensors: where in the checkpoint the weights are (`"model"`).
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -66,19 +70,30 @@ def convert(
     place = target if isinstance(target, Place) else Place(target)
     if to is not Format.DEEPSPEED and (stage is not None or ranks is not None):
         raise CheckpointFormatError(f"the format {to.value} is of no ZeRO stage, and for any number of ranks")
+    if to is not Format.HUGGINGFACE and only is not None:
+        raise CheckpointFormatError(f"the format {to.value} takes all of a checkpoint, so only={only!r} says nothing")
     reader = source if isinstance(source, StorageReader) else reader_for(source)
     if to is Format.TORCH_SAVE:
         _write_torch_save(Source(reader), place, overwrite=overwrite, progress=progress)
     elif to is Format.NATIVE:
         writer = NativeWriter(place.store, overwrite=overwrite)
         _copy(Source(reader), writer, allow_pickle=allow_pickle, progress=progress)
+    elif to is Format.HUGGINGFACE:
+        hf_writer = HuggingFaceWriter(place, overwrite=overwrite)
+        _copy(WeightsSource(reader, only), hf_writer, allow_pickle=False, progress=progress)
     elif to is Format.DCP:
         _copy(Source(reader), DCPWriter(place.store, overwrite=overwrite), allow_pickle=True, progress=progress)
     else:
         write_deepspeed(Source(reader), place, stage, ranks, progress)
 
 
-def _copy(source: Source, writer: DCPWriter | NativeWriter, *, allow_pickle: bool, progress: Progress | None) -> None:
+def _copy(
+    source: Source,
+    writer: DCPWriter | NativeWriter | HuggingFaceWriter,
+    *,
+    allow_pickle: bool,
+    progress: Progress | None,
+) -> None:
     """Save the source with a writer, in this process alone."""
     planner = _Reporting(source, progress, allow_pickle=allow_pickle)
     writer.set_up_storage_writer(True)

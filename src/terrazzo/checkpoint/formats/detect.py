@@ -8,6 +8,9 @@ from enum import Enum
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.dcp_reader import DCPReader
 from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
+from terrazzo.checkpoint.formats.huggingface.files import SUFFIX, is_checkpoint
+from terrazzo.checkpoint.formats.huggingface.reader import HuggingFaceReader
+from terrazzo.checkpoint.formats.safetensors_header import is_start_of_safetensors
 from terrazzo.checkpoint.formats.torch_archive import START, is_start_of_archive
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -24,6 +27,7 @@ class Format(Enum):
     DCP = "dcp"
     TORCH_SAVE = "torch_save"
     DEEPSPEED = "deepspeed"
+    HUGGINGFACE = "huggingface"
 
 
 def detect(path: str | os.PathLike[str] | Place) -> Format | None:
@@ -37,7 +41,10 @@ def detect(path: str | os.PathLike[str] | Place) -> Format | None:
     """
     place = path if isinstance(path, Place) else Place(path)
     if place.is_file():
-        return Format.TORCH_SAVE if is_start_of_archive(_first_bytes(place)) else None
+        first, size = _first_bytes(place)
+        if place.name.endswith(SUFFIX) and is_start_of_safetensors(first, size):
+            return Format.HUGGINGFACE
+        return Format.TORCH_SAVE if is_start_of_archive(first) else None
     names = set(place.names()) if place.local is None or place.is_dir() else set()
     if not names and not place.is_dir():
         what = "neither a file nor a folder" if place.exists() else "nothing"
@@ -48,7 +55,7 @@ def detect(path: str | os.PathLike[str] | Place) -> Format | None:
         return Format.DCP
     if _is_deepspeed_tag(names) or _latest_is_deepspeed(place, names):
         return Format.DEEPSPEED
-    return None
+    return Format.HUGGINGFACE if is_checkpoint(names) else None
 
 
 def reader_for(path: str | os.PathLike[str] | Place) -> StorageReader | None:
@@ -64,17 +71,20 @@ def reader_for(path: str | os.PathLike[str] | Place) -> StorageReader | None:
         return DCPReader(place)
     if found is Format.DEEPSPEED:
         return DeepSpeedReader(place)
+    if found is Format.HUGGINGFACE:
+        return HuggingFaceReader(place)
     return TorchSaveReader(place) if found is Format.TORCH_SAVE else None
 
 
-def _first_bytes(place: Place) -> bytes:
+def _first_bytes(place: Place) -> tuple[bytes, int]:
+    """The beginning of a file, and how large it is."""
     file = place.open()
     try:
         data = bytearray(min(START, file.size))
         file.read_into(0, [memoryview(data)])
+        return bytes(data), file.size
     finally:
         file.close()
-    return bytes(data)
 
 
 def _is_deepspeed_tag(names: set[str]) -> bool:

@@ -29,8 +29,12 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
+CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST: Final = 100 << 20  # the safetensors library's own limit
 
 
@@ -41,6 +45,11 @@ class Header:
     window: Window
     tensors: dict[str, Strided]
     metadata: dict[str, str]
+
+
+def is_start_of_safetensors(data: bytes, size: int) -> bool:
+    """Whether a file of `size` bytes that begins so can be safetensors data."""
+    return len(data) > 8 and data[8:9] == b"{" and 2 <= int.from_bytes(data[:8], "little") <= min(_LONGEST, size - 8)
 
 
 def read_header(window: Window) -> Header:

@@ -22,7 +22,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -98,6 +98,19 @@ class LocalStore(Store):
         path = self._path / key
         fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         return LocalUpload(self._os, fd, path, durable=self._durable)
+
+    def share(self, key: str) -> LocalUpload:
+        """A file of which several processes write each its part; `finish` makes this process's part durable."""
+        path = self._path / key
+        fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return LocalUpload(self._os, fd, path, durable=self._durable)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give files, which are durable already, new names; a file that has such a name is replaced."""
+        for old, new in names.items():
+            self._os.replace(self._path / old, self._path / new)
+        if self._durable:
+            self.sync_folder(self._path)
 
     def stream(self, key: str) -> Upload:
         for left in self.list(f".{key}."):  # of processes that were killed

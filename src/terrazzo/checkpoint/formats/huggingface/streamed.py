@@ -1,0 +1,170 @@
+"""Files that cannot be written by several processes: each has one owner, to whom the others send their parts.
+
+A file is made window by window, each a few MB: all ranks send the owner what they have of the window, and the owner
+puts it together and sends it on.  Ranks do not wait for owners, so the owners of several files send at once.
+
+A rank that fails goes on taking part, with nothing, so that no other waits for it; it raises when all is over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
+from terrazzo.checkpoint.formats.huggingface.runs import runs_of
+from terrazzo.checkpoint.planner import SavePlanner, WriteItem
+from terrazzo.checkpoint.stores import Upload
+from terrazzo.comm.control import ControlPlane
+from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import boxes_of_flat_range
+
+_WINDOW: Final = 8 << 20
+
+
+def write_streamed(
+    layout: Layout,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    plane: ControlPlane,
+    begin: Callable[[int], Upload],
+    keep: Callable[[int, Upload], None],
+) -> None:
+    """Write all files; `begin` opens a file for its owner, and `keep` is given it when all is written."""
+    failure: Exception | None = None
+    for first in range(0, len(layout.files), plane.size):
+        wave = range(first, min(first + plane.size, len(layout.files)))
+        senders = {number: _Sender(layout, number, items, planner) for number in wave}
+        mine = next((number for number in wave if number % plane.size == plane.index), None)
+        file: Upload | None = None
+        try:
+            if mine is not None and failure is None:
+                file = begin(mine)
+                file.write(0, [memoryview(layout.files[mine].header)])
+        except Exception as error:  # told when all is over
+            failure = error
+        for start in range(0, max(_data_size(layout, number) for number in wave), _WINDOW):
+            for number in wave:
+                size = min(_data_size(layout, number) - start, _WINDOW)
+                if size <= 0:
+                    continue
+                begins = len(layout.files[number].header) + start
+                part = b""
+                try:
+                    if failure is None:
+                        part = senders[number].window(begins, begins + size)
+                except Exception as error:
+                    failure = error
+                try:
+                    received = plane.gather(part, number % plane.size)
+                except BaseException:
+                    if file is not None:
+                        file.abort()
+                    raise
+                try:
+                    if received is not None and file is not None and failure is None:
+                        file.write(begins, [_put_together(received, begins, size, layout.files[number].names)])
+                except Exception as error:
+                    failure = error
+        if file is not None and mine is not None:
+            if failure is None:
+                try:
+                    keep(mine, file)
+                except Exception as error:
+                    failure = error
+            if failure is not None:
+                file.abort()
+    if failure is not None:
+        raise failure
+
+
+def _data_size(layout: Layout, number: int) -> int:
+    return layout.files[number].size - len(layout.files[number].header)
+
+
+class _Sender:
+    """What this rank has of a file."""
+
+    def __init__(self, layout: Layout, number: int, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self._planner = planner
+        self._slots: list[Slot] = []
+        self._items: list[list[WriteItem]] = []
+        by_name: dict[str, list[WriteItem]] = {}
+        for item in items:
+            by_name.setdefault(item.index.fqn, []).append(item)
+        for name in layout.files[number].names:
+            if name in by_name:
+                self._slots.append(layout.slots[name])
+                self._items.append(by_name[name])
+        self._ends = [slot.start + _nbytes(slot) for slot in self._slots]
+        self._starts = [slot.start for slot in self._slots]
+        self._resolved: tuple[WriteItem, torch.Tensor] | None = None  # the last one: the next window wants it, too
+
+    def window(self, begin: int, end: int) -> bytes:
+        """The runs of bytes `begin` to `end` of the file that this rank has."""
+        starts: list[int] = []
+        lengths: list[int] = []
+        payload = bytearray()
+        for position in range(bisect_right(self._ends, begin), bisect_left(self._starts, end)):
+            slot = self._slots[position]
+            itemsize = slot.dtype.itemsize
+            low = (max(begin, slot.start) - slot.start) // itemsize
+            high = (min(end, self._ends[position]) - slot.start) // itemsize
+            wanted = boxes_of_flat_range(slot.shape, low, high)
+            for item in self._items[position]:
+                assert item.tensor_data is not None
+                box = item.tensor_data.chunk.box
+                parts = [part for each in wanted if (part := each.intersect(box)) is not None]
+                if not parts:
+                    continue
+                data = self._data(item)
+                for part in parts:
+                    for start, memory in runs_of(data[part.relative_to(box).slices()], part, slot):
+                        starts.append(start)
+                        lengths.append(len(memory))
+                        payload += memory
+        return msgspec.msgpack.encode((starts, lengths, payload)) if starts else b""
+
+    def _data(self, item: WriteItem) -> torch.Tensor:
+        if self._resolved is None or self._resolved[0] is not item:
+            self._resolved = None
+            data = self._planner.resolve_data(item)
+            if (
+                not isinstance(data, torch.Tensor)
+                or item.tensor_data is None
+                or data.shape != item.tensor_data.chunk.sizes
+            ):
+                raise CheckpointError(f"{item.index.fqn}: the planner gave something else than the plan had promised")
+            self._resolved = item, data.detach()
+        return self._resolved[1]
+
+
+def _nbytes(slot: Slot) -> int:
+    nbytes = slot.dtype.itemsize
+    for length in slot.shape:
+        nbytes *= length
+    return nbytes
+
+
+def _put_together(received: list[bytes], begin: int, size: int, names: Sequence[str]) -> memoryview:
+    window = bytearray(size)
+    there = 0
+    for message in received:
+        if not message:
+            continue
+        starts, lengths, payload = msgspec.msgpack.decode(message, type=tuple[list[int], list[int], bytes])
+        position = 0
+        for start, length in zip(starts, lengths, strict=True):
+            window[start - begin : start - begin + length] = payload[position : position + length]
+            position += length
+        there += len(payload)
+    if there != size:
+        raise CheckpointError(
+            f"of {size} bytes of a file with {', '.join(names[:3])} and more, the ranks have given {there}: they do "
+            f"not have the same model, or one of them failed"
+        )
+    return memoryview(window)

@@ -1,0 +1,527 @@
+"""Writing safetensors files from sharded tensors: every rank its share, committed at once.
+
+In a folder each rank writes its byte ranges of the files, where they lie, under names of this save.  In stores that
+take a file only as a whole, each file has an owner (`streamed`).
+
+What each step is there for:
+- files get their final names when all ranks have written all of them; several are named by an index, which is put last
+  and on condition that nobody else has put one since: so what a reader finds is the old checkpoint or the new one;
+- `model.safetensors` is found before any index.  So a checkpoint of one file is there when the file takes that name,
+  and one of several files replaces one of one file when that is deleted, after the index is there;
+- the usual names of shards are used by the save that holds the mark, if no file has such a name; others have names with
+  the save's id, so no save ever writes to a file of another checkpoint;
+- what the new checkpoint does not name goes afterwards, and what a killed save left, when its lease has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from terrazzo.checkpoint.formats.huggingface import files
+from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, Layout, Slot, lay_out
+from terrazzo.checkpoint.formats.huggingface.runs import runs_of
+from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
+from terrazzo.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from terrazzo.checkpoint.run import messages
+from terrazzo.checkpoint.run.events import LOGGER
+from terrazzo.checkpoint.run.save_side import PlainSide
+from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, LocalStore, Place, Store, Upload, Version
+from terrazzo.checkpoint.stores.places import is_url
+from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    UnsupportedValueError,
+)
+from terrazzo.layout.box import Box
+
+_PART: Final = re.compile(r"\.hf-(?P<save>[0-9a-f]{12})-[0-9]{5}\.tmp")
+_MARK: Final = ".{stem}.safetensors.saving"
+_USUAL: Final = "+"  # ends the id of a save that may use the usual names
+
+
+class HuggingFaceWriter(StorageWriter):
+    """Writes a flat state dict of tensors as safetensors files.
+
+    Args:
+        path: The folder, its URL or its store.
+        layout: Which tensor lies where; every rank gives the same.  None: made on the coordinator, from what all save.
+        make_layout: How, then.
+        stem: What file names begin with.
+        beside: Small files that belong to the checkpoint; they are put at the commit.
+        always_index: Whether also one file is called a shard, and has an index.
+        process_group: The ranks that save, if files have owners; default: all.
+        overwrite: Whether a checkpoint that is there may be replaced.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Place | Store,
+        layout: Layout | None = None,
+        *,
+        make_layout: Callable[[Mapping[str, About]], Layout] = lay_out,
+        stem: str = files.STEM,
+        beside: Mapping[str, bytes] | None = None,
+        always_index: bool = False,
+        process_group: Any = None,
+        overwrite: bool = True,
+    ) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
+        self.overwrite = overwrite
+        self.save_id = ""
+        self._given = layout
+        self._make_layout = make_layout
+        self._stem = stem
+        self._beside = dict(beside or {})
+        self._always_index = always_index
+        self._group = process_group
+        self._layout: Layout | None = None
+        self._bytes_written: list[int] = []
+        self._last: Upload | None = None  # the only file, on its owner, until the commit
+        self._own: set[str] = set()  # final names that this rank has made
+        self._committed = False
+        self._root: Absent | Version = ABSENT  # the index that was there
+        self._single: Entry | None = None  # the only file that was there
+        self._replaced: set[str] = set()
+        self._lease: Lease | None = None
+        self._marked = False
+        self._coordinates = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lease": None, "_last": None}  # these belong to a process
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the next checkpoint goes."""
+        return self.place.path
+
+    @property
+    def plans_alone(self) -> bool:
+        """Whether ranks need not send their plans to the coordinator: if all know the layout."""
+        return self._given is not None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._release()
+        if checkpoint_id is not None:
+            self.place = Place(checkpoint_id)
+        self._layout, self._last, self._committed = None, None, False
+        self._own, self._bytes_written = set(), []
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        self._store.prepare()
+        self.save_id = uuid.uuid4().hex[:12]
+        self._coordinates = is_coordinator
+        if not is_coordinator:
+            return
+        try:
+            self._root = self._store.get(self._index)[1]
+        except FileNotFoundError:
+            self._root = ABSENT
+        self._single = self._stat(self._single_name)
+        if not self.overwrite and (self._single is not None or not isinstance(self._root, Absent)):
+            raise CheckpointExistsError(f"{self.place} holds a checkpoint; save elsewhere, or with overwrite=True")
+        self._replaced = self._shards_named()
+        self._remove_leftovers()
+        self._lease = self._store.lease(lease_name(self.save_id))
+        with suppress(ConflictError):
+            self._store.put(self._mark, self.save_id.encode(), only_if=ABSENT)
+            self._marked = True
+        taken = any(files.is_shard(entry.key, self._stem) for entry in self._store.list(self._stem))
+        if self._marked and not taken:
+            self.save_id += _USUAL
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        tensors: dict[str, About] = {}
+        for plan in plans:
+            for item in plan.items:
+                if item.tensor_data is None:
+                    raise UnsupportedValueError(
+                        f"{item.index.fqn} is not a tensor, and safetensors files hold nothing else"
+                    )
+                tensors[item.index.fqn] = About(item.tensor_data.properties.dtype, tuple(item.tensor_data.size))
+        layout = self._make_layout(tensors)
+        described = [(file.header, file.size, file.names) for file in layout.files]
+        slots = {name: (slot.file, slot.start, slot.dtype, slot.shape) for name, slot in layout.slots.items()}
+        data = messages.encode((self.save_id, len(plans), described, slots))
+        return [replace(plan, storage_data=data) for plan in plans]
+
+    def place_plan(self, plan: SavePlan, save_id: str) -> SavePlan:
+        """The plan of a rank that knows the layout."""
+        return replace(plan, storage_data=save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        ranks = self._settle(plan.storage_data)
+        layout = self._known_layout
+        items = [item for item in plan.items if not self._slot_box(item).is_empty]
+        for item in items:
+            if item.tensor_data is None or item.index.fqn not in layout.slots:
+                raise CheckpointError(f"{item.index.fqn!r}: the plan has it, but the layout of the files does not")
+        if isinstance(self._store, LocalStore):
+            self._write_shared(self._store, layout, items, planner)
+        else:
+            self._write_streamed(layout, items, planner, ranks)
+        results = _Written(layout.digest, self._bytes_written)
+        results += [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        written = [0] * len(self._known_layout.files)
+        for rank, of_rank in enumerate(results):
+            if not isinstance(of_rank, _Written):
+                raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
+            if of_rank.digest != self._known_layout.digest:
+                raise CheckpointError(
+                    f"rank {rank} has other tensors than the coordinator: names, shapes and dtypes of what is saved "
+                    f"have to be the same on all ranks"
+                )
+            written = [one + other for one, other in zip(written, of_rank.per_file, strict=True)]
+        if isinstance(self._store, LocalStore):
+            self._check_whole(written)
+        try:
+            self._commit()
+        except BaseException:
+            if not self.may_abandon():
+                self._release()
+            raise
+        self._committed = True
+        self._describe(metadata)
+        self._release()
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(str(self.place), self.save_id)
+
+    def save_side(self) -> _Side:
+        """How a save deals with it."""
+        return _Side(self)
+
+    def may_abandon(self) -> bool:
+        """Whether the checkpoint is certainly not there, so that what was written is of no use."""
+        if self._committed:
+            return False
+        try:  # what failed may have been the last part of putting the index
+            return not self._own.intersection(files.read_index(self._store, self._index).values())
+        except FileNotFoundError:
+            return True
+        except (OSError, CheckpointError):
+            return False
+
+    def abandon(self) -> None:
+        """The save has failed: remove what this rank has written."""
+        if self._last is not None:
+            self._last.abort()
+        parts = [e.key for e in self._store.list(".hf-") if (m := _PART.fullmatch(e.key)) and m["save"] == self._id]
+        self._store.delete([*parts, *self._own])
+        self._release()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_url(checkpoint_id) or not Place(checkpoint_id).is_file()
+
+    # -------------------------------------------------------------- names
+
+    @property
+    def _store(self) -> Store:
+        return self.place.store
+
+    @property
+    def _id(self) -> str:
+        return self.save_id.removesuffix(_USUAL)
+
+    @property
+    def _index(self) -> str:
+        return files.index_name(self._stem)
+
+    @property
+    def _single_name(self) -> str:
+        return files.single_name(self._stem)
+
+    @property
+    def _mark(self) -> str:
+        return _MARK.format(stem=self._stem)
+
+    @property
+    def _known_layout(self) -> Layout:
+        layout = self._layout or self._given
+        if layout is None:
+            raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
+        return layout
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self._known_layout.files) == 1 and not self._always_index
+
+    def _part(self, number: int) -> str:
+        return f".hf-{self._id}-{number:05d}.tmp"
+
+    def _final(self, number: int) -> str:
+        if self._is_single:
+            return self._single_name
+        save_id = "" if self.save_id.endswith(_USUAL) else self._id
+        return files.shard_name(number, len(self._known_layout.files), self._stem, save_id)
+
+    # -------------------------------------------------------------- writing
+
+    def _settle(self, data: Any) -> int | None:
+        """Learn the layout and the save's id; how many ranks there are, as far as known."""
+        if isinstance(data, str):
+            self.save_id = data
+            return None
+        if not isinstance(data, bytes):
+            raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
+        self.save_id, ranks, described, slots = messages.decode(data, tuple)
+        made = tuple(FileLayout(header, size, tuple(names)) for header, size, names in described)
+        self._layout = Layout(made, {name: Slot(*slot) for name, slot in slots.items()})
+        return int(ranks)
+
+    def _slot_box(self, item: WriteItem) -> Box:
+        assert item.tensor_data is not None
+        return item.tensor_data.chunk.box
+
+    def _write_shared(
+        self, store: LocalStore, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> None:
+        """Byte ranges of files that all ranks write to."""
+        by_file: dict[int, list[WriteItem]] = {}
+        for item in items:
+            by_file.setdefault(layout.slots[item.index.fqn].file, []).append(item)
+        self._bytes_written = [0] * len(layout.files)
+        for number, file in enumerate(layout.files):
+            if number not in by_file and not self._coordinates:
+                continue
+            upload = store.share(self._part(number))
+            try:
+                if self._coordinates:
+                    upload.write(0, [memoryview(file.header)])
+                for item in by_file.get(number, ()):
+                    self._bytes_written[number] += self._write_item(upload, layout, item, planner)
+            except BaseException:
+                upload.abort()
+                raise
+            upload.finish()
+
+    def _write_item(self, upload: Upload, layout: Layout, item: WriteItem, planner: SavePlanner) -> int:
+        data = planner.resolve_data(item)
+        box, slot = self._slot_box(item), layout.slots[item.index.fqn]
+        if not isinstance(data, torch.Tensor) or data.shape != box.lengths:
+            raise CheckpointError(f"{item.index.fqn}: the planner gave something else than the plan had promised")
+        nbytes = 0
+        for start, memory in runs_of(data.detach(), box, slot):
+            upload.write(start, [memory])
+            nbytes += len(memory)
+        return nbytes
+
+    def _write_streamed(
+        self, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner, ranks: int | None
+    ) -> None:
+        """Whole files by one rank each."""
+        self._bytes_written = [0] * len(layout.files)
+
+        def keep(number: int, upload: Upload) -> None:
+            if self._is_single:  # it takes the place of another in the moment of the commit
+                self._last = upload
+                return
+            self._own.add(self._final(number))
+            upload.finish()
+
+        alone = ranks == 1 or not (dist.is_available() and dist.is_initialized())
+        plane = (
+            ControlPlane(None, (0,), 0, DEFAULT_TIMEOUT)
+            if alone
+            else ControlPlane.create(self._group, name="safetensors")
+        )
+        try:
+            write_streamed(layout, items, planner, plane, lambda number: self._store.stream(self._final(number)), keep)
+        finally:
+            plane.close()
+
+    # -------------------------------------------------------------- the commit
+
+    def _check_whole(self, written: Sequence[int]) -> None:
+        for number, file in enumerate(self._known_layout.files):
+            expected = file.size - len(file.header)
+            if written[number] != expected or self._store.stat(self._part(number)).size != file.size:
+                raise CheckpointError(
+                    f"of the {expected} bytes of {self._final(number)}, with {', '.join(file.names[:3])} and more, the "
+                    f"ranks have written {written[number]}: they have not the same model, or not the same folder"
+                )
+
+    def _commit(self) -> None:
+        layout = self._known_layout
+        finals = [self._final(number) for number in range(len(layout.files))]
+        if not self._is_single:
+            if isinstance(self._store, LocalStore):
+                self._own.update(finals)
+                self._store.rename({self._part(number): name for number, name in enumerate(finals)})
+            weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
+            self._put_beside()
+            self._store.put(self._index, files.encode_index(weight_map, layout.total_size), only_if=self._root)
+            self._own = set()
+            self._remove({self._single_name}, finals)
+            return
+        if self._stat(self._single_name) != self._single:
+            raise ConflictError(
+                f"{self.place}/{self._single_name} has been replaced by somebody else since this save began; what they "
+                f"wrote stays. Have one job save to one place, or save again"
+            )
+        self._put_beside()
+        if isinstance(self._store, LocalStore):
+            self._store.rename({self._part(0): self._single_name})
+        elif self._last is not None:
+            self._last.finish()
+            self._last = None
+        self._remove({self._index}, finals)
+
+    def _put_beside(self) -> None:
+        for name, data in self._beside.items():
+            self._store.put(name, data)
+
+    def _remove(self, names: set[str], kept: Sequence[str]) -> None:
+        """What was there before, and shards that nothing names."""
+        try:
+            shards: set[str] = set()
+            if not self._others_save():
+                shards = {e.key for e in self._store.list(self._stem) if files.is_shard(e.key, self._stem)}
+            self._store.delete(sorted(names | ((self._replaced | shards) - set(kept))))
+        except OSError as error:  # the new checkpoint is there
+            if self._single_name in names and self._stat(self._single_name) is not None:
+                raise  # though nobody will find it
+            LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.place, error)
+
+    def _others_save(self) -> bool:
+        """Whether another save to this place is under way: its shards are not named yet."""
+        leases = [e for e in self._store.list("save-") if e.key != lease_name(self._id) and save_of(e.key) is not None]
+        return any(not self._store.lease_ended(entry.key, entry.modified) for entry in leases)
+
+    def _shards_named(self) -> set[str]:
+        """The files that the index names that is there now."""
+        if isinstance(self._root, Absent):
+            return set()
+        try:
+            named = set(files.read_index(self._store, self._index).values())
+        except (CheckpointCorruptError, CheckpointNotFoundError, FileNotFoundError):
+            return set()
+        return {name for name in named if files.is_shard(name, self._stem)}
+
+    def _remove_leftovers(self) -> None:
+        """Parts of saves that were killed, and their mark."""
+        for entry in self._store.list(".hf-"):
+            match = _PART.fullmatch(entry.key)
+            if match is not None and self._store.lease_ended(lease_name(match["save"]), entry.modified):
+                self._store.delete([entry.key])
+        for entry in self._store.list("save-"):
+            save_id = save_of(entry.key)
+            if save_id is not None and entry.key == lease_name(save_id):
+                if self._store.lease_ended(entry.key, entry.modified):
+                    self._store.delete([entry.key])
+        mark = self._stat(self._mark)
+        if mark is not None:
+            with suppress(FileNotFoundError):
+                holder = bytes(self._store.get(self._mark)[0]).decode(errors="replace")
+                if not re.fullmatch("[0-9a-f]{12}", holder) or self._store.lease_ended(
+                    lease_name(holder), mark.modified
+                ):
+                    self._store.delete([self._mark])
+
+    def _stat(self, name: str) -> Entry | None:
+        try:
+            return self._store.stat(name)
+        except FileNotFoundError:
+            return None
+
+    def _release(self) -> None:
+        if self._marked:
+            self._marked = False
+            with suppress(OSError):  # a later save removes it
+                self._store.delete([self._mark])
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
+
+    def _describe(self, metadata: Metadata) -> None:
+        """Make `metadata` say what has been stored."""
+        metadata.state_dict_metadata = {
+            name: TensorStorageMetadata(
+                TensorProperties(slot.dtype),
+                torch.Size(slot.shape),
+                [ChunkStorageMetadata(torch.Size((0,) * len(slot.shape)), torch.Size(slot.shape))],
+            )
+            for name, slot in self._known_layout.slots.items()
+        }
+        metadata.storage_meta = self.storage_meta()
+
+
+class _Written(list[WriteResult]):
+    """What a rank has written: its bytes of each file, of which layout."""
+
+    def __init__(self, digest: int, per_file: Sequence[int]) -> None:
+        super().__init__()
+        self.digest = digest
+        self.per_file = tuple(per_file)
+
+
+class _Side(PlainSide):
+    """Ranks that know the layout plan alone, and tell the coordinator only how much they have written."""
+
+    def __init__(self, writer: HuggingFaceWriter) -> None:
+        self._writer = writer
+
+    @property
+    def save_id(self) -> str:  # type: ignore[override]  # an attribute of other writers' sides
+        return self._writer.save_id
+
+    @property
+    def plans_alone(self) -> bool:  # type: ignore[override]  # the same
+        return self._writer.plans_alone
+
+    def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
+        return self._writer.place_plan(plan, save_id)
+
+    def encode_results(self, results: Sequence[WriteResult]) -> bytes:
+        if not isinstance(results, _Written):
+            raise CheckpointError("these results do not come from this writer's write_data")
+        return msgspec.msgpack.encode((results.digest, results.per_file))
+
+    def decode_results(self, data: bytes) -> Sequence[WriteResult]:
+        return _Written(*msgspec.msgpack.decode(data, type=tuple[int, list[int]]))
+
+    def committed(self, metadata: Metadata) -> bytes:
+        return b""
+
+    def describe_committed(self, data: bytes) -> Metadata:
+        metadata = Metadata({})
+        self._writer._describe(metadata)
+        return metadata
+
+    def may_abandon(self) -> bool:
+        return self._writer.may_abandon()
+
+    def abandon(self) -> None:
+        self._writer.abandon()

@@ -1,0 +1,194 @@
+"""`load_model`: fill a model of any layout from safetensors files, each rank with the bytes of its own shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from terrazzo.checkpoint import DefaultLoadPlanner, load
+from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.dtypes import is_lossless
+from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.errors import CheckpointMismatchError
+from terrazzo.integrations.huggingface.families import family_of
+from terrazzo.integrations.huggingface.meta import initialise_buffers, materialised, put_in_place
+from terrazzo.integrations.huggingface.rename import Link, Rename, Rule, file_shape
+from terrazzo.integrations.huggingface.state import ModelState, state_of
+from terrazzo.integrations.huggingface.views import views_of
+
+_NAMED: Final = 50
+
+
+def load_model(
+    model: nn.Module,
+    path: str | os.PathLike[str] | Store | Place,
+    *,
+    rename: Rename | Iterable[Rule] | Mapping[str, str | Sequence[str]] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> Any:
+    """Load `model.safetensors`, or the files that `model.safetensors.index.json` names, into a model.
+
+    The model may be plain, tensor-parallel, under `fully_shard` or any of these together; each rank reads the bytes of
+    its own shards, and no rank waits for another.  Parameters and buffers on the meta device get memory;
+    those with memory are filled where they are.  Buffers that are not persistent are in no file: those with memory
+    stay, and those on the meta device are made by the model's own `_init_weights`, if it has one (transformers' models
+    do); others stay on the meta device.
+
+    Float8 weights in blocks with a `weight_scale_inv` become numbers of the model's dtype.
+
+    Args:
+        model: The model; not one under PyTorch's `FullyShardedDataParallel`.
+        path: A folder, a URL, a store, or a single file.
+        rename: Which tensors of the model are which of the files, if names differ or layers are fused.  None: as the
+            model's family needs it (`config.model_type`), or the same names.
+        dtype: Floating-point tensors on the meta device get this dtype, and tensors of it are filled also from numbers
+            that it rounds.  None: dtypes stay as they are, and what would be rounded is an error.
+        strict: Whether each name of the model has to be in the files, and the other way round.
+
+    Returns:
+        What `load_state_dict` returns: `missing_keys`, names of the model, and `unexpected_keys`, names in files.
+
+    >>> import tempfile
+    >>> from terrazzo.integrations.huggingface import save_model
+    >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
+    >>> save_model(model, folder)
+    >>> load_model(torch.nn.Linear(2, 1, device="meta"), folder)
+    <All keys matched successfully>
+    """
+    state = state_of(model)
+    reader = HuggingFaceReader(path, dequantise=torch.float32)
+    links, missing, unexpected = _matched(model, state, _tensors(reader), rename)
+    return fill(model, state, reader, links, missing, unexpected, dtype, strict)
+
+
+def fill(
+    model: nn.Module,
+    state: ModelState,
+    reader: HuggingFaceReader,
+    links: Sequence[Link],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    dtype: torch.dtype | None,
+    strict: bool,
+) -> Any:
+    """Read what these links lead to, if all fits."""
+    targets = {name: state.tensors[name] for name in dict.fromkeys(link.model for link in links)}
+    lacking = (missing, unexpected) if strict else ((), ())
+    _check(model, links, targets, _tensors(reader), reader.quantised, dtype, lacking)
+    filled = {name: materialised(tensor, dtype) for name, tensor in targets.items()}
+    views = views_of(links, filled)
+    load(dict(views), storage_reader=reader, planner=DefaultLoadPlanner(allow_lossy_dtype=True))
+    put_in_place(model, state, filled)
+    initialise_buffers(model)
+    return _IncompatibleKeys(list(missing), list(unexpected))
+
+
+def _tensors(reader: HuggingFaceReader) -> dict[str, TensorStorageMetadata]:
+    entries = reader.read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _matched(
+    model: nn.Module, state: ModelState, stored: Mapping[str, TensorStorageMetadata], rename: Any
+) -> tuple[list[Link], tuple[str, ...], tuple[str, ...]]:
+    """How the model's tensors are found in the files; which names of the model are not, and which of files are left."""
+    rules = [Rename.of(rename)] if rename is not None else [family_of(model), Rename()]
+    tried = [_found(state, stored, each) for each in rules]
+    return min(tried, key=lambda found: len(found[1]))
+
+
+def _found(
+    state: ModelState, stored: Mapping[str, TensorStorageMetadata], rename: Rename
+) -> tuple[list[Link], tuple[str, ...], tuple[str, ...]]:
+    shapes = {
+        alias: tuple(tensor.shape) for name, tensor in state.tensors.items() for alias in (name, *state.aliases[name])
+    }
+    by_model: dict[str, list[Link]] = {name: [] for name in shapes}
+    for link in rename.links(shapes):
+        by_model[link.model].append(link)
+    links: list[Link] = []
+    missing: list[str] = []
+    wanted: set[str] = set()
+    for name in state.tensors:
+        chosen = None
+        for alias in (name, *state.aliases[name]):  # a tied tensor may be there under any of its names
+            files = {link.file for link in by_model[alias]}
+            wanted |= files
+            if chosen is None and files <= stored.keys():
+                chosen = [link._replace(model=name) for link in by_model[alias]]
+        if chosen is None:
+            missing.append(name)
+        else:
+            links += chosen
+    return links, tuple(missing), tuple(name for name in stored if name not in wanted)
+
+
+def _check(
+    model: nn.Module,
+    links: Sequence[Link],
+    targets: Mapping[str, torch.Tensor],
+    stored: Mapping[str, TensorStorageMetadata],
+    quantised: frozenset[str],
+    dtype: torch.dtype | None,
+    lacking: tuple[Sequence[str], Sequence[str]],
+) -> None:
+    """One error for all that does not fit, in the words of `load_state_dict`, before anything is changed."""
+    missing, unexpected = lacking
+    lines = []
+    if missing:
+        lines.append("Missing key(s) in state_dict: " + _listed(missing))
+    if unexpected:
+        lines.append("Unexpected key(s) in state_dict: " + _listed(unexpected))
+    by_file: dict[str, list[Link]] = {}
+    for link in links:
+        by_file.setdefault(link.file, []).append(link)
+    mismatched = []
+    for file, found in by_file.items():
+        shape, entry = file_shape(found), stored[file]
+        names = ", ".join(dict.fromkeys(link.model for link in found))
+        if shape != tuple(entry.size):
+            lines.append(
+                f"size mismatch for {names}: copying a param with shape {entry.size} from checkpoint ({file}), the "
+                f"shape in current model is {torch.Size(shape)}."
+            )
+            mismatched.append(file)
+            continue
+        for name in dict.fromkeys(link.model for link in found):
+            fault = _dtype_fault(targets[name], entry.properties.dtype, dtype, is_quantised=file in quantised)
+            if fault is not None:
+                lines.append(f"dtype mismatch for {name}: {fault}")
+                mismatched.append(name)
+    if lines:
+        raise CheckpointMismatchError(
+            f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(lines[:_NAMED]),
+            missing=tuple(missing),
+            mismatched=tuple(mismatched),
+        )
+
+
+def _dtype_fault(
+    target: torch.Tensor, source: torch.dtype, asked: torch.dtype | None, *, is_quantised: bool
+) -> str | None:
+    """Why numbers of one dtype may not become what the target has."""
+    if target.is_meta and asked is not None and target.is_floating_point():
+        final = asked
+    else:
+        final = target.dtype
+    both_float = source.is_floating_point and final.is_floating_point
+    if is_lossless(source, final) or (both_float and (final == asked or is_quantised)):
+        return None
+    return f"{final} does not hold every value of the checkpoint's {source}" + (
+        f"; pass dtype={final} to have them rounded" if both_float else ""
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(f'"{name}"' for name in names[:_NAMED]) + more + ". "

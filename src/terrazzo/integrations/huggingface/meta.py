@@ -1,0 +1,85 @@
+"""From the meta device to memory: what files fill, and buffers that only the model itself can make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from terrazzo.checkpoint.plan.sharded import is_sharded
+from terrazzo.integrations.huggingface.state import ModelState
+
+LOGGER: Final = logging.getLogger("terrazzo.integrations")
+
+
+@torch.no_grad()
+def materialised(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor itself, or for one on the meta device, one of the same layout that has memory."""
+    if not tensor.is_meta:
+        return tensor
+    kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    mesh = getattr(tensor, "device_mesh", None)
+    device = torch.get_default_device() if mesh is None else torch.device(mesh.device_type)
+    return torch.empty_like(tensor.detach(), dtype=kept, device=device)
+
+
+@torch.no_grad()
+def put_in_place(model: nn.Module, state: ModelState, filled: Mapping[str, torch.Tensor]) -> None:
+    """Give the model the tensors that were made for it, and let everybody know that the others have been written."""
+    assigned: dict[str, torch.Tensor] = {}
+    for name, tensor in filled.items():
+        old = state.tensors[name]
+        if tensor is old:
+            local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # duck-typed
+            increment_version(local)
+            continue
+        if isinstance(old, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        for alias in (name, *state.aliases[name]):
+            assigned[state.names.shown(alias)] = tensor
+    if assigned:
+        model.load_state_dict(assigned, strict=False, assign=True)
+
+
+@torch.no_grad()
+def initialise_buffers(model: nn.Module) -> None:
+    """Have the model make the buffers that are in no file and have no memory, where it can."""
+    left: list[str] = []
+    for path, module in model.named_modules():
+        names = [
+            name
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_meta and name in module._non_persistent_buffers_set
+        ]
+        if not names:
+            continue
+        init = getattr(model, "_init_weights", None)
+        # It would also initialise what has been loaded, if the module had anything of that.
+        if callable(init) and not any(True for _ in module.parameters(recurse=False)) and not module.state_dict():
+            before = {name: module._buffers[name] for name in names}
+            for name in names:
+                module._buffers[name] = torch.empty_like(before[name], device=torch.get_default_device())
+            made = {name: module._buffers[name] for name in names}
+            versions = {name: _version(made[name]) for name in names}
+            init(module)
+            for name in names:
+                if module._buffers[name] is made[name] and _version(made[name]) == versions[name]:
+                    module._buffers[name] = before[name]
+        left += [f"{path}.{name}".lstrip(".") for name in names if _is_meta(module._buffers[name])]
+    if left:
+        LOGGER.warning(
+            "%s: in no file, and the model does not say how they are made; they stay on the meta device",
+            ", ".join(left),
+        )
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta

@@ -1,0 +1,90 @@
+"""`save_model`: safetensors files from a model of any layout, each rank writing its share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.checkpoint import save
+from terrazzo.checkpoint.formats.huggingface import HuggingFaceWriter, lay_out
+from terrazzo.checkpoint.formats.huggingface.files import STEM
+from terrazzo.checkpoint.formats.huggingface.layout import About
+from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.errors import UnsupportedValueError
+from terrazzo.integrations.huggingface.families import family_of
+from terrazzo.integrations.huggingface.rename import Link, Rename, Rule, file_shape
+from terrazzo.integrations.huggingface.state import state_of
+from terrazzo.integrations.huggingface.views import views_of
+
+
+def save_model(
+    model: nn.Module,
+    path: str | os.PathLike[str] | Store | Place,
+    *,
+    rename: Rename | Iterable[Rule] | Mapping[str, str | Sequence[str]] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Save a model's weights as `from_pretrained` reads them: `model.safetensors`, or several files and their index.
+
+    All ranks call it together.  Each writes its own shards to where they belong in the files; in an object store each
+    file has one rank that sends it, to which the others send their parts a few MB at a time.  No rank ever has more of
+    the model than it had.  A checkpoint that is there stays whole until the new one is.
+
+    Tied parameters are written once, under the name that transformers expects.  `config.json` and the tokenizer are
+    not weights: rank 0 writes them with `model.config.save_pretrained(path)`.
+
+    Args:
+        model: The model; not one under PyTorch's `FullyShardedDataParallel`.
+        path: A folder, a URL or a store.
+        rename: Which tensors of the model are which of the files: see `load_model`.
+        dtype: What floating-point tensors become; None: as they are.
+        max_shard_size: No file has more bytes of tensors, unless one tensor alone does.
+        metadata: Texts for the header of each file.
+        process_group: The ranks that have the model; default: all.
+
+    >>> import tempfile
+    >>> from safetensors.torch import load_file
+    >>> folder = tempfile.mkdtemp()
+    >>> save_model(torch.nn.Linear(2, 1), folder, dtype=torch.bfloat16)
+    >>> load_file(f"{folder}/model.safetensors")["weight"].dtype
+    torch.bfloat16
+    """
+    state = state_of(model)
+    rules = Rename.of(rename) if rename is not None else family_of(model)
+    links = rules.links({name: tuple(tensor.shape) for name, tensor in state.tensors.items()})
+    save_links(links, state.tensors, path, dtype, max_shard_size, metadata, process_group)
+
+
+def save_links(
+    links: Sequence[Link],
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str] | Store | Place,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str] | None,
+    process_group: Any,
+    stem: str = STEM,
+    beside: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the tensors that these links lead to."""
+    by_file: dict[str, list[Link]] = {}
+    for link in links:
+        by_file.setdefault(link.file, []).append(link)
+    abouts = {}
+    for file, found in by_file.items():
+        kinds = {tensors[link.model].dtype for link in found}
+        if len(kinds) > 1:
+            names = ", ".join(dict.fromkeys(link.model for link in found))
+            raise UnsupportedValueError(f"{file} is made of {names}, which have several dtypes: {kinds}")
+        (kind,) = kinds
+        abouts[file] = About(dtype if dtype is not None and kind.is_floating_point else kind, file_shape(found))
+    layout = lay_out(abouts, max_shard_size, metadata)
+    writer = HuggingFaceWriter(path, layout, stem=stem, beside=beside, process_group=process_group)
+    save(dict(views_of(links, tensors)), storage_writer=writer, process_group=process_group)

@@ -1,0 +1,336 @@
+"""Safetensors files as Hugging Face has them: the format, stores, interrupted saves, PyTorch's classes, commands."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from checkpoint.faults import FaultySystem
+from ranks import run_fresh, run_ranks
+from terrazzo.checkpoint import Checkpoint, load, save
+from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
+from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
+from terrazzo.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
+)
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Store
+from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
+from terrazzo.cli import app
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    UnsupportedValueError,
+)
+
+
+def state(seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "b": torch.randn(5, 7, generator=generator),
+        "a": torch.randint(9, (5,), generator=generator),
+        "half": torch.randn(3, generator=generator).bfloat16(),
+        "none": torch.zeros(0, 3),
+        "scalar": torch.tensor(seed / 2),
+        "mask": torch.tensor([True, False]),
+        "small": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+        "z": torch.randn(4, 2, generator=generator).double(),
+    }
+
+
+def small_files(tensors: Any) -> Layout:
+    return lay_out(tensors, 100)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == tensor.dtype and torch.equal(one[name].float(), tensor.float())
+        for name, tensor in other.items()
+    )
+
+
+def found_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers would find: `model.safetensors`, or what the index names; by the safetensors library."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert sum(map(len, files.values())) == len(weight_map)
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
+    save(state(), storage_writer=HuggingFaceWriter(tmp_path / "ours"))
+    save_file(state(), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert os.listdir(tmp_path / "ours") == ["model.safetensors"]
+    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    load(target, checkpoint_id=tmp_path / "theirs.safetensors")
+    assert equal(target, state())
+
+
+@pytest.mark.parametrize("order", [(small_files, lay_out), (lay_out, small_files), (small_files, small_files)])
+def test_an_old_checkpoint_stays_whole_until_the_new_one_is(order: Any, tmp_path: Path) -> None:
+    """A fault at each operation of a save onto another: the folder holds one of them, and one more save clears up."""
+    old, new = state(1), state(2)
+    at, outcomes = 0, set()
+    while True:
+        folder = tmp_path / str(at)
+        save(old, storage_writer=HuggingFaceWriter(folder, make_layout=order[0]))
+        system = FaultySystem(at, "EIO")
+        try:
+            save(new, storage_writer=HuggingFaceWriter(LocalStore(folder, system), make_layout=order[1]))
+            failed = False
+        except CheckpointError as error:
+            assert "Input/output error" in str(error)
+            failed = True
+        found = found_in(folder)
+        assert equal(found, new) or (failed and equal(found, old)), f"operation {at}: {system.happened}"
+        outcomes.add(equal(found, new))
+        save(new, storage_writer=HuggingFaceWriter(folder, make_layout=order[1]))
+        assert equal(found_in(folder), new)
+        names = sorted(os.listdir(folder))
+        assert all(name.startswith("model") for name in names), f"operation {at} left something: {names}"
+        assert len(names) == (1 if order[1] is lay_out else len(load_index(folder)) + 1)
+        if system.happened is None:
+            break
+        at += 1
+    assert at > 15 and outcomes == {True, False}
+
+
+def load_index(folder: Path) -> set[str]:
+    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+
+
+def killed_save(folder: str, at: int) -> None:
+    store = LocalStore(folder, FaultySystem(at, "kill"))
+    save(state(2), storage_writer=HuggingFaceWriter(store, make_layout=small_files), no_dist=True)
+
+
+@pytest.mark.proof
+def test_killed_saves(tmp_path: Path) -> None:
+    at = 0
+    while True:
+        folder = tmp_path / str(at)
+        save(state(1), storage_writer=HuggingFaceWriter(folder, make_layout=small_files))
+        (outcome,) = run_fresh(1, killed_save, str(folder), at)
+        found = found_in(folder)
+        assert equal(found, state(2)) or (not outcome.ok and equal(found, state(1)))
+        save(state(3), storage_writer=HuggingFaceWriter(folder, make_layout=small_files))
+        assert equal(found_in(folder), state(3))
+        assert len(os.listdir(folder)) == len(load_index(folder)) + 1
+        if outcome.ok:
+            break
+        at += 3
+
+
+def test_two_saves_to_one_place(tmp_path: Path) -> None:
+    first = HuggingFaceWriter(tmp_path, make_layout=small_files)
+    first.reset(None)
+    first.set_up_storage_writer(True)
+    save(state(2), storage_writer=HuggingFaceWriter(tmp_path, make_layout=small_files))
+
+    class Late(HuggingFaceWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            save(state(3), storage_writer=HuggingFaceWriter(tmp_path, make_layout=small_files))
+            super().finish(metadata, results)
+
+    with pytest.raises(ConflictError):
+        save(state(4), storage_writer=Late(tmp_path, make_layout=small_files))
+    assert equal(found_in(tmp_path), state(3))
+    first.abandon()
+    with pytest.raises(CheckpointExistsError):
+        save(state(1), storage_writer=HuggingFaceWriter(tmp_path, overwrite=False))
+
+
+def check_streamed(folder: str) -> None:
+    """A store that takes whole files only: each has an owner, whom the others send their parts."""
+    from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = state() | {"large": torch.arange(3_000_000, dtype=torch.int32).reshape(1500, 2000)}
+    sharded = {
+        name: distribute_tensor(tensor, mesh, [Shard(tensor.ndim - 1)], src_data_rank=None)
+        if name in ("b", "z", "large")
+        else tensor
+        for name, tensor in whole.items()
+    }
+    store = FsspecStore(f"local://{folder}")
+    for layout in (lay_out, small_files):
+        save(dict(sharded), storage_writer=HuggingFaceWriter(store, make_layout=layout))
+        assert equal(found_in(Path(folder)), whole)
+        dist.barrier()
+        target = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
+        load(target, store=store)
+        for name, tensor in target.items():
+            found = tensor.full_tensor() if name in ("b", "z", "large") else tensor
+            assert torch.equal(found.float(), whole[name].float()), name
+        dist.barrier()
+
+
+def test_stores_that_take_whole_files(tmp_path: Path) -> None:
+    run_ranks(2, check_streamed, str(tmp_path))
+    store: Store = MemoryStore()
+    save(state(), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+    convert(store, tmp_path / "native", "native")
+    target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    load(target, checkpoint_id=tmp_path / "native")
+    assert equal(target, state())
+
+
+class Failing(FsspecStore):
+    def stream(self, key: str) -> Any:
+        raise OSError(errno.ENOSPC, "the bucket is full", key)
+
+
+def check_failing_owner(folder: str) -> None:
+    rank = dist.get_rank()
+    store = (Failing if rank == 1 else FsspecStore)(f"local://{folder}")
+    with pytest.raises(CheckpointError, match="rank 1: OSError.*the bucket is full"):
+        save(state(), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+
+def test_an_owner_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, check_failing_owner, str(tmp_path))
+
+
+def test_what_is_wrong_with_files(tmp_path: Path) -> None:
+    save(state(), storage_writer=HuggingFaceWriter(tmp_path, make_layout=small_files))
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for name, file, kind, words in (
+        ("b", "../model.safetensors", CheckpointCorruptError, "is not the name of a safetensors file"),
+        ("b", "other.safetensors", CheckpointNotFoundError, "other.safetensors, which is not there"),
+        ("q", content["weight_map"]["b"], CheckpointCorruptError, "'q' is in .*, where it is not"),
+    ):
+        changed = content | {"weight_map": content["weight_map"] | {name: file}}
+        index.write_text(json.dumps(changed))
+        with pytest.raises(kind, match=words):
+            Checkpoint(tmp_path)
+    index.unlink()
+    (tmp_path / "copy.safetensors").write_bytes((tmp_path / content["weight_map"]["b"]).read_bytes())
+    with pytest.raises(CheckpointCorruptError, match="and no index says which one counts"):
+        Checkpoint(tmp_path)
+    assert detect(tmp_path) is Format.HUGGINGFACE
+    with pytest.raises(UnsupportedValueError, match="step is not a tensor"):
+        save({"w": torch.ones(1), "step": 3}, storage_writer=HuggingFaceWriter(tmp_path / "x"))
+
+
+def check_torch_classes(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)}
+    theirs = {"w": distribute_tensor(whole["w"], mesh, [Shard(0)]), "b": whole["b"]}
+
+    def empty() -> dict[str, Any]:
+        return {"w": distribute_tensor(torch.zeros(5, 6), mesh, [Shard(1)]), "b": torch.zeros(4, dtype=torch.int64)}
+
+    def check(found: dict[str, Any]) -> None:
+        assert isinstance(found["w"], DTensor) and torch.equal(found["w"].full_tensor(), whole["w"])
+        assert torch.equal(found["b"], whole["b"])
+
+    numbers = {"w": 1, "b": 2}
+    metadata = save(
+        dict(theirs), storage_writer=HuggingFaceStorageWriter(f"{folder}/ours", numbers, save_distributed=True)
+    )
+    assert sorted(metadata.state_dict_metadata) == ["b", "w"]
+    target = empty()
+    dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(f"{folder}/ours"))
+    check(target)
+    # Of PyTorch's, each rank's file has parts of tensors.
+    dcp.save(dict(theirs), storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/theirs", save_distributed=True))
+    dist.barrier()
+    target = empty()
+    load(target, storage_reader=HuggingFaceStorageReader(f"{folder}/theirs"))
+    check(target)
+    dist.barrier()
+
+
+def test_names_of_pytorch(tmp_path: Path) -> None:
+    run_ranks(2, check_torch_classes, str(tmp_path))
+    assert sorted(os.listdir(tmp_path / "ours")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert equal(found_in(tmp_path / "ours"), {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)})
+
+
+def test_float8_in_blocks(tmp_path: Path) -> None:
+    """PyTorch's reader, and the arithmetic on one device."""
+    import torch.distributed.checkpoint as dcp
+
+    from terrazzo.integrations.huggingface import load_model
+
+    weight = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2) + 0.5
+    expected = weight.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    save(
+        {"l.weight": weight, "l.weight_scale_inv": scale, "l.bias": torch.ones(3)},
+        storage_writer=HuggingFaceStorageWriter(tmp_path),
+    )
+    for module, reader in (
+        (dcp, dcp.QuantizedHuggingFaceStorageReader(str(tmp_path))),
+        (None, QuantizedHuggingFaceStorageReader(tmp_path)),
+    ):
+        target = {"l.weight": torch.zeros(300, 200)}
+        (load if module is None else module.load)(target, storage_reader=reader)
+        assert torch.equal(target["l.weight"], expected)
+    part = Checkpoint(HuggingFaceReader(tmp_path, dequantise=torch.float32))["l.weight"][100:140, 120:]
+    assert torch.equal(part, expected[100:140, 120:])
+
+    model = torch.nn.Module()
+    model.add_module("l", torch.nn.Linear(200, 300, device="meta", dtype=torch.bfloat16))
+    model.l.bias = torch.nn.Parameter(torch.zeros(3))
+    assert load_model(model, tmp_path) == ([], [])
+    assert torch.equal(model.l.weight, expected.bfloat16())
+
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [64, 64]}}))
+    with pytest.raises(CheckpointCorruptError, match="in blocks of 64 x 64 it should be"):
+        load_model(model, tmp_path)
+
+
+def test_commands(tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    native = {"model": {"w": torch.randn(4, 3), "b": torch.ones(2)}, "optim": {"w": torch.zeros(1)}, "step": 7}
+    save(native, checkpoint_id=tmp_path / "native")
+    refused = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "native"), str(tmp_path / "hf"), "--to", "huggingface"]
+    )
+    assert refused.exit_code != 0 and "step" in refused.output and "--only" in refused.output
+    run("convert", str(tmp_path / "native"), str(tmp_path / "hf"), "--to", "huggingface", "--only", "model")
+    assert equal(load_file(tmp_path / "hf" / "model.safetensors"), native["model"])
+    assert "float32" in run("ls", str(tmp_path / "hf"))
+    assert "shape [4, 3]" in run("show", str(tmp_path / "hf" / "model.safetensors"), "w")
+    run("convert", str(tmp_path / "hf"), str(tmp_path / "again"), "--to", "dcp")
+    assert "no difference" in run("diff", str(tmp_path / "hf"), str(tmp_path / "again"))
+
+
+def test_sizes_of_files() -> None:
+    about = About(torch.float32, (4,))
+    layout = lay_out({"a": about, "large": About(torch.float32, (40,)), "b": about}, "32B")
+    assert [file.names for file in layout.files] == [("a",), ("large",), ("b",)]
+    with pytest.raises(ValueError, match="'5 apples' is no size"):
+        lay_out({}, "5 apples")
