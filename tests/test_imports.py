@@ -8,6 +8,7 @@ through it or to read its files: modules named `interop` and the folder `checkpo
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -28,11 +29,16 @@ def may_see(path: Path, forbidden: tuple[str, ...]) -> bool:
     return exempt and forbidden == BUILT_HERE
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """All that a module says; several tests ask."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def names_used(source: str) -> Iterator[tuple[int, str]]:
     """Every dotted name that a module imports or reaches through an import, with its line."""
-    tree = ast.parse(source)
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield node.lineno, name.name
@@ -42,7 +48,7 @@ def names_used(source: str) -> Iterator[tuple[int, str]]:
             for name in node.names:
                 yield node.lineno, f"{node.module}.{name.name}"
                 aliases[name.asname or name.name] = f"{node.module}.{name.name}"
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute):
             chain, base = [node.attr], node.value
             while isinstance(base, ast.Attribute):
@@ -142,7 +148,7 @@ def _own_attributes() -> set[str]:
     """Private names that terrazzo's own classes and modules define."""
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -167,10 +173,9 @@ def private_uses(source: str, own: set[str], torchs: set[str]) -> list[tuple[int
         parts = name.split(".")
         if parts[0] == "torch" and any(map(_is_private, parts)) and not f"{name}.".startswith(OPERATOR_NAMES):
             found.add((line, name))
-    tree = ast.parse(source)
-    named = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+    named = {alias.asname or alias.name for node in nodes_of(source) if isinstance(node, (ast.Import, ast.ImportFrom))
              for alias in node.names}  # fmt: skip
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute):
             attr, base = node.attr, node.value
             if isinstance(base, ast.Name) and base.id in _OWN | named:
@@ -195,16 +200,15 @@ def _asks_by_name(node: ast.AST) -> bool:
 
 def assignments_to_torch(source: str) -> list[tuple[int, str]]:
     """Attributes of torch's modules and classes that a module sets."""
-    tree = ast.parse(source)
     imported = {
         (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
         if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0] == "torch"
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         target = node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
             target = node.args[0]
@@ -300,7 +304,7 @@ KNOWN_CIRCLES: list[set[str]] = []
 def imports_of(name: str, path: Path, modules: Iterable[str]) -> set[str]:
     """The package's modules that a module imports, late imports included; a package's own file only by its name."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -125,8 +125,35 @@ def test_a_tensor_parallel_block_trains_as_the_eager_one_in_one_graph():
     run_ranks(2, train, "aot_eager", 1e-6, timeout=300)
 
 
-def test_compiled_by_inductor():
+@pytest.mark.proof  # a minute of C++; the layers below are of the same kinds
+def test_the_whole_block_by_inductor():
     run_ranks(2, train, "inductor", 1e-4, timeout=580)
+
+
+def feed_forward() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    alone = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "3": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    eager, model = (parallelize_module(copy.deepcopy(alone), mesh, plan) for _ in range(2))
+    fast = compiled(model, backend="inductor")
+    x = torch.randn(2, 6, 32)
+    given = distribute_tensor(x, mesh, [Shard(1)])
+    losses = [run(given).square().sum() for run in (fast, eager)]
+    for loss in losses:
+        loss.backward()
+    same(losses[0], losses[1], 1e-4)
+    same_gradients(model, eager, 1e-4)
+    torch.testing.assert_close(losses[0].full_tensor(), alone(x).square().sum(), rtol=1e-4, atol=1e-4)
+    assert graphs(fast) == 1
+
+
+def test_compiled_by_inductor():
+    run_ranks(2, feed_forward, timeout=580)
 
 
 # ------------------------------------------------------------------ modules

@@ -77,7 +77,7 @@ def plain() -> dict[str, Any]:
         return torch.tensor(data)
 
     def place(tensor: torch.Tensor, *placements: Placement) -> torch.Tensor:
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     return {**_COMMON, "leaf": leaf, "index": index, "place": place}
 
@@ -93,8 +93,8 @@ def distributed(mesh: Any) -> dict[str, Any]:
         return distribute(tensor, mesh, list(placements)) if placements else tensor
 
     def place(tensor: DTensor, *placements: Placement) -> torch.Tensor:
-        # Whether a redistribution that has nothing to do gives the same memory is not promised: hence the clone.
-        return tensor.redistribute(mesh, list(placements)).clone()
+        # Whether a redistribution gives the same memory, and in which order, is not promised: hence the clone.
+        return tensor.redistribute(mesh, list(placements)).clone(memory_format=torch.contiguous_format)
 
     return {**_COMMON, "leaf": leaf, "index": index, "place": place}
 
