@@ -277,3 +277,64 @@ def check_adapters(folder: str) -> None:
 def test_adapters_are_complete(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(2, check_adapters, str(tmp_path))
+
+
+def high_water() -> int:
+    """The most memory that this process has had, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def check_memory(folder: str) -> list[int]:
+    from terrazzo.fsdp import fully_shard
+    from terrazzo.integrations.huggingface import load_model, save_model
+
+    def model(device: str) -> nn.Module:
+        layers = [nn.Linear(4096, 4096, bias=False, device=device) for _ in range(6)]  # 64 MB each
+        return fully_shard(nn.Sequential(*layers))
+
+    one = model("meta")
+    one.to_empty(device="cpu")
+    for parameter in one.parameters():
+        nn.init.ones_(parameter)
+    grown = []
+    for save in (True, False):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what is there now
+        before = high_water()
+        if save:
+            save_model(one, folder, max_shard_size="200MB")
+        else:
+            load_model(one, folder)
+        grown.append(high_water() - before)
+    return grown
+
+
+@pytest.mark.proof
+def test_memory(tmp_path: Path) -> None:
+    """Of 384 MB, two ranks hold half each, and little more while they save and load."""
+    for grown in run_ranks(2, check_memory, str(tmp_path), timeout=600):
+        assert max(grown) < 64 << 20, [f"{nbytes >> 20} MB" for nbytes in grown]
+
+
+def check_example(folder: str) -> list[float]:
+    import sys
+
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "huggingface"))
+    import finetune
+
+    published, trained = Path(folder, "published"), Path(folder, "trained")
+    if dist.get_rank() == 0:
+        finetune.make_tiny(published)
+    dist.barrier()
+    losses: list[float] = finetune.finetune(published, trained)
+    dist.barrier()  # the config is there
+    assert AutoModelForCausalLM.from_pretrained(trained).dtype == torch.bfloat16
+    return losses
+
+
+def test_the_example(tmp_path: Path) -> None:
+    for losses in run_ranks(2, check_example, str(tmp_path)):
+        assert losses[-1] < losses[0]

@@ -441,6 +441,11 @@ class HuggingFaceWriter(StorageWriter):
             if save_id is not None and entry.key == lease_name(save_id):
                 if self._store.lease_ended(entry.key, entry.modified):
                     self._store.delete([entry.key])
+        for key in (self._index, self._mark, *self._beside):  # what a killed put left; a living one has locked it
+            for entry in self._store.list(f"{key}."):
+                temporary = re.fullmatch(r"[0-9a-f]{12}\.tmp", entry.key.removeprefix(f"{key}."))
+                if temporary is not None and self._store.lease_ended(entry.key, entry.modified):
+                    self._store.delete([entry.key])
         mark = self._stat(self._mark)
         if mark is not None:
             with suppress(FileNotFoundError):
