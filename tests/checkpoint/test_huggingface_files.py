@@ -228,6 +228,11 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="and no index says which one counts"):
         Checkpoint(tmp_path)
     assert detect(tmp_path) is Format.HUGGINGFACE
+    for changes in ({"shape": [-1, -4]}, {"data_offsets": [0.0, 16.0]}, {"data_offsets": [16, 0]}, {"shape": "4"}):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        with pytest.raises(CheckpointCorruptError, match="damaged safetensors header"):
+            Checkpoint(tmp_path)
     with pytest.raises(UnsupportedValueError, match="step is not a tensor"):
         save({"w": torch.ones(1), "step": 3}, storage_writer=HuggingFaceWriter(tmp_path / "x"))
 

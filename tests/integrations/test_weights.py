@@ -279,6 +279,28 @@ def test_adapters_are_complete(tmp_path: Path) -> None:
     run_ranks(2, check_adapters, str(tmp_path))
 
 
+def check_disagreement(folder: str) -> None:
+    import torch.distributed as dist
+
+    from terrazzo.errors import CheckpointError, DivergentValueError
+    from terrazzo.integrations.huggingface import load_model, save_model
+
+    rank = dist.get_rank()
+    good = holder({"w": torch.ones(4), "b": torch.ones(2)})
+    save_model(good, folder)
+    with pytest.raises(DivergentValueError, match="'w'"):
+        save_model(holder({"w": torch.ones(4) * rank, "b": torch.ones(2)}), folder)
+    with pytest.raises(CheckpointError, match="rank 1 has other tensors than the coordinator"):
+        save_model(holder({"w": torch.ones(4)} if rank else {"w": torch.ones(4), "b": torch.ones(2)}), folder)
+    dist.barrier()
+    assert [path.name for path in Path(folder).iterdir()] == ["model.safetensors"]
+    load_model(good, folder)
+
+
+def test_ranks_that_do_not_have_the_same(tmp_path: Path) -> None:
+    run_ranks(2, check_disagreement, str(tmp_path))
+
+
 def high_water() -> int:
     """The most memory that this process has had, in bytes."""
     text = Path("/proc/self/status").read_text()
