@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from checkpoint.faults import FaultySystem
 from ranks import run_fresh, run_ranks
-from terrazzo.checkpoint import Checkpoint, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
@@ -192,6 +193,22 @@ def test_stores_that_take_whole_files(tmp_path: Path) -> None:
     assert equal(target, state())
 
 
+class Forgetful(DefaultSavePlanner):
+    """Promises all, and has one tensor less written."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return replace(new_plan, items=[item for item in new_plan.items if item.index.fqn != "b"])
+
+
+@pytest.mark.parametrize("layout", [lay_out, small_files])
+def test_what_was_not_written_is_noticed(layout: Any, tmp_path: Path) -> None:
+    for place in (LocalStore(tmp_path), FsspecStore(f"local://{tmp_path}")):
+        save(state(1), storage_writer=HuggingFaceWriter(tmp_path, make_layout=layout))
+        with pytest.raises(CheckpointError, match="ranks have (written|given)"):
+            save(state(2), storage_writer=HuggingFaceWriter(place, make_layout=layout), planner=Forgetful())
+        assert equal(found_in(tmp_path), state(1))
+
+
 class Failing(FsspecStore):
     def stream(self, key: str) -> Any:
         raise OSError(errno.ENOSPC, "the bucket is full", key)
@@ -228,6 +245,11 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="and no index says which one counts"):
         Checkpoint(tmp_path)
     assert detect(tmp_path) is Format.HUGGINGFACE
+    for changes in ({"shape": [-1, -4]}, {"data_offsets": [0.0, 16.0]}, {"data_offsets": [16, 0]}, {"shape": "4"}):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        with pytest.raises(CheckpointCorruptError, match="damaged safetensors header"):
+            Checkpoint(tmp_path)
     with pytest.raises(UnsupportedValueError, match="step is not a tensor"):
         save({"w": torch.ones(1), "step": 3}, storage_writer=HuggingFaceWriter(tmp_path / "x"))
 

@@ -277,3 +277,86 @@ def check_adapters(folder: str) -> None:
 def test_adapters_are_complete(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(2, check_adapters, str(tmp_path))
+
+
+def check_disagreement(folder: str) -> None:
+    import torch.distributed as dist
+
+    from terrazzo.errors import CheckpointError, DivergentValueError
+    from terrazzo.integrations.huggingface import load_model, save_model
+
+    rank = dist.get_rank()
+    good = holder({"w": torch.ones(4), "b": torch.ones(2)})
+    save_model(good, folder)
+    with pytest.raises(DivergentValueError, match="'w'"):
+        save_model(holder({"w": torch.ones(4) * rank, "b": torch.ones(2)}), folder)
+    with pytest.raises(CheckpointError, match="rank 1 has other tensors than the coordinator"):
+        save_model(holder({"w": torch.ones(4)} if rank else {"w": torch.ones(4), "b": torch.ones(2)}), folder)
+    dist.barrier()
+    assert [path.name for path in Path(folder).iterdir()] == ["model.safetensors"]
+    load_model(good, folder)
+
+
+def test_ranks_that_do_not_have_the_same(tmp_path: Path) -> None:
+    run_ranks(2, check_disagreement, str(tmp_path))
+
+
+def high_water() -> int:
+    """The most memory that this process has had, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def check_memory(folder: str) -> list[int]:
+    from terrazzo.fsdp import fully_shard
+    from terrazzo.integrations.huggingface import load_model, save_model
+
+    def model(device: str) -> nn.Module:
+        layers = [nn.Linear(4096, 4096, bias=False, device=device) for _ in range(6)]  # 64 MB each
+        return fully_shard(nn.Sequential(*layers))
+
+    one = model("meta")
+    one.to_empty(device="cpu")
+    for parameter in one.parameters():
+        nn.init.ones_(parameter)
+    grown = []
+    for save in (True, False):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what is there now
+        before = high_water()
+        if save:
+            save_model(one, folder, max_shard_size="200MB")
+        else:
+            load_model(one, folder)
+        grown.append(high_water() - before)
+    return grown
+
+
+@pytest.mark.proof
+def test_memory(tmp_path: Path) -> None:
+    """Of 384 MB, two ranks hold half each, and little more while they save and load."""
+    for grown in run_ranks(2, check_memory, str(tmp_path), timeout=600):
+        assert max(grown) < 64 << 20, [f"{nbytes >> 20} MB" for nbytes in grown]
+
+
+def check_example(folder: str) -> list[float]:
+    import sys
+
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "huggingface"))
+    import finetune
+
+    published, trained = Path(folder, "published"), Path(folder, "trained")
+    if dist.get_rank() == 0:
+        finetune.make_tiny(published)
+    dist.barrier()
+    losses: list[float] = finetune.finetune(published, trained)
+    dist.barrier()  # the config is there
+    assert AutoModelForCausalLM.from_pretrained(trained).dtype == torch.bfloat16
+    return losses
+
+
+def test_the_example(tmp_path: Path) -> None:
+    for losses in run_ranks(2, check_example, str(tmp_path)):
+        assert losses[-1] < losses[0]

@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 LAYOUTS = ("plain", "tp", "fsdp", "fsdp_tp")
 FORMATS = ("huggingface", "native", "dcp")
-KINDS = ("uneven", "replicated", "tied", "frozen", "fused", "grouped", "experts", "adapter", "buffer", "split")
+KINDS = ("uneven", "replicated", "tied", "frozen", "fused", "grouped", "experts", "wide", "adapter", "buffer", "split")
 
 
 def tensors_of(kind: str, n: int, seed: int) -> dict[str, torch.Tensor]:
@@ -38,6 +38,7 @@ def tensors_of(kind: str, n: int, seed: int) -> dict[str, torch.Tensor]:
         "fused": {f"{at}.qkv.weight": randn(8, 3), f"{at}.qkv.bias": randn(8)},
         "grouped": {f"{at}.attn": randn(12, 5)},
         "experts": {f"{at}.experts.gate_up": randn(3, 4, 5), f"{at}.experts.down": randn(3, 5, 2)},
+        "wide": {f"{at}.wide": randn(2, 3, 4)},
         "adapter": {f"{at}.q.lora_A.default.weight": randn(2, 9), f"{at}.q.lora_B.default.weight": randn(9, 2)},
         "buffer": {f"{at}.count": torch.tensor([n, seed]), f"{at}.mask": randn(9) > 0},
         "split": {f"{at}.gate": randn(3, 4), f"{at}.up": randn(3, 4)},
@@ -61,6 +62,8 @@ def in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         }
     if rest == "experts.down":
         return {f"{at}.expert.{e}.d": tensor[e] for e in range(3)}
+    if rest == "wide":
+        return {f"{at}.narrow.{e}.{'lr'[half]}": tensor[e].chunk(2, 1)[half] for e in range(2) for half in range(2)}
     return {name: tensor}
 
 
@@ -73,6 +76,7 @@ def rename() -> Any:
             Rule("layers.{n}.attn", [f"layers.{{n}}.a{i}" for i in range(3)], sizes=(4, 6, 2), groups=2),
             Rule("layers.{n}.experts.gate_up", [f"layers.{{n}}.expert.{{e}}.{part}" for part in "gu"], dim=1),
             Rule("layers.{n}.experts.down", "layers.{n}.expert.{e}.d"),
+            Rule("layers.{n}.wide", [f"layers.{{n}}.narrow.{{e}}.{part}" for part in "lr"], dim=2),
             Rule(["layers.{n}.gate", "layers.{n}.up"], "layers.{n}.joined"),
         ]
     )
@@ -164,14 +168,14 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @settings(
-    max_examples=15,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # on failure the example is shown; making it smaller would take minutes
 )
 @given(
-    kinds=st.lists(st.sampled_from(KINDS), min_size=3, max_size=6),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=6, max_size=9),
     seed=st.integers(0, 1000),
     worlds=st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4))),
     layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),

@@ -39,6 +39,7 @@ MODULES: Final[Mapping[str, str]] = {
     "checkpoint.metadata": "terrazzo.checkpoint.metadata",
     "checkpoint.optimizer": "terrazzo.checkpoint.optimizer",
     "checkpoint.planner": "terrazzo.checkpoint.planner",
+    "checkpoint.quantized_hf_storage": "terrazzo.checkpoint.quantized_hf_storage",
     "checkpoint.staging": "terrazzo.checkpoint.staging",
     "checkpoint.state_dict": "terrazzo.checkpoint.state_dict",
     "checkpoint.state_dict_loader": "terrazzo.checkpoint.state_dict_loader",

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import terrazzo
 from checkpoint.formats.deepspeed import made
 from checkpoint.stores.fault_proxy import FaultProxy
+from ranks import run_ranks
 from s3_server import BUCKET, S3Server
 from terrazzo.checkpoint import Checkpoint, load, save, verify
 from terrazzo.checkpoint.formats import DCPWriter, Format, detect
@@ -288,3 +290,38 @@ def test_a_killed_save_for_pytorch_leaves_nothing_that_the_next_does_not_remove(
     save(state(), storage_writer=DCPWriter(tmp_path / "dcp"), no_dist=True)
     assert len(os.listdir(tmp_path / "dcp")) == 3 and (tmp_path / "dcp" / "__0_0.distcp").exists()
     assert differences(tmp_path / "native", tmp_path / "dcp") == []
+
+
+def check_safetensors(url: str, environment: dict[str, str], folder: str) -> None:
+    """Ranks send an owner their parts of each file."""
+    import torch.distributed as dist
+
+    from terrazzo.integrations.huggingface import load_model, save_model
+    from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+
+    os.environ.update(environment)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def model(values: torch.Tensor) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.w = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(1)], src_data_rank=None))
+        made.b = torch.nn.Parameter(values[0].bfloat16())
+        return made
+
+    values = torch.arange(12_000_000.0).reshape(4000, 3000)  # of several windows
+    save_model(model(values), url)
+    save_model(model(values + 1), url, max_shard_size="1MB")
+    if dist.get_rank() == 0:
+        found = fetched(url, Path(folder, "fetched"))
+        weight_map = json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
+        names = sorted([*weight_map.values(), "model.safetensors.index.json"])
+        assert sorted(path.name for path in found.iterdir()) == names
+        assert torch.equal(load_file(found / weight_map["w"])["w"], values + 1)
+    other = model(torch.zeros(4000, 3000))
+    load_model(other, url)
+    assert torch.equal(other.w.full_tensor(), values + 1) and torch.equal(other.b, (values[0] + 1).bfloat16())
+
+
+def test_safetensors(s3: S3Server, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    run_ranks(2, check_safetensors, url, s3.environment(), str(tmp_path))

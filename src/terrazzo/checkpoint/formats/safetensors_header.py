@@ -72,6 +72,8 @@ def _tensor(entry: dict[str, Any], data: int, limit: int) -> Strided:
         raise CheckpointFormatError(f"a tensor of the unknown type {entry['dtype']}")
     first, last = entry["data_offsets"]
     shape = tuple(entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
+        raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
     if last - first != prod(shape) * dtype.itemsize or not 0 <= first <= last <= limit - data:
         raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
     return Strided.contiguous(data + first, dtype, shape)

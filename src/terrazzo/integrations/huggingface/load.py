@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
@@ -87,7 +86,8 @@ def fill(
     load(dict(views), storage_reader=reader, planner=DefaultLoadPlanner(allow_lossy_dtype=True))
     put_in_place(model, state, filled)
     initialise_buffers(model)
-    return _IncompatibleKeys(list(missing), list(unexpected))
+    report: Any = nn.Module().load_state_dict({})
+    return type(report)(list(missing), list(unexpected))
 
 
 def _tensors(reader: HuggingFaceReader) -> dict[str, TensorStorageMetadata]:
@@ -122,7 +122,7 @@ def _found(
             files = {link.file for link in by_model[alias]}
             wanted |= files
             if chosen is None and files <= stored.keys():
-                chosen = [link._replace(model=name) for link in by_model[alias]]
+                chosen = [Link(name, *link[1:]) for link in by_model[alias]]
         if chosen is None:
             missing.append(name)
         else:

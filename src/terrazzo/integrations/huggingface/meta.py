@@ -49,37 +49,26 @@ def put_in_place(model: nn.Module, state: ModelState, filled: Mapping[str, torch
 def initialise_buffers(model: nn.Module) -> None:
     """Have the model make the buffers that are in no file and have no memory, where it can."""
     left: list[str] = []
+    init = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
-        names = [
-            name
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_meta and name in module._non_persistent_buffers_set
-        ]
-        if not names:
+        before = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if not before:
             continue
-        init = getattr(model, "_init_weights", None)
+        persistent = module.state_dict()
+        names = [name for name in before if name not in persistent]
         # It would also initialise what has been loaded, if the module had anything of that.
-        if callable(init) and not any(True for _ in module.parameters(recurse=False)) and not module.state_dict():
-            before = {name: module._buffers[name] for name in names}
+        if callable(init) and not persistent and not any(True for _ in module.parameters(recurse=False)):
+            made = {name: torch.empty_like(before[name], device=torch.get_default_device()) for name in names}
+            versions = {name: buffer._version for name, buffer in made.items()}
             for name in names:
-                module._buffers[name] = torch.empty_like(before[name], device=torch.get_default_device())
-            made = {name: module._buffers[name] for name in names}
-            versions = {name: _version(made[name]) for name in names}
+                setattr(module, name, made[name])
             init(module)
             for name in names:
-                if module._buffers[name] is made[name] and _version(made[name]) == versions[name]:
-                    module._buffers[name] = before[name]
-        left += [f"{path}.{name}".lstrip(".") for name in names if _is_meta(module._buffers[name])]
+                if getattr(module, name) is made[name] and made[name]._version == versions[name]:
+                    setattr(module, name, before[name])  # nobody has written to it
+        left += [f"{path}.{name}".lstrip(".") for name in names if getattr(module, name).is_meta]
     if left:
         LOGGER.warning(
             "%s: in no file, and the model does not say how they are made; they stay on the meta device",
             ", ".join(left),
         )
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta

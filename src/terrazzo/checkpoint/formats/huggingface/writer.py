@@ -16,10 +16,8 @@ What each step is there for:
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,6 +27,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from terrazzo.checkpoint.formats.huggingface import files
+from terrazzo.checkpoint.formats.huggingface.claim import Claim, part_name, parts_of
 from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, Layout, Slot, lay_out
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
@@ -39,27 +38,19 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.run.save_side import PlainSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, LocalStore, Place, Store, Upload, Version
+from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
 from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import (
-    CheckpointCorruptError,
     CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConflictError,
     UnsupportedValueError,
 )
 from terrazzo.layout.box import Box
 
-_PART: Final = re.compile(r"\.hf-(?P<save>[0-9a-f]{12})-[0-9]{5}\.tmp")
-_MARK: Final = ".{stem}.safetensors.saving"
 _USUAL: Final = "+"  # ends the id of a save that may use the usual names
 
 
@@ -103,15 +94,10 @@ class HuggingFaceWriter(StorageWriter):
         self._last: Upload | None = None  # the only file, on its owner, until the commit
         self._own: set[str] = set()  # final names that this rank has made
         self._committed = False
-        self._root: Absent | Version = ABSENT  # the index that was there
-        self._single: Entry | None = None  # the only file that was there
-        self._replaced: set[str] = set()
-        self._lease: Lease | None = None
-        self._marked = False
-        self._coordinates = False
+        self._claim: Claim | None = None  # on the coordinator
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lease": None, "_last": None}  # these belong to a process
+        return self.__dict__ | {"_claim": None, "_last": None}  # these belong to a process
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -133,25 +119,10 @@ class HuggingFaceWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self._store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
-        self._coordinates = is_coordinator
-        if not is_coordinator:
-            return
-        try:
-            self._root = self._store.get(self._index)[1]
-        except FileNotFoundError:
-            self._root = ABSENT
-        self._single = self._stat(self._single_name)
-        if not self.overwrite and (self._single is not None or not isinstance(self._root, Absent)):
-            raise CheckpointExistsError(f"{self.place} holds a checkpoint; save elsewhere, or with overwrite=True")
-        self._replaced = self._shards_named()
-        self._remove_leftovers()
-        self._lease = self._store.lease(lease_name(self.save_id))
-        with suppress(ConflictError):
-            self._store.put(self._mark, self.save_id.encode(), only_if=ABSENT)
-            self._marked = True
-        taken = any(files.is_shard(entry.key, self._stem) for entry in self._store.list(self._stem))
-        if self._marked and not taken:
-            self.save_id += _USUAL
+        if is_coordinator:
+            self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
+            if self._claim.usual_names:
+                self.save_id += _USUAL
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -237,7 +208,7 @@ class HuggingFaceWriter(StorageWriter):
         """The save has failed: remove what this rank has written."""
         if self._last is not None:
             self._last.abort()
-        parts = [e.key for e in self._store.list(".hf-") if (m := _PART.fullmatch(e.key)) and m["save"] == self._id]
+        parts = parts_of(self._store, self._id)
         self._store.delete([*parts, *self._own])
         self._release()
 
@@ -264,10 +235,6 @@ class HuggingFaceWriter(StorageWriter):
         return files.single_name(self._stem)
 
     @property
-    def _mark(self) -> str:
-        return _MARK.format(stem=self._stem)
-
-    @property
     def _known_layout(self) -> Layout:
         layout = self._layout or self._given
         if layout is None:
@@ -279,7 +246,7 @@ class HuggingFaceWriter(StorageWriter):
         return len(self._known_layout.files) == 1 and not self._always_index
 
     def _part(self, number: int) -> str:
-        return f".hf-{self._id}-{number:05d}.tmp"
+        return part_name(self._id, number)
 
     def _final(self, number: int) -> str:
         if self._is_single:
@@ -314,11 +281,11 @@ class HuggingFaceWriter(StorageWriter):
             by_file.setdefault(layout.slots[item.index.fqn].file, []).append(item)
         self._bytes_written = [0] * len(layout.files)
         for number, file in enumerate(layout.files):
-            if number not in by_file and not self._coordinates:
+            if number not in by_file and self._claim is None:
                 continue
             upload = store.share(self._part(number))
             try:
-                if self._coordinates:
+                if self._claim is not None:
                     upload.write(0, [memoryview(file.header)])
                 for item in by_file.get(number, ()):
                     self._bytes_written[number] += self._write_item(upload, layout, item, planner)
@@ -374,7 +341,11 @@ class HuggingFaceWriter(StorageWriter):
                 )
 
     def _commit(self) -> None:
-        layout = self._known_layout
+        layout, claim = self._known_layout, self._claim
+        if claim is None:
+            raise CheckpointError(
+                "only the coordinator, which set_up_storage_writer made of this writer, finishes a save"
+            )
         finals = [self._final(number) for number in range(len(layout.files))]
         if not self._is_single:
             if isinstance(self._store, LocalStore):
@@ -382,88 +353,27 @@ class HuggingFaceWriter(StorageWriter):
                 self._store.rename({self._part(number): name for number, name in enumerate(finals)})
             weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
             self._put_beside()
-            self._store.put(self._index, files.encode_index(weight_map, layout.total_size), only_if=self._root)
+            self._store.put(self._index, files.encode_index(weight_map, layout.total_size), only_if=claim.root)
             self._own = set()
-            self._remove({self._single_name}, finals)
+            claim.remove_replaced(finals)
             return
-        if self._stat(self._single_name) != self._single:
-            raise ConflictError(
-                f"{self.place}/{self._single_name} has been replaced by somebody else since this save began; what they "
-                f"wrote stays. Have one job save to one place, or save again"
-            )
+        claim.check_single()
         self._put_beside()
         if isinstance(self._store, LocalStore):
             self._store.rename({self._part(0): self._single_name})
         elif self._last is not None:
             self._last.finish()
             self._last = None
-        self._remove({self._index}, finals)
+        claim.remove_replaced(finals)
 
     def _put_beside(self) -> None:
         for name, data in self._beside.items():
             self._store.put(name, data)
 
-    def _remove(self, names: set[str], kept: Sequence[str]) -> None:
-        """What was there before, and shards that nothing names."""
-        try:
-            shards: set[str] = set()
-            if not self._others_save():
-                shards = {e.key for e in self._store.list(self._stem) if files.is_shard(e.key, self._stem)}
-            self._store.delete(sorted(names | ((self._replaced | shards) - set(kept))))
-        except OSError as error:  # the new checkpoint is there
-            if self._single_name in names and self._stat(self._single_name) is not None:
-                raise  # though nobody will find it
-            LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.place, error)
-
-    def _others_save(self) -> bool:
-        """Whether another save to this place is under way: its shards are not named yet."""
-        leases = [e for e in self._store.list("save-") if e.key != lease_name(self._id) and save_of(e.key) is not None]
-        return any(not self._store.lease_ended(entry.key, entry.modified) for entry in leases)
-
-    def _shards_named(self) -> set[str]:
-        """The files that the index names that is there now."""
-        if isinstance(self._root, Absent):
-            return set()
-        try:
-            named = set(files.read_index(self._store, self._index).values())
-        except (CheckpointCorruptError, CheckpointNotFoundError, FileNotFoundError):
-            return set()
-        return {name for name in named if files.is_shard(name, self._stem)}
-
-    def _remove_leftovers(self) -> None:
-        """Parts of saves that were killed, and their mark."""
-        for entry in self._store.list(".hf-"):
-            match = _PART.fullmatch(entry.key)
-            if match is not None and self._store.lease_ended(lease_name(match["save"]), entry.modified):
-                self._store.delete([entry.key])
-        for entry in self._store.list("save-"):
-            save_id = save_of(entry.key)
-            if save_id is not None and entry.key == lease_name(save_id):
-                if self._store.lease_ended(entry.key, entry.modified):
-                    self._store.delete([entry.key])
-        mark = self._stat(self._mark)
-        if mark is not None:
-            with suppress(FileNotFoundError):
-                holder = bytes(self._store.get(self._mark)[0]).decode(errors="replace")
-                if not re.fullmatch("[0-9a-f]{12}", holder) or self._store.lease_ended(
-                    lease_name(holder), mark.modified
-                ):
-                    self._store.delete([self._mark])
-
-    def _stat(self, name: str) -> Entry | None:
-        try:
-            return self._store.stat(name)
-        except FileNotFoundError:
-            return None
-
     def _release(self) -> None:
-        if self._marked:
-            self._marked = False
-            with suppress(OSError):  # a later save removes it
-                self._store.delete([self._mark])
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.release()
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            claim.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""

@@ -1,0 +1,161 @@
+"""What a save finds where it goes, and what it holds there until it ends; on the coordinator.
+
+A lease shows that the save is alive.  The mark is for one save at a time: who holds it may use the usual names of
+shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from terrazzo.checkpoint.formats.huggingface import files
+from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.run.events import LOGGER
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Store, Version
+from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
+
+_SAVE_ID: Final = "[0-9a-f]{12}"
+_PART: Final = re.compile(rf"\.hf-(?P<save>{_SAVE_ID})-[0-9]{{5}}\.tmp")
+
+
+def part_name(save_id: str, number: int) -> str:
+    """A file that ranks are writing to.
+
+    >>> part_name("0123456789ab", 2)
+    '.hf-0123456789ab-00002.tmp'
+    """
+    return f".hf-{save_id}-{number:05d}.tmp"
+
+
+def parts_of(store: Store, save_id: str) -> list[str]:
+    """The files that ranks have begun to write in a save."""
+    return [e.key for e in store.list(".hf-") if (found := _PART.fullmatch(e.key)) and found["save"] == save_id]
+
+
+class Claim:
+    """One save's claim to a place.
+
+    Args:
+        store: The place.
+        stem: What the names of the checkpoint's files begin with.
+        beside: Other files that the save will put there.
+        save_id: Of this save.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Attributes:
+        root: The version of the index that was there.
+        usual_names: Whether this save may call its shards as everybody does.
+    """
+
+    def __init__(self, store: Store, stem: str, beside: Sequence[str], save_id: str, *, overwrite: bool) -> None:
+        self._store = store
+        self._stem = stem
+        self._id = save_id
+        self._index, self._single_name = files.index_name(stem), files.single_name(stem)
+        self._mark = f".{self._single_name}.saving"
+        # First of all, for whoever commits from now on is in this save's way.
+        self.root: Absent | Version
+        try:
+            self.root = store.get(self._index)[1]
+        except FileNotFoundError:
+            self.root = ABSENT
+        self._single = self._stat(self._single_name)
+        if not overwrite and (self._single is not None or not isinstance(self.root, Absent)):
+            raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
+        self._replaced = self._shards_named()
+        self._remove_leftovers((self._index, self._mark, *beside))
+        self._lease: Lease | None = store.lease(lease_name(save_id))
+        self._marked = False
+        try:
+            with suppress(ConflictError):
+                store.put(self._mark, save_id.encode(), only_if=ABSENT)
+                self._marked = True
+            self.usual_names = self._marked and not self._shards()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """The save has ended, one way or the other."""
+        if self._marked:
+            self._marked = False
+            with suppress(OSError):  # a later save removes it
+                self._store.delete([self._mark])
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
+
+    def check_single(self) -> None:
+        """Raise if somebody else has put the only file of a checkpoint there."""
+        if self._stat(self._single_name) != self._single:
+            raise ConflictError(
+                f"{self._store.location}/{self._single_name} has been replaced by somebody else since this save began; "
+                f"what they wrote stays. Have one job save to one place, or save again"
+            )
+
+    def remove_replaced(self, kept: Sequence[str]) -> None:
+        """After the commit: the checkpoint that was there, and shards that nothing names."""
+        hidden = self._single_name not in kept  # by the only file of the old checkpoint, while that is there
+        names = {self._single_name if hidden else self._index}
+        try:
+            others = set() if self._others_save() else self._shards()
+            self._store.delete(sorted(names | ((self._replaced | others) - set(kept))))
+        except OSError as error:
+            if hidden and self._stat(self._single_name) is not None:
+                raise
+            LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self._store.location, error)
+
+    # -------------------------------------------------------------- details
+
+    def _shards(self) -> set[str]:
+        return {entry.key for entry in self._store.list(self._stem) if files.is_shard(entry.key, self._stem)}
+
+    def _shards_named(self) -> set[str]:
+        """The files that the index names that is there now."""
+        if isinstance(self.root, Absent):
+            return set()
+        try:
+            named = set(files.read_index(self._store, self._index).values())
+        except (CheckpointCorruptError, FileNotFoundError):
+            return set()
+        return {name for name in named if files.is_shard(name, self._stem)}
+
+    def _leases(self) -> list[Entry]:
+        found = self._store.list("save-")
+        return [e for e in found if (save_id := save_of(e.key)) is not None and e.key == lease_name(save_id)]
+
+    def _others_save(self) -> bool:
+        """Whether another save to this place is under way: its shards are not named yet."""
+        others = [entry for entry in self._leases() if entry.key != lease_name(self._id)]
+        return any(not self._store.lease_ended(entry.key, entry.modified) for entry in others)
+
+    def _remove_leftovers(self, keys: Sequence[str]) -> None:
+        """What saves left that were killed."""
+        stale = []
+        for entry in self._store.list(".hf-"):
+            match = _PART.fullmatch(entry.key)
+            if match is not None and self._store.lease_ended(lease_name(match["save"]), entry.modified):
+                stale.append(entry.key)
+        for key in keys:  # a put that is alive has locked its file
+            for entry in self._store.list(f"{key}."):
+                temporary = re.fullmatch(rf"{_SAVE_ID}\.tmp", entry.key.removeprefix(f"{key}."))
+                if temporary is not None and self._store.lease_ended(entry.key, entry.modified):
+                    stale.append(entry.key)
+        mark = self._stat(self._mark)
+        if mark is not None:
+            with suppress(FileNotFoundError):
+                holder = bytes(self._store.get(self._mark)[0]).decode(errors="replace")
+                known = re.fullmatch(_SAVE_ID, holder) is not None
+                if not known or self._store.lease_ended(lease_name(holder), mark.modified):
+                    stale.append(self._mark)
+        stale += [e.key for e in self._leases() if self._store.lease_ended(e.key, e.modified)]
+        self._store.delete(stale)
+
+    def _stat(self, name: str) -> Entry | None:
+        try:
+            return self._store.stat(name)
+        except FileNotFoundError:
+            return None
