@@ -44,7 +44,9 @@ _FOLDS = (16, 15, 14, 15)
 # A number becomes a tensor at each call, which takes longer than to shift a small piece. Graphs take the numbers.
 _FOLD_TENSORS = tuple(torch.tensor(bits, dtype=torch.int32) for bits in _FOLDS)
 _FOLD: tuple[Any, ...] = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
-_FOLD_ARRAYS: tuple[Any, ...] = (*[np.bitwise_xor] * 3, np.add)
+# NumPy takes arrays without dims in half the time of numbers.
+_MULTIPLIER_ARRAYS = tuple(np.array(m, dtype=np.int32) for m in _MULTIPLIERS)
+_FOLD_ARRAYS = tuple(np.array(bits, dtype=np.int32) for bits in _FOLDS)
 _INDEX_AGAIN = _signed(0x9E3779B1)
 
 
@@ -173,9 +175,10 @@ class Words:
 
 
 class Few(NamedTuple):
-    """The indices of few elements on a CPU, what is added of them at the end, and the upper bits that they share."""
+    """Of few elements on a CPU the index as the first round has it, what is added of it at the end, and its upper bits,
+    which they share."""
 
-    index: Any
+    first: Any
     again: Any
     upper: int
 
@@ -183,7 +186,7 @@ class Few(NamedTuple):
     def of(run: Run, shape: Sequence[int]) -> Few:
         """For elements that lie in a shape, which is not that of a number."""
         index = lower_index(run, "cpu").reshape(tuple(shape)).numpy()
-        return Few(index, index * np.int32(_INDEX_AGAIN), run.first >> 32)
+        return Few(index * _MULTIPLIER_ARRAYS[0], index * np.int32(_INDEX_AGAIN), run.first >> 32)
 
 
 class FewWords:
@@ -195,16 +198,28 @@ class FewWords:
         self._few, self._key = few, key
 
     def word(self, number: int = 0) -> torch.Tensor:
-        index, again, upper = self._few
-        previous, z, folded = index, np.empty_like(index), np.empty_like(index)
-        words = key_words(self._key, upper, number)
-        for word, multiplier, bits, fold in zip(words, _MULTIPLIERS, _FOLDS, _FOLD_ARRAYS, strict=True):
-            np.multiply(previous, multiplier, out=z)
-            np.add(z, word, out=z)
-            np.right_shift(z, bits, out=folded)
-            fold(z, folded, out=z)
-            previous = z
-        return torch.from_numpy(np.add(z, again, out=z))
+        return torch.from_numpy(self._array(number))
+
+    def below(self, threshold: int) -> Any:
+        """A NumPy array that says where the word is below a number."""
+        return np.less(self._array(0), np.array(threshold, dtype=np.int32))
+
+    def _array(self, number: int) -> Any:
+        first, again, upper = self._few
+        added = np.array(key_words(self._key, upper, number), dtype=np.int32)
+        z = np.add(first, added[:1])
+        folded = np.right_shift(z, _FOLD_ARRAYS[0])
+        np.bitwise_xor(z, folded, z)
+        for i in (1, 2):
+            np.multiply(z, _MULTIPLIER_ARRAYS[i], z)
+            np.add(z, added[i : i + 1], z)
+            np.right_shift(z, _FOLD_ARRAYS[i], folded)
+            np.bitwise_xor(z, folded, z)
+        np.multiply(z, _MULTIPLIER_ARRAYS[3], z)
+        np.add(z, added[3:], z)
+        np.right_shift(z, _FOLD_ARRAYS[3], folded)
+        np.add(z, folded, z)
+        return np.add(z, again, z)
 
 
 AnyWords: TypeAlias = Words | FewWords

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from terrazzo._torch.dispatching import under_fake_tensors
@@ -191,9 +192,13 @@ def whole(words: AnyWords) -> torch.Tensor:
 
 def chance(words: AnyWords, p: float) -> torch.Tensor:
     """True with probability `p`, to 2**-33."""
-    threshold = round(p * 2.0**32) - (1 << 31)
+    threshold = _threshold(p)
     word = words.word()
     return torch.ones_like(word, dtype=torch.bool) if threshold >> 31 > 0 else word < threshold
+
+
+def _threshold(p: float) -> int:
+    return round(p * 2.0**32) - (1 << 31)
 
 
 def _settled_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
@@ -222,3 +227,20 @@ def normal(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None
 def kept(layout: Layout, p: float, generator: torch.Generator | None = None) -> torch.Tensor:
     """A local mask, True with probability `p`."""
     return drawn(layout, torch.bool, generator, lambda words: chance(words, p))
+
+
+def kept_factors(layout: Layout, p: float) -> torch.Tensor:
+    """What `kept` makes of few elements on a CPU, as float32 factors 0 and 1 / p."""
+    threshold = _threshold(p)
+
+    def factors(words: AnyWords) -> torch.Tensor:
+        if not isinstance(words, FewWords) or threshold >> 31 > 0:
+            return chance(words, p).to(torch.float32).mul_(1 / p)
+        return torch.from_numpy(np.multiply(words.below(threshold), np.float32(1 / p)))
+
+    return drawn(layout, torch.float32, None, factors)
+
+
+def is_few(layout: Layout) -> bool:
+    """Whether this rank's part of a layout is small and on a CPU, so that a step takes longer than its numbers."""
+    return layout.coord is not None and layout.local_shape.numel() <= _MOST and layout.mesh.device_type == "cpu"

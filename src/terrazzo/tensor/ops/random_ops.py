@@ -269,6 +269,10 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
         return x
     if p == 1:
         return x.mul_(0) if inplace else x * 0
+    if not inplace and mask_shape is x.shape and x.dtype is torch.float32:
+        settled = _settled(x)
+        if random.is_few(settled._layout):
+            return wrap(settled._local * random.kept_factors(settled._layout, 1 - p), settled._layout)
     settled, keep = _dropped(x, p, mask_shape)
     if inplace:
         check_writable(x)
