@@ -320,7 +320,7 @@ class Unit:
         gathered = iter(self._pending)
         for bucket in self.buckets:
             if not bucket.aliased:
-                bucket.fill(next(gathered).wait(), bucket.plan, bucket.pieces)
+                bucket.receive(next(gathered))
         self._pending = []
         if self._extended:
             self._unsharded = [p.unsharded for p in self.params]
