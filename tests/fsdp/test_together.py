@@ -206,9 +206,9 @@ def test_numbers_are_those_of_groups_that_go_alone(world, what):
 
 def check_said() -> None:
     model = shard_blocks(Model(), reshard_after_forward=True)
-    assert report(model).coalesce_bytes == 1 << 20
+    assert report(model).coalesce_bytes == 4 << 20
     assert report(model).groups[1].together == ("Model", "blocks.0", "blocks.1", "blocks.2")
-    assert "in one message, up to 1.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
+    assert "in one message, up to 4.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
     assert "Model and 3 more" in str(explain(model))
     gathers = [each for each in explain(model).operations if each.kind is Kind.GATHER]
     assert [each.units for each in gathers] == [(0, 1, 2, 3), (0,), (1, 2, 3)]

@@ -140,7 +140,7 @@ class FSDPModule(_Module):
         >>> fully_shard(torch.nn.Linear(2, 2)).set_coalesce_bytes(4 << 20)
 
         Args:
-            nbytes: 1 MiB unless this is called.
+            nbytes: 4 MiB unless this is called.
         """
         if nbytes < 0:
             raise FSDPValueError(f"set_coalesce_bytes takes a number of bytes, got {nbytes}")
