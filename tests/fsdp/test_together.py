@@ -224,6 +224,14 @@ def check_said() -> None:
     other[1].set_all_reduce_hook(lambda reduced: None)
     assert [group.together for group in report(other).groups] == [("0",), ("1",), *[("2", "3")] * 2]
 
+    # A slice of a mesh is another object each time.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    sliced = nn.Sequential(*[nn.Linear(7, 7) for _ in range(2)])
+    for layer in sliced:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(sliced, mesh=mesh["dp"])
+    assert [group.together for group in report(sliced).groups] == [("0", "1")] * 2
+
 
 def test_the_report_and_the_plan_say_what_goes_together():
     run_ranks(2, check_said)

@@ -268,9 +268,10 @@ class FSDPModule(_Module):
 
         NCCL sends from there without copies. It does not go with communication of one's own, which allocates itself.
         """
-        group = _changing(self)
-        use_staging(group, GroupMemory() if enable else None)
-        if enable:
+        group, memory = _changing(self), GroupMemory()
+        serves = any(memory.serves(mesh.shard, mesh.device) for mesh in group.meshes)
+        use_staging(group, memory if enable and serves else None)
+        if enable and serves:
             _pad(group)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
