@@ -10,7 +10,7 @@ from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.comm.axis import axis_over
 from terrazzo.fsdp.run import direct, flat
-from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
+from terrazzo.fsdp.run.direct import FIRST_TAG, MessageGather, start_gather, start_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
 
 
@@ -79,3 +79,34 @@ def check_sums(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sections_of_any_length_among_very_many_ranks(dtype):
     run_ranks(4, check_sums, dtype, 2)
+
+
+def check_unpacking() -> None:
+    """This rank's part is not where all are gathered; who unpacks aligned chunks takes it from where it is."""
+    direct._SMALL, before = 0, direct._SMALL
+    world, rank = dist.get_world_size(), dist.get_rank()
+    axis = axis_over(tuple(range(world)), "cpu")
+    try:
+        for rows in (2 * world, 2 * world + 1):
+            plan = FlatPlan([(rows, 3), (rows,)], [0, 0], world, rank)
+            wholes = [torch.randn(rows, 3), torch.randn(rows)]
+            for whole in wholes:
+                dist.broadcast(whole, 0)
+            part = torch.cat([chunk.reshape(-1) for chunk in plan.own_chunks(wholes)])
+            found = [torch.full_like(whole, torch.nan) for whole in wholes]
+            gathered = start_gather(part, axis, plan, FIRST_TAG)
+            assert isinstance(gathered, MessageGather)
+            if plan.aligned:
+                others = gathered.of_others()
+                others[plan.own_start : plan.own_start + plan.own_size] = torch.nan
+                plan.unpack(others, plan.pieces(found), gathered.part)
+            else:
+                plan.unpack(gathered.wait(), plan.pieces(found))
+            assert all(map(torch.equal, found, wholes))
+    finally:
+        direct._SMALL = before
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_a_rank_has_is_not_copied_to_be_copied(world):
+    run_ranks(world, check_unpacking)

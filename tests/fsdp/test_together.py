@@ -206,9 +206,9 @@ def test_numbers_are_those_of_groups_that_go_alone(world, what):
 
 def check_said() -> None:
     model = shard_blocks(Model(), reshard_after_forward=True)
-    assert report(model).coalesce_bytes == 1 << 20
+    assert report(model).coalesce_bytes == 4 << 20
     assert report(model).groups[1].together == ("Model", "blocks.0", "blocks.1", "blocks.2")
-    assert "in one message, up to 1.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
+    assert "in one message, up to 4.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
     assert "Model and 3 more" in str(explain(model))
     gathers = [each for each in explain(model).operations if each.kind is Kind.GATHER]
     assert [each.units for each in gathers] == [(0, 1, 2, 3), (0,), (1, 2, 3)]
@@ -223,6 +223,14 @@ def check_said() -> None:
     fully_shard(other)
     other[1].set_all_reduce_hook(lambda reduced: None)
     assert [group.together for group in report(other).groups] == [("0",), ("1",), *[("2", "3")] * 2]
+
+    # A slice of a mesh is another object each time.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    sliced = nn.Sequential(*[nn.Linear(7, 7) for _ in range(2)])
+    for layer in sliced:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(sliced, mesh=mesh["dp"])
+    assert [group.together for group in report(sliced).groups] == [("0", "1")] * 2
 
 
 def test_the_report_and_the_plan_say_what_goes_together():

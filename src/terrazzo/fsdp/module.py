@@ -140,7 +140,7 @@ class FSDPModule(_Module):
         >>> fully_shard(torch.nn.Linear(2, 2)).set_coalesce_bytes(4 << 20)
 
         Args:
-            nbytes: 1 MiB unless this is called.
+            nbytes: 4 MiB unless this is called.
         """
         if nbytes < 0:
             raise FSDPValueError(f"set_coalesce_bytes takes a number of bytes, got {nbytes}")
@@ -268,9 +268,10 @@ class FSDPModule(_Module):
 
         NCCL sends from there without copies. It does not go with communication of one's own, which allocates itself.
         """
-        group = _changing(self)
-        use_staging(group, GroupMemory() if enable else None)
-        if enable:
+        group, memory = _changing(self), GroupMemory()
+        serves = any(memory.serves(mesh.shard, mesh.device) for mesh in group.meshes)
+        use_staging(group, memory if enable and serves else None)
+        if enable and serves:
             _pad(group)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:

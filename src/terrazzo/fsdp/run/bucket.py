@@ -19,8 +19,9 @@ from torch import Tensor
 
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
-from terrazzo.fsdp.run.direct import FIRST_TAG
+from terrazzo.fsdp.run.direct import FIRST_TAG, MessageGather
 from terrazzo.fsdp.run.flat import FlatPlan, has_many, worth_padding
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
@@ -166,6 +167,15 @@ class Bucket:
         if self._memory is not None:
             self._memory.take_back()
         return self._buffer
+
+    def receive(self, pending: Pending[Tensor]) -> None:
+        """End a gather, and make the parameters of what came."""
+        if isinstance(pending, MessageGather) and self.plan.aligned:
+            others = pending.of_others()
+            self.take()
+            self.plan.unpack(others, self.pieces, pending.part)
+        else:
+            self.fill(pending.wait(), self.plan, self.pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters from what was gathered."""

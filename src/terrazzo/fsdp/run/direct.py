@@ -12,7 +12,7 @@ memory, each rank puts its own in its place among zeros and all are added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.buffers import repeat
 from terrazzo.comm.collectives import all_gather_start, all_reduce_start, gather_into, reduce_scatter_start
-from terrazzo.comm.pending import Pending
+from terrazzo.comm.pending import Pending, wait_for
 from terrazzo.fsdp.run.flat import FlatPlan, has_many
 
 FIRST_TAG = 1 << 30  # below are those of users' own messages
@@ -100,12 +100,37 @@ def _gather_by_sum(part: Tensor, axis: Axis, plan: FlatPlan) -> Pending[Tensor]:
 # ------------------------------------------------------------------ messages between pairs of ranks
 
 
+class MessageGather(Pending[Tensor]):
+    """A gather whose result lacks this rank's own part, until somebody wants it there: who unpacks it need not."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, axis: Axis, works: _Messages, out: Tensor, part: Tensor, own: Tensor) -> None:
+        # waited for like a single piece of work
+        super().__init__("all_gather", axis, works, out, self._complete(out, part, own))  # type: ignore[arg-type]
+        self.part = part
+
+    @staticmethod
+    def _complete(out: Tensor, part: Tensor, own: Tensor) -> Callable[[], Tensor]:
+        def finish() -> Tensor:
+            own.copy_(part)
+            return out
+
+        return finish
+
+    def of_others(self) -> Tensor:
+        """The result, as soon as it is there, with anything in the place of this rank's part, which is `part`."""
+        if self._work is not None:
+            wait_for(self._work, self.kind, self.axis)
+            self._work = None
+        return self._result
+
+
 def _gather_by_messages(part: Tensor, axis: Axis, sizes: Sequence[int], tag: int) -> Pending[Tensor]:
     out = part.new_empty(sum(sizes))
     chunks = out.split_with_sizes(list(sizes))
     works = _exchange(axis, [part] * axis.size, chunks, tag)
-    chunks[axis.index].copy_(part)
-    return Pending("all_gather", axis, works, out)  # type: ignore[arg-type]  # waited for like one
+    return MessageGather(axis, works, out, part, chunks[axis.index])
 
 
 def _reduce_by_messages(sections: Tensor, axis: Axis, sizes: Sequence[int], op: str, tag: int) -> Pending[Tensor]:

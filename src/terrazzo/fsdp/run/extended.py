@@ -25,6 +25,7 @@ from terrazzo._torch import storages
 from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.run.bucket import Bucket
@@ -173,6 +174,9 @@ class ExtendedBucket(Bucket):
         axis = settings.mesh.shard
         self._gather_plan = FlatPlan([(axis.size, sent.numel())], [0], axis.size, axis.index, True)
         return sent
+
+    def receive(self, pending: Pending[Tensor]) -> None:
+        self.fill(pending.wait(), self.plan, self.pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         param, n = self.params[0], self.plan.n

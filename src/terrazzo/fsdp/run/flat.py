@@ -193,12 +193,26 @@ class FlatPlan:
             return [whole.view(self.n, -1) for whole in wholes]
         return [self._in_tensor(block, wholes[block.tensor]) for block in self._blocks]
 
-    def unpack(self, sections: Tensor, pieces: list[Tensor]) -> None:
-        """Fill the tensors behind `pieces` from the sections of all ranks, which have nothing extra."""
-        if self.aligned:
-            torch.split_with_sizes_copy(sections.view(self.n, -1), self._own_splits, 1, out=pieces)
-        else:
+    def unpack(self, sections: Tensor, pieces: list[Tensor], own: Tensor | None = None) -> None:
+        """Fill the tensors behind `pieces` from the sections of all ranks, which have nothing extra.
+
+        Only if chunks are aligned: `own` is this rank's section, which then need not be among them.
+        """
+        if not self.aligned:
             torch._foreach_copy_(pieces, [self._in_sections(block, sections) for block in self._blocks])
+            return
+        rows = sections.view(self.n, -1)
+        if own is None:
+            torch.split_with_sizes_copy(rows, self._own_splits, 1, out=pieces)
+            return
+        here = self.index
+        for source, first, stop in (
+            (rows[:here], 0, here),
+            (own.view(1, -1), here, here + 1),
+            (rows[here + 1 :], here + 1, self.n),
+        ):
+            if first < stop:
+                torch.split_with_sizes_copy(source, self._own_splits, 1, out=[piece[first:stop] for piece in pieces])
 
     def pack(self, wholes: Sequence[Tensor], sections: Tensor, extra: Tensor | None = None) -> None:
         """Write the chunks of the tensors where the collective expects them, converting to the dtype of `sections`.

@@ -26,7 +26,7 @@ _roots: Counter[tuple[int, ...]] = Counter()
 
 
 # Small groups that follow one another are gathered and reduced together up to so many bytes of unsharded parameters.
-COALESCE_BYTES = 1 << 20
+COALESCE_BYTES = 4 << 20
 
 
 class Root:

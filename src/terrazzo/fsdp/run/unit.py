@@ -117,8 +117,10 @@ class Unit:
         several = any(bucket.settings is not self.settings for bucket in self.buckets)
         if several or any(each is not None for each in own) or options.force_sum or options.reduce_axes:
             return None
-        replicas = None if mesh.replicate is None else id(mesh.replicate)
-        return (id(mesh.shard), replicas, self.settings.precision, self.settings.offload, options.reduce_buffers)
+        # A mesh is sliced anew with every mesh["dp"], and all slices have one process group.
+        axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
+        precision, offload = self.settings.precision, self.settings.offload
+        return (*axes, mesh.sums_already, precision, offload, options.reduce_buffers)
 
     def sizes(self) -> Sizes:
         """What the planner, and reports, have to know."""
@@ -320,7 +322,7 @@ class Unit:
         gathered = iter(self._pending)
         for bucket in self.buckets:
             if not bucket.aliased:
-                bucket.fill(next(gathered).wait(), bucket.plan, bucket.pieces)
+                bucket.receive(next(gathered))
         self._pending = []
         if self._extended:
             self._unsharded = [p.unsharded for p in self.params]
