@@ -623,12 +623,32 @@ def test_all_that_does_not_fit_the_optimizer_is_listed_at_once() -> None:
     assert torch.equal(optimizer.state[model.body[2].bias]["exp_avg"], torch.ones(4))
 
 
-def test_numbered_state_is_refused() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
+@pytest.mark.parametrize("library", [set_optimizer_state_dict, torch_sd.set_optimizer_state_dict])
+def test_numbered_state_goes_by_place(library: Any) -> None:
+    """What an optimizer's own `state_dict` gives: PyTorch's function takes it, too."""
+    model, other = net(), net(1)
+    optimizer, target = two_groups(model), two_groups(other)
     train(model, optimizer)
-    with pytest.raises(CheckpointError, match="must name them"):
-        set_optimizer_state_dict(model, optimizer, optimizer.state_dict())
+    library(other, target, copy.deepcopy(optimizer.state_dict()))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[one].keys() == target.state[two].keys()
+        assert all(torch.equal(value, target.state[two][key]) for key, value in optimizer.state[one].items())
+    assert [group["lr"] for group in target.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_numbers_that_mean_nothing_are_refused() -> None:
+    model = net()
+    optimizer = two_groups(model)
+    train(model, optimizer)
+    numbered, named = optimizer.state_dict(), get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(CheckpointMismatchError, match="groups"):
+        set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), numbered)
+    with pytest.raises(CheckpointError, match="must name"):
+        set_optimizer_state_dict(model, optimizer, named | {"state": {0: {}, **named["state"]}})
+    half = len(list(model.parameters())) // 2
+    several = [torch.optim.SGD(part) for part in (list(model.parameters())[:half], list(model.parameters())[half:])]
+    with pytest.raises(CheckpointError, match="several optimizers"):
+        set_optimizer_state_dict(model, several, numbered)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

@@ -6,6 +6,7 @@ few that overlap a box is array arithmetic, and makes chunk objects only when th
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,94 +22,22 @@ from terrazzo.layout.box import Box
 _FEW: Final = 16  # below this, plain Python is faster than arrays
 
 
-class ChunkTable(Sequence[ChunkStorageMetadata]):
-    """Chunks as an array of shape (chunks, 2, dims): offsets and lengths."""
+class Chunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor, which are made when they are asked for."""
 
-    __slots__ = ("_boxes",)
+    __slots__ = ()
 
-    def __init__(self, boxes: np.ndarray[Any, Any]) -> None:
-        self._boxes = boxes
+    @abc.abstractmethod
+    def box(self, number: int) -> Box:
+        """Where chunk `number` is in the tensor."""
 
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    @overload
-    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
-    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        offsets, lengths = self._boxes[index].tolist()
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
-
-    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        for offsets, lengths in self._boxes.tolist():
-            yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # like a list's
-
-    def __repr__(self) -> str:
-        return f"ChunkTable({list(self)})"
-
+    @abc.abstractmethod
     def identity(self) -> Hashable:
         """Equal for tables of equal chunks."""
-        return self._boxes.tobytes()
 
+    @abc.abstractmethod
     def near(self, box: Box) -> list[tuple[int, Box]]:
         """Chunks that may overlap the box, with their numbers."""
-        numbers: Sequence[int] = range(len(self))
-        boxes = self._boxes
-        if len(self) >= _FEW:
-            offsets = boxes[:, 0].astype(np.int64)
-            inside = (offsets < np.array(box.ends)) & (offsets + boxes[:, 1] > np.array(box.offsets))
-            chosen = np.nonzero(inside.all(axis=1))[0]
-            numbers, boxes = chosen.tolist(), boxes[chosen]
-        return [
-            (number, Box(tuple(offsets), tuple(lengths)))
-            for number, (offsets, lengths) in zip(numbers, boxes.tolist(), strict=True)
-        ]
-
-
-class GridChunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor that is cut in every dim at multiples of a step: computed, not listed.
-
-    >>> [tuple(chunk.offsets) for chunk in GridChunks((4, 3), (2, 2))]
-    [(0, 0), (0, 2), (2, 0), (2, 2)]
-    """
-
-    __slots__ = ("shape", "steps", "_counts")
-
-    def __init__(self, shape: tuple[int, ...], steps: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.steps = steps
-        self._counts = tuple([-(-size // step) or 1 for size, step in zip(shape, steps, strict=True)])
-
-    def __len__(self) -> int:
-        return prod(self._counts)
-
-    def box(self, number: int) -> Box:
-        """Chunk `number`, in row-major order."""
-        offsets = []
-        for count, step in zip(reversed(self._counts), reversed(self.steps), strict=True):
-            number, position = divmod(number, count)
-            offsets.append(position * step)
-        offsets.reverse()
-        lengths = [min(step, size - at) for step, size, at in zip(self.steps, self.shape, offsets, strict=True)]
-        return Box(tuple(offsets), tuple(lengths))
-
-    def number_at(self, offsets: Sequence[int]) -> int:
-        """The number of the chunk that begins there; -1 if there is none."""
-        number = 0
-        for count, step, at in zip(self._counts, self.steps, offsets, strict=True):
-            position, rest = divmod(at, step)
-            if rest or not 0 <= position < count:
-                return -1
-            number = number * count + position
-        return number
 
     @overload
     def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
@@ -127,15 +56,89 @@ class GridChunks(Sequence[ChunkStorageMetadata]):
 
     __hash__ = None  # type: ignore[assignment]  # like a list's
 
+
+class ChunkTable(Chunks):
+    """Chunks as an array of shape (chunks, 2, dims): offsets and lengths."""
+
+    __slots__ = ("_boxes",)
+
+    def __init__(self, boxes: np.ndarray[Any, Any]) -> None:
+        self._boxes = boxes
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def box(self, number: int) -> Box:
+        offsets, lengths = self._boxes[number].tolist()
+        return Box(tuple(offsets), tuple(lengths))
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        for offsets, lengths in self._boxes.tolist():
+            yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+
+    def __repr__(self) -> str:
+        return f"ChunkTable({list(self)})"
+
+    def identity(self) -> Hashable:
+        return self._boxes.tobytes()
+
+    def near(self, box: Box) -> list[tuple[int, Box]]:
+        numbers: Sequence[int] = range(len(self))
+        boxes = self._boxes
+        if len(self) >= _FEW:
+            offsets = boxes[:, 0].astype(np.int64)
+            inside = (offsets < np.array(box.ends)) & (offsets + boxes[:, 1] > np.array(box.offsets))
+            chosen = np.nonzero(inside.all(axis=1))[0]
+            numbers, boxes = chosen.tolist(), boxes[chosen]
+        return [
+            (number, Box(tuple(offsets), tuple(lengths)))
+            for number, (offsets, lengths) in zip(numbers, boxes.tolist(), strict=True)
+        ]
+
+
+class GridChunks(Chunks):
+    """The chunks of a tensor that is cut in every dim at multiples of a step, in row-major order: computed, not listed.
+
+    >>> [tuple(chunk.offsets) for chunk in GridChunks((4, 3), (2, 2))]
+    [(0, 0), (0, 2), (2, 0), (2, 2)]
+    """
+
+    __slots__ = ("shape", "steps", "_counts")
+
+    def __init__(self, shape: tuple[int, ...], steps: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.steps = steps
+        self._counts = tuple([-(-size // step) or 1 for size, step in zip(shape, steps, strict=True)])
+
+    def __len__(self) -> int:
+        return prod(self._counts)
+
+    def box(self, number: int) -> Box:
+        offsets = []
+        for count, step in zip(reversed(self._counts), reversed(self.steps), strict=True):
+            number, position = divmod(number, count)
+            offsets.append(position * step)
+        offsets.reverse()
+        lengths = [min(step, size - at) for step, size, at in zip(self.steps, self.shape, offsets, strict=True)]
+        return Box(tuple(offsets), tuple(lengths))
+
+    def number_at(self, offsets: Sequence[int]) -> int:
+        """The number of the chunk that begins there; -1 if there is none."""
+        number = 0
+        for count, step, at in zip(self._counts, self.steps, offsets, strict=True):
+            position, rest = divmod(at, step)
+            if rest or not 0 <= position < count:
+                return -1
+            number = number * count + position
+        return number
+
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
 
     def identity(self) -> Hashable:
-        """Equal for tables of equal chunks."""
         return self.shape, self.steps
 
     def near(self, box: Box) -> list[tuple[int, Box]]:
-        """Chunks that overlap the box, with their numbers."""
         ranges = [
             range(start // step, -(-(start + length) // step))
             for start, length, step in zip(box.offsets, box.lengths, self.steps, strict=True)
@@ -178,7 +181,7 @@ class Overlaps:
 
     def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> Coverage:
         """The chunks that share elements with `box`, and what they share."""
-        if not isinstance(chunks, (ChunkTable, GridChunks)):
+        if not isinstance(chunks, Chunks):
             return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
         table = self._tables.get(id(chunks))
         if table is None:

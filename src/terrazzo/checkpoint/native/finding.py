@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.metadata import MetadataIndex
-from terrazzo.checkpoint.native.chunks import ChunkTable, GridChunks
+from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
@@ -330,12 +330,12 @@ def _no_rows() -> Rows:
     return Rows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
 
 
-def _chunk_at(chunks: GridChunks | ChunkTable, offsets: tuple[int, ...], hint: int | None) -> tuple[int, Box]:
+def _chunk_at(chunks: Chunks, offsets: tuple[int, ...], hint: int | None) -> tuple[int, Box]:
     if isinstance(chunks, GridChunks):
         number = chunks.number_at(offsets)
         return number, chunks.box(max(number, 0))
     for number in [hint] if hint is not None and 0 <= hint < len(chunks) else []:
-        box = chunks[number].box
+        box = chunks.box(number)
         if box.offsets == offsets:
             return number, box
     for number, chunk in enumerate(chunks):

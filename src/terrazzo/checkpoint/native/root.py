@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.native.chunks import ChunkTable, GridChunks
+from terrazzo.checkpoint.native.chunks import Chunks, ChunkTable, GridChunks
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
@@ -161,7 +161,7 @@ class Root:
         order = np.argsort(hashes)
         return hashes[order], order
 
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], GridChunks | ChunkTable]:
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], Chunks]:
         """The dtype, the shape and the chunks of a tensor."""
         tensor = self.tensors[name]
         return self.dtype(tensor), tensor.shape, self.chunks(tensor)
@@ -173,10 +173,10 @@ class Root:
         return names | {entry.name: entry.kind for entry in self.head.objects}
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, tuple[int, ...]], GridChunks | ChunkTable]:
+    def _tables(self) -> dict[tuple[int, tuple[int, ...]], Chunks]:
         return {}
 
-    def chunks(self, tensor: StoredTensor) -> GridChunks | ChunkTable:
+    def chunks(self, tensor: StoredTensor) -> Chunks:
         """The chunks of a tensor, which tensors of one shape and layout share."""
         key = (tensor.layout, tensor.shape)
         found = self._tables.get(key)
@@ -187,7 +187,7 @@ class Root:
             self._tables[key] = found
         return found
 
-    def _chunk_table(self, tensor: StoredTensor) -> GridChunks | ChunkTable:
+    def _chunk_table(self, tensor: StoredTensor) -> Chunks:
         layout, ndim = self.head.layouts[tensor.layout], len(tensor.shape)
         if isinstance(layout, tuple):
             if len(layout) != ndim or any(step < 1 for step in layout) or any(size < 0 for size in tensor.shape):

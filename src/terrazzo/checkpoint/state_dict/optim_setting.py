@@ -30,6 +30,7 @@ class Setter:
         self._taken: set[int] = set()
 
     def load(self, given: Mapping[str, Any]) -> None:
+        given = self._named(given)
         if self._options.broadcast_from_rank0:
             # Each rank keeps of every tensor the part that its own parameter of that name has.
             given = broadcast_state(dict(given), self._own_part)
@@ -62,11 +63,35 @@ class Setter:
             }
             every = [name for aliases in self._aliases.values() for name in aliases]
             nested = unflatten(given, every, current)
-        if any(isinstance(key, int) for key in (*nested[STATE], *(p for g in nested[GROUPS] for p in g[PARAMS]))):
-            raise CheckpointError(
-                "the optimizer state dict numbers its parameters; it must name them, as get_optimizer_state_dict does"
-            )
         return nested
+
+    def _named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state dict with names for the numbers, places of parameters, that an optimizer's own `state_dict` has."""
+        if STATE not in given or GROUPS not in given:
+            return given
+        numbers = [number for group in given[GROUPS] for number in group[PARAMS]]
+        if not any(isinstance(key, int) for key in (*given[STATE], *numbers)):
+            return given
+        if len(self._optimizers) != 1 or not all(isinstance(key, int) for key in (*given[STATE], *numbers)):
+            raise CheckpointError(
+                "the optimizer state dict numbers its parameters; of several optimizers, or beside names, it must name "
+                "them, as get_optimizer_state_dict does"
+            )
+        (optimizer,) = self._optimizers
+        params = [param for group in optimizer.param_groups for param in group[PARAMS]]
+        sizes = [len(group[PARAMS]) for group in given[GROUPS]]
+        if sizes != [len(group[PARAMS]) for group in optimizer.param_groups]:
+            raise CheckpointMismatchError(
+                f"the optimizer state dict numbers the parameters of groups of {sizes}; the optimizer's groups have "
+                f"{[len(group[PARAMS]) for group in optimizer.param_groups]}"
+            )
+        names = {number: self._find(param, {}) for number, param in zip(numbers, params, strict=True)}
+        unknown = [number for number in given[STATE] if number not in names]
+        if unknown:
+            raise CheckpointMismatchError(f"the optimizer state dict has state of {unknown}, which is in no group")
+        state = {names[number]: entries for number, entries in given[STATE].items()}
+        groups = [{**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in given[GROUPS]]
+        return {**given, STATE: state, GROUPS: groups}
 
     def _for_optimizer(
         self, optimizer: torch.optim.Optimizer, nested: Mapping[str, Any]

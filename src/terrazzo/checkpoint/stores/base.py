@@ -329,7 +329,7 @@ class _StoreFile(ReadFile):
         return self._size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for _ in self._store.read([Request(self._key, offset, buffers)]):
+        for _ in self._store.read([Request(self._key, offset, buffers)], in_flight_bytes=0):
             pass
 
     def close(self) -> None:

@@ -38,7 +38,6 @@ from terrazzo.checkpoint.stores.base import (
     Entry,
     GrowingUpload,
     MemoryUpload,
-    ReadFile,
     Request,
     Store,
     Upload,
@@ -103,9 +102,6 @@ class ObjectStore(Store):
         file = GrowingUpload(lambda data: self.put(key, data), begin)
         return _Told(file, partial(self._fail, key))
 
-    def open(self, key: str) -> ReadFile:
-        return _ObjectFile(self, key, self.stat(key).size)
-
     def upload(self, key: str, size: int) -> Upload:
         def send(data: memoryview) -> None:
             try:
@@ -128,7 +124,7 @@ class ObjectStore(Store):
                     held -= done.size
                     yield done
                 held += request.size
-                under_way.append((request, pool.submit(self.fetch, request)))
+                under_way.append((request, pool.submit(self._fetch, request)))
             while under_way:
                 done, future = under_way.popleft()
                 future.result()
@@ -136,7 +132,7 @@ class ObjectStore(Store):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def fetch(self, request: Request) -> None:
+    def _fetch(self, request: Request) -> None:
         """Carry out one request."""
         size = request.size
         if size == 0:
@@ -246,25 +242,6 @@ class ObjectStore(Store):
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
             raise PermissionError(f"{self._url}/{key}: {_short(error)}") from error
         raise OSError(f"{self._url}/{key}: {_short(error)}") from error
-
-
-class _ObjectFile(ReadFile):
-    """An object, read by a request for each range that is asked for."""
-
-    def __init__(self, store: ObjectStore, key: str, size: int) -> None:
-        self._store = store
-        self._key = key
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._store.fetch(Request(self._key, offset, buffers))
-
-    def close(self) -> None:
-        """Nothing is held between reads."""
 
 
 class _Parts:
