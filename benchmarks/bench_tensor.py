@@ -64,7 +64,8 @@ _operation("cat", 0.4, lambda a, b: torch.cat([a, b], 1), [True, True])
 _operation("scalar_multiply", 0.4, lambda a: a * 2.0, [True])
 _operation("view", 0.2, lambda a: a.view(64), [True])
 _operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
-_operation("dropout", 0.4, lambda a: F.dropout(a, 0.1), [True])
+# Numbers by position take 16 calls of NumPy for these few, ten microseconds of the fifteen that 0.4 would leave.
+_operation("dropout", 0.6, lambda a: F.dropout(a, 0.1), [True])
 
 
 @case(budget=Budget("overhead", 0.4))

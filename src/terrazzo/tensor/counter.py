@@ -58,9 +58,12 @@ def _mixed(z: int) -> int:
 
 def key_words(key: int, upper: int, number: int) -> tuple[int, ...]:
     """Four int32 words for the `number`th random word (of 4 at most) of elements with these upper index bits."""
+    return tuple(_signed(pair >> shift) for pair in _key_pairs(key, upper, number) for shift in (0, 32))
+
+
+def _key_pairs(key: int, upper: int, number: int) -> tuple[int, int]:
     state = _mixed((key + _GAMMA * (4 * upper + number + 1)) & _WHOLE)
-    pairs = [_mixed((state + _GAMMA * i) & _WHOLE) for i in (1, 2)]
-    return tuple(_signed(pair >> shift) for pair in pairs for shift in (0, 32))
+    return _mixed((state + _GAMMA) & _WHOLE), _mixed((state + 2 * _GAMMA) & _WHOLE)
 
 
 def _mixed_tensor(z: torch.Tensor) -> torch.Tensor:
@@ -188,25 +191,10 @@ class Few(NamedTuple):
         index = lower_index(run, "cpu").reshape(tuple(shape)).numpy()
         return Few(index * _MULTIPLIER_ARRAYS[0], index * np.int32(_INDEX_AGAIN), run.first >> 32)
 
-
-class FewWords:
-    """The words of few elements on a CPU: NumPy takes a third of the time for each step of theirs."""
-
-    __slots__ = ("_few", "_key")
-
-    def __init__(self, few: Few, key: int) -> None:
-        self._few, self._key = few, key
-
-    def word(self, number: int = 0) -> torch.Tensor:
-        return torch.from_numpy(self._array(number))
-
-    def below(self, threshold: int) -> Any:
-        """A NumPy array that says where the word is below a number."""
-        return np.less(self._array(0), np.array(threshold, dtype=np.int32))
-
-    def _array(self, number: int) -> Any:
-        first, again, upper = self._few
-        added = np.array(key_words(self._key, upper, number), dtype=np.int32)
+    def words(self, key: int, number: int = 0) -> Any:
+        """A NumPy array of the `number`th word of each element."""
+        first, again, upper = self
+        added = np.array(_key_pairs(key, upper, number), dtype="<u8").view("<i4")
         z = np.add(first, added[:1])
         folded = np.right_shift(z, _FOLD_ARRAYS[0])
         np.bitwise_xor(z, folded, z)
@@ -220,6 +208,18 @@ class FewWords:
         np.right_shift(z, _FOLD_ARRAYS[3], folded)
         np.add(z, folded, z)
         return np.add(z, again, z)
+
+
+class FewWords:
+    """The words of few elements on a CPU: NumPy takes a third of the time for each step of theirs."""
+
+    __slots__ = ("_few", "_key")
+
+    def __init__(self, few: Few, key: int) -> None:
+        self._few, self._key = few, key
+
+    def word(self, number: int = 0) -> torch.Tensor:
+        return torch.from_numpy(self._few.words(self._key, number))
 
 
 AnyWords: TypeAlias = Words | FewWords

@@ -229,18 +229,22 @@ def kept(layout: Layout, p: float, generator: torch.Generator | None = None) -> 
     return drawn(layout, torch.bool, generator, lambda words: chance(words, p))
 
 
-def kept_factors(layout: Layout, p: float) -> torch.Tensor:
-    """What `kept` makes of few elements on a CPU, as float32 factors 0 and 1 / p."""
+def kept_factors(layout: Layout, p: float) -> Callable[[], torch.Tensor | None]:
+    """Makes what `kept` makes, as float32 factors 0 and 1 / p; None unless they are few, on a CPU, in no graph.
+
+    One multiplication is all that such a dropout then takes.
+    """
     threshold = _threshold(p)
+    limit, factor = np.array(min(threshold, (1 << 31) - 1), dtype=np.int32), np.float32(1 / p)
 
-    def factors(words: AnyWords) -> torch.Tensor:
-        if not isinstance(words, FewWords) or threshold >> 31 > 0:
-            return chance(words, p).to(torch.float32).mul_(1 / p)
-        return torch.from_numpy(np.multiply(words.below(threshold), np.float32(1 / p)))
+    def make() -> torch.Tensor | None:
+        if threshold >> 31 > 0 or captured.recorder() is not None or under_fake_tensors():
+            return None
+        few = _few.get(layout) or _few_of(layout)
+        if few is None:
+            return None
+        key = draw_key(layout)
+        assert isinstance(key, int)
+        return torch.from_numpy(np.multiply(np.less(few.words(key), limit), factor))
 
-    return drawn(layout, torch.float32, None, factors)
-
-
-def is_few(layout: Layout) -> bool:
-    """Whether this rank's part of a layout is small and on a CPU, so that a step takes longer than its numbers."""
-    return layout.coord is not None and layout.local_shape.numel() <= _MOST and layout.mesh.device_type == "cpu"
+    return make

@@ -13,8 +13,9 @@ from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
 from terrazzo.tensor.counter import AnyWords
+from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.table import handler
+from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -269,10 +270,6 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
         return x
     if p == 1:
         return x.mul_(0) if inplace else x * 0
-    if not inplace and mask_shape is x.shape and x.dtype is torch.float32:
-        settled = _settled(x)
-        if random.is_few(settled._layout):
-            return wrap(settled._local * random.kept_factors(settled._layout, 1 - p), settled._layout)
     settled, keep = _dropped(x, p, mask_shape)
     if inplace:
         check_writable(x)
@@ -285,13 +282,43 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
     return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
 
 
-@handler("dropout", "dropout_")
-def dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
-    train = named.get("training", named.get("train", True))
-    inplace = bool(named.get("inplace")) or func.__name__.endswith("_")
+@rule("dropout")
+def dropout_that_drops(
+    call: Call, input: Operand, p: Any = 0.5, train: Any = True, inplace: Any = False, *, training: Any = True
+) -> Spec | None:
+    """Most calls, planned once: the mask belongs to the layout."""
+    if not 0 <= p <= 1:
+        call.func(torch.empty(0), p, True)  # raises what this function raises
+    if call.inplace or inplace or train is not True or training is not True or not isinstance(p, float):
+        return None
+    if not 0 < p < 1 or not input.numel:
+        return None
+    dims = tuple(range(input.ndim))
+    return Spec([dims], [dims], [input.shape], localize=lambda chosen: _drop_of(chosen.ins[0], 1 - p))
+
+
+def _drop_of(layout: Layout, p: float) -> LocalFunction:
+    factors = random.kept_factors(layout, p)
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        x = loc[0]
+        few = factors() if x.dtype is torch.float32 else None
+        result: torch.Tensor = (x * random.kept(layout, p)).mul_(1 / p) if few is None else x * few
+        return result
+
+    return run
+
+
+@decomposition("dropout")
+def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, *, training: bool = True) -> Any:
+    return _dropout(torch.dropout, input, p, train and training, inplace, input.shape)
+
+
+@handler("dropout_")
+def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
     x = named["input"]
-    return _dropout(func, x, named.get("p", 0.5), train, inplace, x.shape)
+    return _dropout(func, x, named["p"], named["train"], True, x.shape)
 
 
 @handler("feature_dropout", "feature_dropout_")
