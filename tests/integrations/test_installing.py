@@ -68,6 +68,7 @@ def train(folder, steps=4):
     saved = {"model": {k: torch.zeros_like(v) for k, v in state.items()}}
     dcp.load(saved, checkpoint_id=folder)
     same = all(torch.equal(saved["model"][k].full_tensor(), state[k].full_tensor()) for k in state)
+    assert model[0].weight._local_tensor.data_ptr() == model[0].weight.to_local().data_ptr(), "as libraries look at it"
     whole = distribute_tensor(torch.arange(6.0), mesh["tp"], [Shard(0)]).full_tensor().tolist()
     return losses, same, whole, type(model[0].weight).__module__, fully_shard is older
 
@@ -130,9 +131,17 @@ def test_everything_public_is_replaced_or_listed():
         assert torch.distributed.tensor.DTensor is terrazzo.tensor.DTensor
         assert torch.distributed.checkpoint.save is terrazzo.checkpoint.save
         assert "FullyShardedDataParallel" in done.kept["torch.distributed.fsdp"]
+        # What all ranks raise is of the type that PyTorch's module has now.
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from terrazzo.checkpoint.run.failures import exception_of, failure_of
+
+        failed = exception_of([failure_of(ValueError("why"), rank=0)], "saving", None)
+        assert isinstance(failed, CheckpointException) and isinstance(failed.failures[0][0], ValueError)
     finally:
         terrazzo.uninstall()
     assert torch.distributed.tensor.DTensor is not terrazzo.tensor.DTensor
+    assert not hasattr(terrazzo.tensor.DTensor, "_local_tensor")
 
 
 def check_files_of_pytorch(folder: str) -> None:

@@ -106,7 +106,7 @@ def _class_of(kind: str, theirs: Any) -> type[CheckpointException]:
     more = []
     if isinstance(known, type) and issubclass(known, TerrazzoError) and not issubclass(CheckpointException, known):
         more.append(known)
-    if theirs is not None:
+    if theirs is not None and not issubclass(CheckpointException, theirs):  # under install() it is ours
         more.append(theirs)
     body = {
         "__module__": CheckpointException.__module__,
