@@ -36,7 +36,7 @@ class Training:
         job = JobEnvironment()
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         # The function's own StopSignal takes the place of this one.
-        queue_again = signal.getsignal(job._usr_sig())
+        queue_again = signal.getsignal(signal.Signals[f"SIG{job.USR_SIG}"])
         try:
             return self.function(*self.args, **self.kwargs)
         except Stopped as stopped:
