@@ -43,6 +43,20 @@ WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     ((2,), ("v0 = leaf((4, 3, 5), 'float32', Shard(0))", "torch.Tensor.zero_(v0[-3,].flatten())")),
     (
         (4,),
+        ("v0 = leaf((6, 5, 1), 'float32', Shard(1))", "v1 = v0 * 1", "v1.swapdims(-1, -2).ceil_()"),
+    ),
+    (
+        (4,),
+        (
+            "v0 = leaf((4, 3), 'float64', Shard(1))",
+            "v1 = v0.split(3, -1)[0].flatten()",
+            "v1.swapdims(-1, -1).contiguous().clamp_(-3, 4)",
+        ),
+    ),
+    ((2,), ("v0 = leaf((3, 4), 'bool', Shard(0))", "q = int(v0.argmax())")),
+    ((2, 2), ("v0 = leaf((2,), 'complex64', Shard(0), Shard(0))", "q = v0.max().item()")),
+    (
+        (4,),
         (
             "v0 = leaf((6, 5), 'float32', Shard(0))",
             "torch.broadcast_to(v0, (2, -1, -1))[None].zero_()",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from terrazzo._torch.tensors import is_view
+from terrazzo._torch.tensors import base_of
 
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -49,8 +49,8 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def _says_nothing(local: torch.Tensor) -> bool:
-    """Whether the strides are no more than what C++ happens to give a new tensor without elements."""
-    return not local.numel() and 0 in local.stride() and not is_view(local)
+    """Whether the strides are no more than what C++ happens to give a new tensor without elements, or of such a one."""
+    return not local.numel() and 0 in base_of(local).stride()
 
 
 def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
