@@ -80,11 +80,11 @@ def summary(reports: Sequence[Report], extent: str, arguments: str) -> str:
         ("right", "right"),
         ("raises", "raise an error where one device does not"),
         ("wrong", "wrong, hang or crash"),
-        ("skipped", "not run"),
     ):
         n = len(counts[verdict])
-        lines.append(f"| {text} | {n} | {n / max(len(reports), 1):.1%} |")
+        lines.append(f"| {text} | {n} | {n / max(len(reports) - len(counts['skipped']), 1):.1%} |")
     lines += [
+        f"| cannot be run: one device raises, too | {len(counts['skipped'])} | |",
         f"| all | {len(reports)} | |",
         "",
         "Entries by dtype and form: right / raising an error / wrong.",
