@@ -9,6 +9,7 @@ checkpoint, whoever replaces it.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class LoadSession:
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]
     ) -> None:
         values: STATE_DICT_TYPE = {}
-        alone, root, nodes = self._agree()
+        alone, root, nodes, name = self._agree()
 
         def plan() -> bytes:
             nonlocal values
@@ -128,7 +129,7 @@ class LoadSession:
 
         # Nothing is handed to objects of the caller before every rank has read.
         if alone and all(nodes) and self.place.plane is not None:
-            values = self._read_once_per_node(nodes, state_dict, root, self.place.plane.timeout)
+            values = self._read_once_per_node(nodes, name, state_dict, root, self.place.plane.timeout)
         elif alone:
             self.place.together(read_alone)
         else:
@@ -139,6 +140,7 @@ class LoadSession:
     def _read_once_per_node(
         self,
         nodes: list[str],
+        name: str,
         state_dict: Callable[[], STATE_DICT_TYPE],
         root: bytes | None,
         timeout: timedelta,
@@ -148,7 +150,7 @@ class LoadSession:
         plan = LoadPlan([])
         node: Node | None = None
         passed: list[Passed] = []
-        here = [rank for rank, name in zip(self.place.ranks, nodes, strict=True) if name == nodes[self.place.rank]]
+        here = [rank for rank, where in zip(self.place.ranks, nodes, strict=True) if where == nodes[self.place.rank]]
 
         def make_plan() -> None:
             nonlocal values, plan
@@ -157,7 +159,7 @@ class LoadSession:
 
         def agree() -> None:
             nonlocal node
-            node = Node(here, timeout)
+            node = Node(here, name, timeout)
             passed.extend(node.agree(plan.items, self.planner))
 
         def read() -> None:
@@ -176,9 +178,9 @@ class LoadSession:
                 node.close()
         return values
 
-    def _agree(self) -> tuple[bool, bytes | None, list[str]]:
-        """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; and each
-        rank's node, if it wants things to be read once there."""
+    def _agree(self) -> tuple[bool, bytes | None, list[str], str]:
+        """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; each
+        rank's node, if it wants things to be read once there; and a name that no other load has."""
 
         def step() -> bytes:
             node = node_name() if self.once_per_node else ""
@@ -187,6 +189,7 @@ class LoadSession:
         def combine(parts: list[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(part, type=tuple[bool, bool, str]) for part in parts]
             root = self.reader.root() if all(takes for _, takes, _ in said) else None  # type: ignore[attr-defined]
-            return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, [node for _, _, node in said]))
+            nodes = [node for _, _, node in said]
+            return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, nodes, uuid.uuid4().hex))
 
-        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None, list[str]])
+        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None, list[str], str])

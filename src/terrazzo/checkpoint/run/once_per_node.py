@@ -25,7 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
+from terrazzo._torch.groups import default_store
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
@@ -104,23 +106,24 @@ def assigned(wanted: Sequence[np.ndarray[Any, Any]]) -> list[tuple[tuple[int, in
 class Node:
     """The ranks of this node that load together, and connections of their own between them."""
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        """`ranks` are global ranks.  Every one of them makes one at the same time."""
-        self._ranks = list(ranks)
-        self._position = self._ranks.index(dist.get_rank())
-        self._group: Any = None
-        if len(self._ranks) > 1:
-            self._group = dist.new_group(self._ranks, timeout, backend="gloo", use_local_synchronization=True)
+    def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+        """`ranks` are global ranks.  Every one of them makes one at the same time, under a name that none had before:
+        gloo would find the addresses of an earlier one."""
+        self._size = len(ranks)
+        self._position = list(ranks).index(dist.get_rank())
+        self._timeout = timeout
+        self._gloo: Any = None
+        if self._size > 1:
+            store = PrefixStore(f"terrazzo/node/{name}/{ranks[0]}", default_store())
+            self._gloo = ProcessGroupGloo(store, self._position, self._size, timeout)
 
     def close(self) -> None:
         """Close the connections."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self._gloo = None
 
     def agree(self, items: Sequence[ReadItem], planner: LoadPlanner) -> list[Passed]:
         """What passes from rank to rank, as far as this rank has part in it."""
-        if self._group is None:
+        if self._gloo is None:
             return []
         own = _shareable(items, planner)
         table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
@@ -154,25 +157,23 @@ class Node:
         if self._position == each.reader:
             for view, part in zip(views, piece, strict=True):
                 view.copy_(part)
-            works = [dist.isend(sent, self._ranks[receiver], group=self._group) for receiver in each.receivers]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            for work in [self._gloo.send([sent], receiver, 0) for receiver in each.receivers]:
+                work.wait(self._timeout)
             return
-        dist.recv(sent, self._ranks[each.reader], group=self._group)
+        self._gloo.recv([sent], each.reader, 0).wait(self._timeout)
         for view, part in zip(views, piece, strict=True):
             part.copy_(view)
 
     def _gathered(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The tables of all ranks of the node."""
         count = torch.tensor([len(table)])
-        counts = [torch.zeros_like(count) for _ in self._ranks]
-        dist.all_gather(counts, count, group=self._group)
+        counts = [torch.zeros_like(count) for _ in range(self._size)]
+        self._gloo.allgather([counts], [count]).wait(self._timeout)
         most = max(int(each) for each in counts)
         padded = torch.zeros(most, 3, dtype=torch.int64)
         padded[: len(table)] = torch.from_numpy(table.view(np.int64))
-        received = [torch.empty_like(padded) for _ in self._ranks]
-        dist.all_gather(received, padded, group=self._group)
+        received = [torch.empty_like(padded) for _ in range(self._size)]
+        self._gloo.allgather([received], [padded]).wait(self._timeout)
         return [
             each[: int(size)].contiguous().numpy().view(np.uint64) for each, size in zip(received, counts, strict=True)
         ]
