@@ -31,7 +31,7 @@ from terrazzo.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 FULL = StateDictOptions(full_state_dict=True)
 BATCH = 8
@@ -499,6 +499,10 @@ def check_own_tensors() -> None:
             weights, state = copy.deepcopy(states) if dist.get_rank() == 0 or options is not broadcast else ({}, {})
             set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=state, options=options)
             assert train_own(*resumed, seed=2) == pytest.approx(expected, rel=1e-5)
+    # What rank 0 refuses is refused on all ranks.
+    misfit = {"state": {9: {}}, "param_groups": [{"params": [0, 1, 2]}]} if dist.get_rank() == 0 else {}
+    with pytest.raises(CheckpointMismatchError, match="numbers the parameters"):
+        set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=misfit, options=broadcast)
     fresh = own_tensors(0, 1)
     get_state_dict(*fresh)
     assert train_own(*fresh, seed=1) == pytest.approx(first, rel=1e-5)

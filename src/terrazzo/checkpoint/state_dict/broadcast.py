@@ -26,20 +26,30 @@ class _Coming:
     dtype: torch.dtype
 
 
-def broadcast_state(state: dict[str, Any], receive: Callable[[tuple[Any, ...], torch.Tensor], Any]) -> dict[str, Any]:
-    """Rank 0's nested `state` on every rank; what stands for each tensor is `receive(path, full tensor)`.
+def broadcast_state(
+    given: Callable[[], dict[str, Any]], receive: Callable[[tuple[Any, ...], torch.Tensor], Any]
+) -> dict[str, Any]:
+    """Rank 0's nested state on every rank; what stands for each tensor is `receive(path, full tensor)`.
 
+    Rank 0 alone calls `given`; what that raises is raised on every rank.
     `receive` runs right after its tensor has arrived and the full tensor is then dropped, so memory stays at one
     tensor above what `receive` keeps.  What it refuses is raised at the end, on every rank: leaving in the middle
     would strand the others.
     """
     if not dist.is_available() or not dist.is_initialized():
-        alone: dict[str, Any] = map_paths(state, lambda path, v: receive(path, v) if _is_tensor(v) else v)
+        alone: dict[str, Any] = map_paths(given(), lambda path, v: receive(path, v) if _is_tensor(v) else v)
         return alone
     source = dist.get_rank() == 0
     device = wire_device()
-    structure = _agree_on_structure(state if source else None)
-    tensors = iter(_tensors(state) if source else ())
+    state: dict[str, Any] = {}
+
+    def announced() -> Any:
+        nonlocal state
+        state = given()
+        return map_paths(state, _announce)
+
+    structure = _agree_on(announced if source else None)
+    tensors = iter(_tensors(state))
     refused: list[str] = []
 
     def take(path: tuple[Any, ...], value: Any) -> Any:
@@ -61,12 +71,12 @@ def broadcast_state(state: dict[str, Any], receive: Callable[[tuple[Any, ...], t
     return result
 
 
-def _agree_on_structure(state: dict[str, Any] | None) -> Any:
-    """Rank 0's structure, or its error, on every rank."""
+def _agree_on(announced: Callable[[], Any] | None) -> Any:
+    """What rank 0 announces, or its error, on every rank."""
     message: list[Any] = [None]
-    if state is not None:
+    if announced is not None:
         try:
-            message[0] = map_paths(state, _announce)
+            message[0] = announced()
         except CheckpointError as error:
             message[0] = error
     dist.broadcast_object_list(message, src=0)

@@ -76,7 +76,8 @@ def set_model_state_dict(
 
     with torch.no_grad():
         if options.broadcast_from_rank0:  # what does not fit is found, and agreed on, as it arrives
-            state = broadcast_state(state, lambda path, whole: _placed_whole(path[0], whole, targets))
+            full = dict(state)
+            state = broadcast_state(lambda: full, lambda path, whole: _placed_whole(path[0], whole, targets))
         else:
             _refuse_misfits(state, targets)
             state = {name: _placed(name, value, targets.get(name)) for name, value in state.items()}

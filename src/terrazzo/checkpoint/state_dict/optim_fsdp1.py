@@ -39,7 +39,8 @@ def set_with_fsdp1(
 ) -> None:
     """FSDP1 cuts its flattened parameters' state itself; it takes nested dicts with the names it shows."""
     if options.broadcast_from_rank0:
-        given = broadcast_state(dict(given), lambda _, whole: whole)
+        full = dict(given)
+        given = broadcast_state(lambda: full, lambda _, whole: whole)
     for optimizer in optimizers:
         nested = given if STATE in given and GROUPS in given else _nested(model, optimizer, given, names)
         shown = {

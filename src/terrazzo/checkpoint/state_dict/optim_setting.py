@@ -30,10 +30,11 @@ class Setter:
         self._taken: set[int] = set()
 
     def load(self, given: Mapping[str, Any]) -> None:
-        given = self._named(given)
         if self._options.broadcast_from_rank0:
             # Each rank keeps of every tensor the part that its own parameter of that name has.
-            given = broadcast_state(dict(given), self._own_part)
+            given = broadcast_state(lambda: dict(self._named(given)), self._own_part)
+        else:
+            given = self._named(given)
         nested = self._nested(given)
         loads = [(optimizer, self._for_optimizer(optimizer, nested)) for optimizer in self._optimizers]
         if self._options.strict:
