@@ -106,7 +106,8 @@ def test_train_shows_the_line_of_torchrun(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     line = shlex.split(shown.stdout)
     assert line[line.index("torchrun") + 1 :] == [
-        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--standalone",
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=120",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--standalone",
         str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "a b",
     ]  # fmt: skip
 

@@ -85,6 +85,36 @@ def test_experts_have_a_mesh_of_their_own(replicate):
     run_ranks(4, check_experts, replicate)
 
 
+def check_experts_alone() -> None:
+    """As many experts as ranks: an expert's mesh is its rank, in a group with parameters on all of them."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))
+    torch.manual_seed(0)
+    experts = [Experts() for _ in range(2)]
+    experts[1].shared.load_state_dict(experts[0].shared.state_dict())
+    references = copy.deepcopy(experts)
+    model: Any = experts[rank]
+    own = set(model.expert.parameters())
+    info = FSDPMeshInfo(mesh["edp"])
+    fully_shard(
+        model, mesh=mesh["ep"], shard_placement_fn=lambda p: ShardPlacementResult(None, info) if p in own else None
+    )
+    for step in range(2):  # gradients accumulate
+        x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(step))
+        model(x[rank]).square().mean().backward()
+        for part in range(2):
+            references[part](x[part]).square().mean().backward()
+    for name, p in model.expert.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), references[rank].expert.get_parameter(name).grad)
+    for name, p in model.shared.named_parameters():
+        total = sum(reference.shared.get_parameter(name).grad for reference in references)
+        torch.testing.assert_close(p.grad.full_tensor(), total / 2)
+
+
+def test_experts_alone():
+    run_ranks(2, check_experts_alone)
+
+
 # ------------------------------------------------------------------ on all of a mesh
 
 
@@ -147,10 +177,11 @@ def check_whole() -> None:
         found = program(our_fsdp, our_tensor, mesh, factor)
         for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=f"{mesh} {factor} {i}")
-    found = program(our_fsdp, our_tensor, mesh_of("replicate", "tp"), None)
     wanted = program(our_fsdp, our_tensor, with_tp, None)
-    for a, b in zip(found, wanted, strict=True):  # shards or replicas: the numbers are the same
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for mesh in (mesh_of("replicate", "tp"), mesh_of("tp", "shard")):
+        found = program(our_fsdp, our_tensor, mesh, None)
+        for a, b in zip(found, wanted, strict=True):  # shards or replicas, before or behind: the numbers are the same
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_of_dtensors_on_all_of_the_mesh():

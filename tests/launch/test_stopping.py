@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch.distributed as dist
@@ -41,6 +43,21 @@ def check_agreement() -> tuple[list[int], int]:
 
 def test_one_rank_is_told_and_all_end_in_the_same_step():
     assert run_ranks(2, check_agreement) == [([5, 5], True)] * 2
+
+
+def check_children() -> list[int | None]:
+    """A process that a rank forks ends when it is told to."""
+    context = multiprocessing.get_context("fork")
+    with StopSignal():
+        child = context.Process(target=time.sleep, args=(600,))
+        child.start()
+        child.terminate()
+        child.join()
+    return child.exitcode
+
+
+def test_forked_processes_end():
+    assert run_ranks(1, check_children) == [-signal.SIGTERM]
 
 
 def test_it_needs_ranks():

@@ -142,6 +142,10 @@ def placed_gradients_and_types() -> None:
             to = None if grad_placements is None else [named[p] for p in grad_placements]
             x = t.DTensor.from_local(local, mesh, [named[p] for p in placements], grad_placements=to)
             x.mul_(2)  # a result of the leaf, not a view of it
+            if t is ours and placements == [R]:
+                other = torch.full((4, 2), float(rank), requires_grad=True)
+                same = t.DTensor.from_local(other, mesh, [R], run_check=True, grad_placements=to)
+                assert not same.to_local().any()
             (x.redistribute(placements=[named[R]]).to_local() * 3).sum().backward()
             if grad_placements == [P]:  # which terms make it is not said
                 dist.all_reduce(local.grad)
@@ -161,6 +165,8 @@ def placed_gradients_and_types() -> None:
                 made = t.DTensor.from_local(local, mesh, [named[p] for p in src]).redistribute(
                     placements=[named[p] for p in dst], forward_dtype=forward_dtype, backward_dtype=backward_dtype
                 )
+                if t is ours:
+                    made.mul_(1)
                 (made.to_local() ** 2).sum().backward()
                 found.append((made.dtype, made.full_tensor(), local.grad))
             (dtype, value, grad), (own_dtype, own_value, own_grad) = found

@@ -578,6 +578,8 @@ def products_of_terms() -> None:
     for func, args in calls:
         alone = [sums if a is x else whole(a) if isinstance(a, DTensor) else a for a in args]
         assert torch.equal(whole(func(*args)), func(*alone)), func
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(whole(F.linear(x.float(), w.float())), F.linear(sums, whole(w)))
     # Of wide types terms pass, and nothing is sent.
     with CommDebugMode() as counted:
         assert torch.mm(x.float(), w.float()).placements == (P,)

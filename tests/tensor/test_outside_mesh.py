@@ -3,7 +3,9 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 import terrazzo.tensor as ours
 from ranks import run_ranks
@@ -46,6 +48,20 @@ def check_backward_and_values():
     (leaf * leaf).sum().backward()
     assert leaf.grad.shape == (8, 3) and leaf.grad.to_local().shape == ((4, 3) if inside else (0,))
     assert bool(x.equal(x * 2)) is not inside
+    # A generator of all ranks goes on in step, whoever holds what is dropped.
+    for call in (
+        lambda: F.dropout(x, 0.3),
+        lambda: F.dropout(x, 0.3, training=False),
+        lambda: F.dropout(x.detach(), 0.3, inplace=True),
+        lambda: F.dropout(x, 1.0),
+        lambda: nn.Dropout(0.3)(x),
+    ):
+        assert call().shape == (8, 3)
+    everyone = DeviceMesh("cpu", [0, 1, 2, 3])
+    assert ours.rand(8, device_mesh=everyone).full_tensor().unique().numel() > 1
+    states = [torch.empty_like(torch.get_rng_state()) for _ in range(4)]
+    dist.all_gather(states, torch.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states)
     # What is checked across the mesh is nobody else's affair.
     ours.DTensor.from_local(torch.ones(dist.get_rank() + 1), mesh, run_check=not inside)
 

@@ -357,7 +357,7 @@ def drifted() -> None:
     assert reported(10) == 0
     if rank == 1:
         torch.rand(1)
-    assert reported(2 * in_step.EVERY + 1) >= 1
+    assert any(reported(in_step.EVERY) for _ in range(20)), "soon: an answer is looked at when it has come"
     # A generator of one's own that differs.
     torch.manual_seed(5000)
     own = torch.Generator().manual_seed(6000 + rank)

@@ -235,9 +235,11 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
             "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, "
             "mesh=mesh['dp'])"
         )
-    if not set(names) <= set(root.mesh_dim_names or ()):  # dims made of one of the root's, by splitting it
+    known = list(root.mesh_dim_names or ())
+    # Dims made of one of the root's, by splitting it, or behind those that are sharded first.
+    if not set(names) <= set(known) or sorted(both := (*names, *inner_names), key=known.index) != list(both):
         return joined([data, part])
-    return root[(*names, *inner_names)]
+    return root[both]
 
 
 def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:

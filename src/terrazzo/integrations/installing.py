@@ -104,7 +104,6 @@ def install() -> Installed:
             kept[theirs.__name__] = tuple(name for name in names if name not in found)
         _warn_of_holders(before)
         replace(before)
-        _dtensor()._local_tensor = property(lambda tensor: tensor.to_local().detach())
         _installed = Installed(replaced, {name: names for name, names in kept.items() if names})
         return _installed
 
@@ -114,14 +113,7 @@ def uninstall() -> None:
     global _installed
     with _lock:
         restore()
-        if _installed is not None:
-            del _dtensor()._local_tensor
         _installed = None
-
-
-def _dtensor() -> Any:
-    """The class, which libraries ask for `_local_tensor`: a private name of PyTorch's that many of them use."""
-    return importlib.import_module("terrazzo.tensor").DTensor
 
 
 def _both(pair: tuple[str, str]) -> tuple[types.ModuleType | None, types.ModuleType | None]:

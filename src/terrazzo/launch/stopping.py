@@ -6,6 +6,7 @@ step they exchange whether any was told to end, in a message that travels while 
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from types import FrameType
@@ -49,6 +50,7 @@ class StopSignal:
             raise LaunchError(
                 "StopSignal asks all ranks: make it after init_process_group or terrazzo.engine's initialize"
             )
+        self._process = os.getpid()
         self._received = 0
         self._agreed = 0
         # On the CPU, so that no step waits for an accelerator.
@@ -57,7 +59,11 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        if os.getpid() == self._process:
+            self._received = number
+        else:  # a process that this one forked: it ends, as it would have
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def agreed(self) -> bool:
         """Whether some rank had been told to end by the step before; every rank asks once in each step."""
@@ -89,5 +95,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._asked = None  # the others may never answer, and what was raised is what to show
         self.close()

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.groups import current_mesh as enclosing_mesh
+from terrazzo._torch.tensors import is_view
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
@@ -78,7 +79,8 @@ def from_local(
         _check_alike(local, layout)
     if grad_placements is not None and local.requires_grad:
         needed = layout.with_placements(tuple(grad_placements), layout.order)
-        return wrap(_OfLeaf.apply(_GradTo.apply(local, layout.dual, needed)), layout)
+        local = _OfLeaf.apply(_GradTo.apply(local, layout.dual, needed))
+        return wrap(_first_replica(local, layout) if run_check else local, layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
     elif local.requires_grad and local.is_leaf:
@@ -222,7 +224,8 @@ class _RedistributeAs(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, src: Layout, dst: Layout, dtype: torch.dtype, backward_dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.of = src, dst, local.dtype, backward_dtype
-        return _own_memory(redistribute_local(local.to(dtype), src, dst), src, dst)
+        result = _own_memory(redistribute_local(local.to(dtype), src, dst), src, dst)
+        return result.clone() if result is local or is_view(result) else result  # nobody could write to a view of here
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -106,11 +106,6 @@ class Origin:
             return True
         return not torch.empty(tuple(base.shape), device="meta")[self._index].is_contiguous()
 
-    def holds(self, view: DTensor) -> bool:
-        """Whether a write to `view` is a write to the copy."""
-        local: torch.Tensor = _local_slot.__get__(view)
-        return local.untyped_storage().data_ptr() == self._copy.untyped_storage().data_ptr()
-
     def pass_on(self) -> None:
         """Write the copy to where it is from."""
         self._base[self._index] = wrap(self._copy, self._layout)
@@ -203,7 +198,7 @@ def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
     for t in (result,) if isinstance(result, DTensor) else result:
         if isinstance(t, DTensor):
             # What one device may have copied is nothing to write to, nor is what had to be copied here.
-            copies = has_gaps or (reshapes and not origin.holds(t))
+            copies = has_gaps or (reshapes and not has_view(_local_slot.__get__(view), view.shape, t.shape))
             _become(t, Origin(view, t, None) if copies else origin)
 
 

@@ -413,8 +413,8 @@ class DTensor(NoRawAccess, torch.Tensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """PyTorch's name for this rank's part, which libraries read; to write another there, use `from_local`."""
-        return self._local
+        """PyTorch's name for this rank's part, without its graph, which libraries read."""
+        return self._local.detach()
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""

@@ -59,7 +59,9 @@ class OwnComm:
         options = self._options
         own, staging = options.reduce_scatter, staging_for(options, axis, sections.device, reduces=True)
         if axis.group is None or (own is None and staging is None):
-            return self._usual.reduce(sections, plan, axis, op, tag)
+            if not self._sums(op, axis):
+                return self._usual.reduce(sections, plan, axis, op, tag)
+            return _mean(self._usual.reduce(sections, plan, axis, "sum", tag), axis)
         if observe.observers:
             observe.report("reduce_scatter", axis, (axis.size - 1) * sections.nbytes // axis.size, op, True)
         averages = op == "avg" and not options.force_sum and not sections.is_cpu
@@ -79,7 +81,23 @@ class OwnComm:
         return Pending("reduce_scatter", axis, work, reduced, finish)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        return self._usual.all_reduce(section, axis, op)
+        if not self._sums(op, axis):
+            return self._usual.all_reduce(section, axis, op)
+        return _mean(self._usual.all_reduce(section, axis, "sum"), axis)
+
+    def _sums(self, op: str, axis: Axis) -> bool:
+        """Whether a mean has to be a sum, divided afterwards, for those who ask for sums alone."""
+        return op == "avg" and self._options.force_sum and axis.size > 1
+
+
+def _mean(total: Pending[Tensor], axis: Axis) -> Pending[Tensor]:
+    """The mean of what is summed."""
+
+    def divided() -> Tensor:
+        reduced: Tensor = total.wait()
+        return reduced.div_(axis.size)
+
+    return Pending(total.kind, axis, None, torch.empty(0), divided)
 
 
 def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> Staging | None:

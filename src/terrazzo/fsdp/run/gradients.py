@@ -313,13 +313,13 @@ class Gradients:
         reduced, self._reduced = self._reduced, None
         if self._plan is None:
             return
-        if self.alone:
-            self._hand_over_alone()
-        elif reduced is not None:
+        if reduced is not None:  # also where this bucket was alone, and others of its group were not
             found: list[Tensor | None] = list(self._plan.own_views(reduced))
             for i in self._unreached(found):
                 found[i] = None
             self._accumulate_in_shards(found)
+        elif self.alone:
+            self._hand_over_alone()
 
     def _unreached(self, found: list[Tensor | None]) -> list[int]:
         """Positions that no rank has a gradient for."""

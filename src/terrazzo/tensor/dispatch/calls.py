@@ -64,6 +64,8 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return func(*loc, **kw)
     check_one_mesh(call)
     if call.operands[0].layout.coord is None:
+        if entry.draws:
+            return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
         return run_absent(call, args, loc, kw)
     if OVERRIDES:
         override = OVERRIDES.get(func)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.table import rule
@@ -37,7 +39,11 @@ def _product(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
-    return result_type(loc, kw) not in HALF
+    dtype = result_type(loc, kw)
+    device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
+    if dtype is torch.float32 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return dtype not in HALF
 
 
 @rule("mm")

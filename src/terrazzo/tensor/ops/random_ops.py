@@ -282,7 +282,7 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
     return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
 
 
-@rule("dropout")
+@rule("dropout", draws=True)
 def dropout_that_drops(
     call: Call, input: Operand, p: Any = 0.5, train: Any = True, inplace: Any = False, *, training: Any = True
 ) -> Spec | None:

@@ -62,6 +62,8 @@ class Operation:
     """Which plain tensors behind the first argument count as the same on every rank (indices, first states)."""
     context: Context | None = None
     """What is asked first."""
+    draws: bool = False
+    """Whether it draws random numbers, as ranks outside the mesh then do: its decomposition runs there."""
     any_float: bool = False
     """Whether its plans are the same for all values of float arguments."""
 
@@ -85,12 +87,13 @@ def rule(
     otherwise: Decomposition | None = None,
     takes_plain: Callable[[torch.Tensor], bool] | None = None,
     context: Context | None = None,
+    draws: bool = False,
 ) -> Callable[[_F], _F]:
     """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
 
     def register(function: _F) -> _F:
         for name in names:
-            _add(Operation(name, "rule", function, otherwise, takes_plain, context))
+            _add(Operation(name, "rule", function, otherwise, takes_plain, context, draws))
         return function
 
     return register
