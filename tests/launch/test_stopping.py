@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -45,12 +46,19 @@ def test_one_rank_is_told_and_all_end_in_the_same_step():
     assert run_ranks(2, check_agreement) == [([5, 5], True)] * 2
 
 
-def check_children() -> list[int | None]:
+def say_and_stay(connection: Any) -> None:
+    connection.send("here")
+    time.sleep(600)
+
+
+def check_children() -> int | None:
     """A process that a rank forks ends when it is told to."""
     context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
     with StopSignal():
-        child = context.Process(target=time.sleep, args=(600,))
+        child = context.Process(target=say_and_stay, args=(there,))
         child.start()
+        assert here.recv() == "here"  # a signal that comes while Python forks is lost
         child.terminate()
         child.join()
     return child.exitcode
