@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,48 @@ def test_two_saves_to_one_place(tmp_path: Path) -> None:
     first.abandon()
     with pytest.raises(CheckpointExistsError):
         save(state(1), storage_writer=HuggingFaceWriter(tmp_path, overwrite=False))
+
+
+@pytest.mark.parametrize("moment", ["before the index", "after the index", "at the end"])
+@pytest.mark.parametrize("locks", [True, False])
+def test_one_file_and_several_files_at_once(locks: bool, moment: str, tmp_path: Path) -> None:
+    """One of two jobs fails, and the other's checkpoint is there, whatever the order of their commits."""
+    ended: list[int] = []
+    commit_one = [lambda: None]
+
+    class Between(FsspecStore):
+        """Not a folder, so without locks; the other job commits at a moment of a put."""
+
+        def put(self, key: str, data: Any, **condition: Any) -> Any:
+            if key.endswith(".index.json") and moment == "before the index":
+                commit_one[0]()
+            version = super().put(key, data, **condition)
+            if key.endswith(".index.json") and moment == "after the index":
+                commit_one[0]()
+            return version
+
+    store = LocalStore(tmp_path) if locks else Between(f"local://{tmp_path}")
+
+    class One(HuggingFaceWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            def commit() -> None:
+                commit_one[0] = lambda: None
+                with suppress(ConflictError):
+                    HuggingFaceWriter.finish(self, metadata, results)
+                    ended.append(1)
+
+            commit_one[0] = commit
+            with suppress(ConflictError):
+                save(state(2), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+                ended.append(2)
+            commit_one[0]()
+            if 1 not in ended:
+                raise ConflictError("the other one has won")
+
+    with suppress(ConflictError):
+        save(state(1), storage_writer=One(store))
+    (winner,) = ended
+    assert equal(found_in(tmp_path), state(winner))
 
 
 def check_streamed(folder: str) -> None:

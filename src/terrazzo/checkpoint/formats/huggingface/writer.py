@@ -182,7 +182,6 @@ class HuggingFaceWriter(StorageWriter):
             if not self.may_abandon():
                 self._release()
             raise
-        self._committed = True
         self._describe(metadata)
         self._release()
 
@@ -347,24 +346,25 @@ class HuggingFaceWriter(StorageWriter):
                 "only the coordinator, which set_up_storage_writer made of this writer, finishes a save"
             )
         finals = [self._final(number) for number in range(len(layout.files))]
-        if not self._is_single:
-            if isinstance(self._store, LocalStore):
-                self._own.update(finals)
-                self._store.rename({self._part(number): name for number, name in enumerate(finals)})
-            weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
+        with claim.committing():
+            claim.check_unchanged()
             self._put_beside()
-            self._store.put(self._index, files.encode_index(weight_map, layout.total_size), only_if=claim.root)
-            self._own = set()
-            claim.remove_replaced(finals)
-            return
-        claim.check_single()
-        self._put_beside()
-        if isinstance(self._store, LocalStore):
-            self._store.rename({self._part(0): self._single_name})
-        elif self._last is not None:
-            self._last.finish()
-            self._last = None
-        claim.remove_replaced(finals)
+            index = None
+            if self._is_single:
+                if isinstance(self._store, LocalStore):
+                    self._store.rename({self._part(0): self._single_name})
+                elif self._last is not None:
+                    self._last.finish()
+                    self._last = None
+            else:
+                if isinstance(self._store, LocalStore):
+                    self._own.update(finals)
+                    self._store.rename({self._part(number): name for number, name in enumerate(finals)})
+                weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
+                content = files.encode_index(weight_map, layout.total_size)
+                index = self._store.put(self._index, content, only_if=claim.root)
+            self._committed = True  # what fails from now on leaves the new checkpoint there
+            claim.remove_replaced(finals, index)
 
     def _put_beside(self) -> None:
         for name, data in self._beside.items():
