@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from checkpoint.faults import FaultySystem
 from ranks import run_fresh, run_ranks
-from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
@@ -199,6 +199,57 @@ def test_one_file_and_several_files_at_once(locks: bool, moment: str, tmp_path: 
         save(state(1), storage_writer=One(store))
     (winner,) = ended
     assert equal(found_in(tmp_path), state(winner))
+
+
+def test_a_failure_after_the_index_is_there(tmp_path: Path) -> None:
+    class Undeletable(FsspecStore):
+        def delete(self, keys: Any) -> None:
+            if "model.safetensors" in (keys := list(keys)):
+                raise OSError(errno.EACCES, "no right to delete")
+            super().delete(keys)
+
+    save(state(1), storage_writer=HuggingFaceWriter(tmp_path))
+    writer = HuggingFaceWriter(Undeletable(f"local://{tmp_path}"), make_layout=small_files)
+    with pytest.raises(CheckpointError, match="no right to delete"):
+        save(state(2), storage_writer=writer)
+    assert not writer.may_abandon()  # the other ranks go by this
+    assert load_index(tmp_path) <= set(os.listdir(tmp_path))
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    """All of them are a checkpoint; what a first save to an object store has written until it ends is none."""
+    save(state(), storage_writer=HuggingFaceWriter(tmp_path, make_layout=small_files))
+    names = sorted(load_index(tmp_path))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    load(target, checkpoint_id=tmp_path)
+    assert equal(target, state())
+    (tmp_path / names[-1]).unlink()
+    with pytest.raises(CheckpointCorruptError, match="the save has not ended, or files are missing"):
+        Checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    def saved(**values: float) -> None:
+        save_file({name: torch.full((4,), value) for name, value in values.items()}, tmp_path / "model.safetensors")
+
+    saved(a=1.0, b=2.0)
+    reader = HuggingFaceReader(tmp_path)
+    reader.read_metadata()
+    os.utime(tmp_path / "model.safetensors", (0, 0))  # the same size and another time
+    target = {"a": torch.zeros(4)}
+    plan = DefaultLoadPlanner()
+    plan.set_up_planner(target, reader.read_metadata())
+    with pytest.raises(ConflictError, match="has been replaced while it was read"):
+        reader.read_data(plan.create_local_plan(), plan)
+    saved(b=3.0, c=4.0)
+    target = {"b": torch.zeros(4)}
+    load(target, storage_reader=reader)
+    assert target["b"].tolist() == [3.0] * 4
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    saved(c=5.0, b=6.0)
+    load(target, storage_reader=reader)
+    assert target["b"].tolist() == [6.0] * 4
 
 
 def check_streamed(folder: str) -> None:
