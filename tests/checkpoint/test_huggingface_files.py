@@ -252,6 +252,29 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
     assert target["b"].tolist() == [6.0] * 4
 
 
+class Looking(HuggingFaceWriter):
+    """Looks at the files before this rank writes to them."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.sizes = [entry.size for entry in self.place.store.list(".hf-")]
+        return super().write_data(plan, planner)
+
+
+def check_sizes(folder: str) -> None:
+    for layout in (None, lay_out({name: About(tensor.dtype, tuple(tensor.shape)) for name, tensor in state().items()})):
+        writer = Looking(f"{folder}/same", layout)
+        save(state(), storage_writer=writer)
+        assert writer.sizes == [os.stat(f"{folder}/same/model.safetensors").st_size]
+        dist.barrier()
+    with pytest.raises(CheckpointError, match="not the same folder on all ranks"):
+        save(state(), storage_writer=HuggingFaceWriter(f"{folder}/{dist.get_rank()}", make_layout=small_files))
+
+
+def test_files_have_their_size_before_ranks_open_them(tmp_path: Path) -> None:
+    """Clients of NFS may write zeros over what other nodes write beyond the end that they know."""
+    run_ranks(2, check_sizes, str(tmp_path))
+
+
 def check_streamed(folder: str) -> None:
     """A store that takes whole files only: each has an owner, whom the others send their parts."""
     from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh

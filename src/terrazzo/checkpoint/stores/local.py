@@ -99,10 +99,25 @@ class LocalStore(Store):
         fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
+    def reserve(self, key: str, size: int) -> None:
+        """Create a file of zeros, for `share`.
+
+        Clients of a network file system may write zeros up to the end of a page that lies beyond the end of the file,
+        and so over what another node has written there.  In a file that had its size before, nothing lies beyond.
+        """
+        fd = self._os.open(self._path / key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self._os.ftruncate(fd, size)
+        finally:
+            self._os.close(fd)
+
     def share(self, key: str) -> LocalUpload:
-        """A file of which several processes write each its part; `finish` makes this process's part durable."""
+        """A file, made by `reserve`, of which several processes write each its part.
+
+        `finish` makes this process's part durable.
+        """
         path = self._path / key
-        fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = self._os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
     def rename(self, names: Mapping[str, str]) -> None:

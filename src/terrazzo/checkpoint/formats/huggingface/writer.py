@@ -123,6 +123,8 @@ class HuggingFaceWriter(StorageWriter):
             self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
             if self._claim.usual_names:
                 self.save_id += _USUAL
+            if self._given is not None:
+                self._reserve(self._given)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -136,7 +138,9 @@ class HuggingFaceWriter(StorageWriter):
                         f"{item.index.fqn} is not a tensor, and safetensors files hold nothing else"
                     )
                 tensors[item.index.fqn] = About(item.tensor_data.properties.dtype, tuple(item.tensor_data.size))
-        layout = self._make_layout(tensors)
+        layout = self._given or self._make_layout(tensors)
+        if self._claim is not None and self._given is None:
+            self._reserve(layout)
         described = [(file.header, file.size, file.names) for file in layout.files]
         slots = {name: (slot.file, slot.start, slot.dtype, slot.shape) for name, slot in layout.slots.items()}
         data = messages.encode((self.save_id, len(plans), described, slots))
@@ -271,6 +275,12 @@ class HuggingFaceWriter(StorageWriter):
         assert item.tensor_data is not None
         return item.tensor_data.chunk.box
 
+    def _reserve(self, layout: Layout) -> None:
+        """On the coordinator: make the files, before other ranks open them."""
+        if isinstance(self._store, LocalStore):
+            for number, file in enumerate(layout.files):
+                self._store.reserve(self._part(number), file.size)
+
     def _write_shared(
         self, store: LocalStore, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner
     ) -> None:
@@ -282,7 +292,13 @@ class HuggingFaceWriter(StorageWriter):
         for number, file in enumerate(layout.files):
             if number not in by_file and self._claim is None:
                 continue
-            upload = store.share(self._part(number))
+            try:
+                upload = store.share(self._part(number))
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{store.location} has no {self._part(number)}, which the first rank has made there: it is not the "
+                    f"same folder on all ranks"
+                ) from error
             try:
                 if self._claim is not None:
                     upload.write(0, [memoryview(file.header)])
