@@ -275,6 +275,21 @@ def test_files_have_their_size_before_ranks_open_them(tmp_path: Path) -> None:
     run_ranks(2, check_sizes, str(tmp_path))
 
 
+def check_group(folder: str) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises(CheckpointError, match="2 ranks save, but the writer is for 4"):
+            save(state(), storage_writer=HuggingFaceStorageWriter(f"local://{folder}"), process_group=group)
+        writer = HuggingFaceStorageWriter(f"local://{folder}", process_group=group)
+        save(state(), storage_writer=writer, process_group=group)
+    dist.barrier()
+    assert equal(found_in(Path(folder)), state())
+
+
+def test_some_of_the_ranks_save_to_a_store(tmp_path: Path) -> None:
+    run_ranks(4, check_group, str(tmp_path))
+
+
 def check_streamed(folder: str) -> None:
     """A store that takes whole files only: each has an owner, whom the others send their parts."""
     from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
@@ -369,6 +384,10 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
             Checkpoint(tmp_path)
     with pytest.raises(UnsupportedValueError, match="step is not a tensor"):
         save({"w": torch.ones(1), "step": 3}, storage_writer=HuggingFaceWriter(tmp_path / "x"))
+    save({"w": torch.ones(1, dtype=torch.complex128)}, checkpoint_id=tmp_path / "native")
+    with pytest.raises(UnsupportedValueError, match="w: safetensors has no type"):
+        convert(tmp_path / "native", tmp_path / "y", "huggingface")
+    assert os.listdir(tmp_path / "y") == [], "what shows that a save is under way is removed"
 
 
 def check_torch_classes(folder: str) -> None:

@@ -334,6 +334,11 @@ class HuggingFaceWriter(StorageWriter):
             upload.finish()
 
         alone = ranks == 1 or not (dist.is_available() and dist.is_initialized())
+        if not alone and ranks is not None and ranks != dist.get_world_size(self._group):
+            raise CheckpointError(
+                f"{ranks} ranks save, but the writer is for {dist.get_world_size(self._group)}: give it the same "
+                f"process_group as save"
+            )
         plane = (
             ControlPlane(None, (0,), 0, DEFAULT_TIMEOUT)
             if alone
