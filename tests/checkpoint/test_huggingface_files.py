@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from checkpoint.faults import FaultySystem
 from ranks import run_fresh, run_ranks
-from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
@@ -158,6 +159,137 @@ def test_two_saves_to_one_place(tmp_path: Path) -> None:
         save(state(1), storage_writer=HuggingFaceWriter(tmp_path, overwrite=False))
 
 
+@pytest.mark.parametrize("moment", ["before the index", "after the index", "at the end"])
+@pytest.mark.parametrize("locks", [True, False])
+def test_one_file_and_several_files_at_once(locks: bool, moment: str, tmp_path: Path) -> None:
+    """One of two jobs fails, and the other's checkpoint is there, whatever the order of their commits."""
+    ended: list[int] = []
+    commit_one = [lambda: None]
+
+    class Between(FsspecStore):
+        """Not a folder, so without locks; the other job commits at a moment of a put."""
+
+        def put(self, key: str, data: Any, **condition: Any) -> Any:
+            if key.endswith(".index.json") and moment == "before the index":
+                commit_one[0]()
+            version = super().put(key, data, **condition)
+            if key.endswith(".index.json") and moment == "after the index":
+                commit_one[0]()
+            return version
+
+    store = LocalStore(tmp_path) if locks else Between(f"local://{tmp_path}")
+
+    class One(HuggingFaceWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            def commit() -> None:
+                commit_one[0] = lambda: None
+                with suppress(ConflictError):
+                    HuggingFaceWriter.finish(self, metadata, results)
+                    ended.append(1)
+
+            commit_one[0] = commit
+            with suppress(ConflictError):
+                save(state(2), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+                ended.append(2)
+            commit_one[0]()
+            if 1 not in ended:
+                raise ConflictError("the other one has won")
+
+    with suppress(ConflictError):
+        save(state(1), storage_writer=One(store))
+    (winner,) = ended
+    assert equal(found_in(tmp_path), state(winner))
+
+
+def test_a_failure_after_the_index_is_there(tmp_path: Path) -> None:
+    class Undeletable(FsspecStore):
+        def delete(self, keys: Any) -> None:
+            if "model.safetensors" in (keys := list(keys)):
+                raise OSError(errno.EACCES, "no right to delete")
+            super().delete(keys)
+
+    save(state(1), storage_writer=HuggingFaceWriter(tmp_path))
+    writer = HuggingFaceWriter(Undeletable(f"local://{tmp_path}"), make_layout=small_files)
+    with pytest.raises(CheckpointError, match="no right to delete"):
+        save(state(2), storage_writer=writer)
+    assert not writer.may_abandon()  # the other ranks go by this
+    assert load_index(tmp_path) <= set(os.listdir(tmp_path))
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    """All of them are a checkpoint; what a first save to an object store has written until it ends is none."""
+    save(state(), storage_writer=HuggingFaceWriter(tmp_path, make_layout=small_files))
+    names = sorted(load_index(tmp_path))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    load(target, checkpoint_id=tmp_path)
+    assert equal(target, state())
+    (tmp_path / names[-1]).unlink()
+    with pytest.raises(CheckpointCorruptError, match="the save has not ended, or files are missing"):
+        Checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    def saved(**values: float) -> None:
+        save_file({name: torch.full((4,), value) for name, value in values.items()}, tmp_path / "model.safetensors")
+
+    saved(a=1.0, b=2.0)
+    reader = HuggingFaceReader(tmp_path)
+    reader.read_metadata()
+    os.utime(tmp_path / "model.safetensors", (0, 0))  # the same size and another time
+    target = {"a": torch.zeros(4)}
+    plan = DefaultLoadPlanner()
+    plan.set_up_planner(target, reader.read_metadata())
+    with pytest.raises(ConflictError, match="has been replaced while it was read"):
+        reader.read_data(plan.create_local_plan(), plan)
+    saved(b=3.0, c=4.0)
+    target = {"b": torch.zeros(4)}
+    load(target, storage_reader=reader)
+    assert target["b"].tolist() == [3.0] * 4
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    saved(c=5.0, b=6.0)
+    load(target, storage_reader=reader)
+    assert target["b"].tolist() == [6.0] * 4
+
+
+class Looking(HuggingFaceWriter):
+    """Looks at the files before this rank writes to them."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.sizes = [entry.size for entry in self.place.store.list(".hf-")]
+        return super().write_data(plan, planner)
+
+
+def check_sizes(folder: str) -> None:
+    for layout in (None, lay_out({name: About(tensor.dtype, tuple(tensor.shape)) for name, tensor in state().items()})):
+        writer = Looking(f"{folder}/same", layout)
+        save(state(), storage_writer=writer)
+        assert writer.sizes == [os.stat(f"{folder}/same/model.safetensors").st_size]
+        dist.barrier()
+    with pytest.raises(CheckpointError, match="not the same folder on all ranks"):
+        save(state(), storage_writer=HuggingFaceWriter(f"{folder}/{dist.get_rank()}", make_layout=small_files))
+
+
+def test_files_have_their_size_before_ranks_open_them(tmp_path: Path) -> None:
+    """Clients of NFS may write zeros over what other nodes write beyond the end that they know."""
+    run_ranks(2, check_sizes, str(tmp_path))
+
+
+def check_group(folder: str) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises(CheckpointError, match="2 ranks save, but the writer is for 4"):
+            save(state(), storage_writer=HuggingFaceStorageWriter(f"local://{folder}"), process_group=group)
+        writer = HuggingFaceStorageWriter(f"local://{folder}", process_group=group)
+        save(state(), storage_writer=writer, process_group=group)
+    dist.barrier()
+    assert equal(found_in(Path(folder)), state())
+
+
+def test_some_of_the_ranks_save_to_a_store(tmp_path: Path) -> None:
+    run_ranks(4, check_group, str(tmp_path))
+
+
 def check_streamed(folder: str) -> None:
     """A store that takes whole files only: each has an owner, whom the others send their parts."""
     from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
@@ -252,6 +384,10 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
             Checkpoint(tmp_path)
     with pytest.raises(UnsupportedValueError, match="step is not a tensor"):
         save({"w": torch.ones(1), "step": 3}, storage_writer=HuggingFaceWriter(tmp_path / "x"))
+    save({"w": torch.ones(1, dtype=torch.complex128)}, checkpoint_id=tmp_path / "native")
+    with pytest.raises(UnsupportedValueError, match="w: safetensors has no type"):
+        convert(tmp_path / "native", tmp_path / "y", "huggingface")
+    assert os.listdir(tmp_path / "y") == [], "what shows that a save is under way is removed"
 
 
 def check_torch_classes(folder: str) -> None:

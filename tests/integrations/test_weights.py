@@ -199,6 +199,41 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         save_model(model, tmp_path)
 
 
+class Wrapping(torch.Tensor):
+    """A tensor without memory of its own, as quantised weights are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(function(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+
+def check_wrapping(folder: str) -> None:
+    from terrazzo.errors import UnsupportedValueError
+    from terrazzo.integrations.huggingface import save_model
+    from terrazzo.tensor import DTensor, Replicate, init_device_mesh
+
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(Wrapping(torch.ones(2, 2)))
+    with pytest.raises(UnsupportedValueError, match="weight: a Wrapping cannot be stored"):
+        save_model(model, folder)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(DTensor.from_local(Wrapping(torch.ones(2, 2)), mesh, [Replicate()]))
+    with pytest.raises(UnsupportedValueError, match="weight: a Wrapping cannot be stored"):
+        save_model(model, folder)
+
+
+def test_tensors_that_wrap_others(tmp_path: Path) -> None:
+    run_ranks(1, check_wrapping, str(tmp_path))
+
+
 def test_buffers_that_are_in_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from terrazzo.integrations.huggingface import load_model, save_model
 

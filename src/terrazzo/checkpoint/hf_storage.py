@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
         save_distributed: Accepted for compatibility: every rank always saves its share, and files are complete.
         enable_consolidation: Accepted for compatibility: there is nothing to consolidate.
         thread_count_consolidation: Accepted for compatibility.
+        process_group: The ranks that save, behind a URL; default: all.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
         save_distributed: bool = False,
         enable_consolidation: bool = False,
         thread_count_consolidation: int = 1,
+        *,
+        process_group: Any = None,
     ) -> None:
         BlockingAsyncStager.__init__(self)
         self.fqn_to_index_mapping = fqn_to_index_mapping
@@ -45,7 +49,9 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
         self.save_distributed = save_distributed
         self.enable_consolidation = enable_consolidation
         self.thread_count_consolidation = thread_count_consolidation
-        HuggingFaceWriter.__init__(self, path, make_layout=self._numbered, always_index=True)
+        HuggingFaceWriter.__init__(
+            self, path, make_layout=self._numbered, always_index=True, process_group=process_group
+        )
 
     def _numbered(self, tensors: Mapping[str, About]) -> Layout:
         return lay_out(tensors, numbers=self.fqn_to_index_mapping or dict.fromkeys(tensors, 1))

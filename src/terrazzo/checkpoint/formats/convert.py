@@ -97,10 +97,10 @@ def _copy(
     """Save the source with a writer, in this process alone."""
     planner = _Reporting(source, progress, allow_pickle=allow_pickle)
     writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    (plan,) = writer.prepare_global_plan(plans)
     try:
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
         results = writer.write_data(planner.finish_plan(plan), planner).wait()
         writer.finish(metadata, [results])
     except BaseException:

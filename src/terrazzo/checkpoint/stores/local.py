@@ -99,10 +99,25 @@ class LocalStore(Store):
         fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
+    def reserve(self, key: str, size: int) -> None:
+        """Create a file of zeros, for `share`.
+
+        Clients of a network file system may write zeros up to the end of a page that lies beyond the end of the file,
+        and so over what another node has written there.  In a file that had its size before, nothing lies beyond.
+        """
+        fd = self._os.open(self._path / key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self._os.ftruncate(fd, size)
+        finally:
+            self._os.close(fd)
+
     def share(self, key: str) -> LocalUpload:
-        """A file of which several processes write each its part; `finish` makes this process's part durable."""
+        """A file, made by `reserve`, of which several processes write each its part.
+
+        `finish` makes this process's part durable.
+        """
         path = self._path / key
-        fd = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = self._os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -111,6 +126,33 @@ class LocalStore(Store):
             self._os.replace(self._path / old, self._path / new)
         if self._durable:
             self.sync_folder(self._path)
+
+    @contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Alone with a file, among all processes that ask for the same, if the file system has locks."""
+        path = self._path / (key + LOCK)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            fd = self._os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                locked = self._try_lock(fd)
+                # Whoever had the lock removed the file: then it is another file of the same name that counts now.
+                if locked is None or (locked and _is_file_at(path, fd)):
+                    break
+            except BaseException:
+                self._os.close(fd)
+                raise
+            self._os.close(fd)
+            if time.monotonic() > deadline:
+                raise ConflictError(f"{path} has been locked by another process for {_LOCK_SECONDS:.0f} seconds")
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the next one uses what stays
+                self.delete([key + LOCK])
+            with suppress(OSError):
+                self._os.close(fd)
 
     def stream(self, key: str) -> Upload:
         for left in self.list(f".{key}."):  # of processes that were killed
@@ -172,7 +214,7 @@ class LocalStore(Store):
             if only_if is None:
                 self._os.replace(self._path / temporary, self._path / key)
             else:
-                with self._locked(key):
+                with self.locked(key):
                     if self._present(key) != only_if:
                         raise ConflictError(
                             f"{self._path / key} has been replaced by somebody else since this save began; what they "
@@ -207,33 +249,6 @@ class LocalStore(Store):
             return self.get(key)[1]
         except FileNotFoundError:
             return ABSENT
-
-    @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        """Alone with a file, among all processes that ask for the same."""
-        path = self._path / (key + LOCK)
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            fd = self._os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                locked = self._try_lock(fd)
-                # Whoever had the lock removed the file: then it is another file of the same name that counts now.
-                if locked is None or (locked and _is_file_at(path, fd)):
-                    break
-            except BaseException:
-                self._os.close(fd)
-                raise
-            self._os.close(fd)
-            if time.monotonic() > deadline:
-                raise ConflictError(f"{path} has been locked by another process for {_LOCK_SECONDS:.0f} seconds")
-            time.sleep(0.01)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # the next one uses what stays
-                self.delete([key + LOCK])
-            with suppress(OSError):
-                self._os.close(fd)
 
     def _try_lock(self, fd: int) -> bool | None:
         """Whether this process has the lock now; None if there are no locks here."""

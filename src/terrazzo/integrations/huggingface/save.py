@@ -13,6 +13,7 @@ from terrazzo.checkpoint import save
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceWriter, lay_out
 from terrazzo.checkpoint.formats.huggingface.files import STEM
 from terrazzo.checkpoint.formats.huggingface.layout import About
+from terrazzo.checkpoint.plan.sharded import check_storable, is_sharded
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.integrations.huggingface.families import family_of
@@ -85,6 +86,17 @@ def save_links(
             raise UnsupportedValueError(f"{file} is made of {names}, which have several dtypes: {kinds}")
         (kind,) = kinds
         abouts[file] = About(dtype if dtype is not None and kind.is_floating_point else kind, file_shape(found))
+    for name in dict.fromkeys(link.model for link in links):
+        _check_storable(name, tensors[name])
     layout = lay_out(abouts, max_shard_size, metadata)
     writer = HuggingFaceWriter(path, layout, stem=stem, beside=beside, process_group=process_group)
     save(dict(views_of(links, tensors)), storage_writer=writer, process_group=process_group)
+
+
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor that has no bytes of its own, or whose part on this rank has none."""
+    local = tensor.to_local() if is_sharded(tensor) and hasattr(tensor, "to_local") else tensor
+    try:
+        check_storable(local)
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(f"{name}: {error}") from error

@@ -7,14 +7,14 @@ shards.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Store, Version
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
 
 _SAVE_ID: Final = "[0-9a-f]{12}"
@@ -57,11 +57,7 @@ class Claim:
         self._index, self._single_name = files.index_name(stem), files.single_name(stem)
         self._mark = f".{self._single_name}.saving"
         # First of all, for whoever commits from now on is in this save's way.
-        self.root: Absent | Version
-        try:
-            self.root = store.get(self._index)[1]
-        except FileNotFoundError:
-            self.root = ABSENT
+        self.root = self._index_version()
         self._single = self._stat(self._single_name)
         if not overwrite and (self._single is not None or not isinstance(self.root, Absent)):
             raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
@@ -88,27 +84,65 @@ class Claim:
             lease, self._lease = self._lease, None
             lease.release()
 
-    def check_single(self) -> None:
-        """Raise if somebody else has put the only file of a checkpoint there."""
-        if self._stat(self._single_name) != self._single:
-            raise ConflictError(
-                f"{self._store.location}/{self._single_name} has been replaced by somebody else since this save began; "
-                f"what they wrote stays. Have one job save to one place, or save again"
-            )
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Where one save after the other commits, as far as the store has locks."""
+        with self._store.locked(self._single_name) if isinstance(self._store, LocalStore) else nullcontext():
+            yield
 
-    def remove_replaced(self, kept: Sequence[str]) -> None:
-        """After the commit: the checkpoint that was there, and shards that nothing names."""
-        hidden = self._single_name not in kept  # by the only file of the old checkpoint, while that is there
-        names = {self._single_name if hidden else self._index}
+    def check_unchanged(self) -> None:
+        """Raise if somebody else has put a checkpoint there."""
+        if self._stat(self._single_name) != self._single:
+            raise self._conflict(self._single_name)
+        if self._index_version() != self.root:
+            raise self._conflict(self._index)
+
+    def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
+        """After the commit: the checkpoint that was there, and shards that nothing names.
+
+        Without locks somebody else may have committed since `check_unchanged`.  What they have put stays, and who of
+        the two is hidden by it raises, so a checkpoint is there whatever the order.
+
+        Args:
+            kept: The files of the new checkpoint.
+            index: The version of its index; None: it is one file.
+        """
         try:
+            if index is None:
+                names = [self._index]
+                if self._index_version() != self.root:
+                    if self._stat(self._single_name) is None:
+                        raise self._conflict(self._index)
+                    return  # it is hidden by this save's file: theirs is the error
+            else:
+                names = [self._single_name]
+                if self._stat(self._single_name) != self._single:
+                    raise self._conflict(self._single_name)
             others = set() if self._others_save() else self._shards()
-            self._store.delete(sorted(names | ((self._replaced | others) - set(kept))))
+            self._store.delete([*names, *sorted((self._replaced | others) - set(kept))])
+            if index is not None and self._index_version() != index:
+                raise self._conflict(self._index)
+        except ConflictError:
+            raise
         except OSError as error:
-            if hidden and self._stat(self._single_name) is not None:
+            # The only file of the old checkpoint hides the new one.
+            if index is not None and self._stat(self._single_name) is not None:
                 raise
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self._store.location, error)
 
     # -------------------------------------------------------------- details
+
+    def _conflict(self, name: str) -> ConflictError:
+        return ConflictError(
+            f"{self._store.location}/{name} has been replaced by somebody else since this save began; "
+            f"what they wrote stays. Have one job save to one place, or save again"
+        )
+
+    def _index_version(self) -> Absent | Version:
+        try:
+            return self._store.get(self._index)[1]
+        except FileNotFoundError:
+            return ABSENT
 
     def _shards(self) -> set[str]:
         return {entry.key for entry in self._store.list(self._stem) if files.is_shard(entry.key, self._stem)}

@@ -17,7 +17,11 @@ from terrazzo.errors import CheckpointCorruptError
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 STEM: Final = "model"
-_SHARD: Final = re.compile(r"(?P<stem>.+?)(?:-(?P<save>[0-9a-f]{12}))?-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_SHARD: Final = re.compile(
+    r"(?P<stem>.+?)(?:-(?P<save>[0-9a-f]{12}))?-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors"
+)
+
+_OF_RANK: Final = re.compile(r"shard-[0-9]{5}-")  # of PyTorch's writer: a rank has only the files that it has a part of
 
 
 def single_name(stem: str = STEM) -> str:
@@ -61,7 +65,29 @@ def files_of(store: Store, names: Iterable[str]) -> tuple[list[str], dict[str, s
         if index_name(stem) in present:
             weight_map = read_index(store, index_name(stem))
             return sorted(set(weight_map.values())), weight_map
+    _check_all_shards(store, data)
     return data, {}
+
+
+def _check_all_shards(store: Store, names: Iterable[str]) -> None:
+    """Raise if files without an index are those of a save that has not ended, or are not all there."""
+    sets: dict[str, dict[tuple[str | None, int], set[int]]] = {}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match is not None and _OF_RANK.match(name) is None:
+            of_stem = sets.setdefault(match["stem"], {})
+            of_stem.setdefault((match["save"], int(match["count"])), set()).add(int(match["number"]))
+    for stem, saves in sets.items():
+        if len(saves) > 1:
+            raise CheckpointCorruptError(
+                f"{store.location}: files of {len(saves)} checkpoints, and no {index_name(stem)} that says which counts"
+            )
+        ((_, count), numbers) = next(iter(saves.items()))
+        if numbers not in (set(range(1, count + 1)), set(range(count))):  # some count from 0
+            raise CheckpointCorruptError(
+                f"{store.location}: {len(numbers)} of {count} files {stem}-...-of-{count:05d}{SUFFIX}, and no "
+                f"{index_name(stem)}: the save has not ended, or files are missing. Save or download it again"
+            )
 
 
 def _is_visible(name: str) -> bool:

@@ -29,8 +29,8 @@ from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.checkpoint.stores import Entry, Place, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 
 # How PyTorch's writer says which part of a tensor a file has, where ranks have written files of their own.
@@ -69,6 +69,8 @@ class HuggingFaceReader(StorageReader):
         self._dequantise = dequantise
         self._block = block
         self._metadata: Metadata | None = None
+        self._found: dict[str, Entry] = {}  # the files, as they were before their headers were read
+        self._used = False
         self._parts: dict[str, list[_Part]] = {}
         self._quantised: dict[str, Quantised] = {}
 
@@ -84,14 +86,16 @@ class HuggingFaceReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.bytes_read = 0
+        if checkpoint_id is not None or self._used:  # another checkpoint may be there by now
+            self._metadata = None
+        self._used = False
         if checkpoint_id is not None:
             self.place = Place(checkpoint_id)
-            self._metadata = None
 
     def read_metadata(self) -> Metadata:
         """The table of contents; it is read once, so that a reader sees one checkpoint."""
         if self._metadata is None:
-            self._store, files, weight_map = self._find()
+            self._store, self._found, files, weight_map = self._find()
             headers = self._headers(files)
             self._metadata = self._described(files, headers, weight_map)
         return self._metadata
@@ -107,6 +111,7 @@ class HuggingFaceReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self.read_metadata()
+        self._used = True
         plain: list[tuple[StoredChunk, ReadItem]] = []
         packed: list[ReadItem] = []
         for item in plan.items:
@@ -133,6 +138,7 @@ class HuggingFaceReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             self._read_quantised(requests, item, target)
             planner.commit_tensor(item, target)
+        self._check_unchanged({item.storage_index.fqn for item in plan.items})
         self.bytes_read += requests.bytes_read
         future: Future[None] = Future()
         future.set_result(None)
@@ -142,20 +148,38 @@ class HuggingFaceReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Place(checkpoint_id).exists()
 
+    def _check_unchanged(self, names: set[str]) -> None:
+        """Raise if a file with one of these tensors is no longer the one whose header says where it is."""
+        names = names | {self._quantised[name].scale for name in names if name in self._quantised}
+        now = self._entries(self._store)
+        for file in sorted({part.stored.file.name for name in names for part in self._parts[name]}):
+            if now.get(file) != self._found[file]:
+                raise ConflictError(
+                    f"{self._store.location}/{file} has been replaced while it was read, so what has been loaded may "
+                    f"be of two checkpoints. Load again, when nobody saves there"
+                )
+
     # -------------------------------------------------------------- what is there
 
-    def _find(self) -> tuple[Store, list[str], dict[str, str]]:
+    def _entries(self, store: Store) -> dict[str, Entry]:
+        """The files that are there now."""
+        if not self.place.is_file():
+            return {entry.key: entry for entry in store.list()}
+        return {self.place.name: store.stat(self.place.name)} if store.exists(self.place.name) else {}
+
+    def _find(self) -> tuple[Store, dict[str, Entry], list[str], dict[str, str]]:
         if self.place.is_file():
-            return self.place.parent.store, [self.place.name], {}
+            store = self.place.parent.store
+            return store, self._entries(store), [self.place.name], {}
         store = self.place.store
-        present = [entry.key for entry in store.list()]
+        present = self._entries(store)
         files, weight_map = files_of(store, present)
         if not files:
             raise CheckpointNotFoundError(f"there is no file *{SUFFIX} at {self.place}")
         absent = sorted(set(files).difference(present))
         if absent:
             raise CheckpointNotFoundError(f"{self.place}: the index names {', '.join(absent)}, which is not there")
-        return store, files, weight_map
+        return store, present, files, weight_map
 
     def _headers(self, files: Sequence[str]) -> list[Header]:
         def read(name: str) -> Header:

@@ -123,6 +123,8 @@ class HuggingFaceWriter(StorageWriter):
             self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
             if self._claim.usual_names:
                 self.save_id += _USUAL
+            if self._given is not None:
+                self._reserve(self._given)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -136,7 +138,9 @@ class HuggingFaceWriter(StorageWriter):
                         f"{item.index.fqn} is not a tensor, and safetensors files hold nothing else"
                     )
                 tensors[item.index.fqn] = About(item.tensor_data.properties.dtype, tuple(item.tensor_data.size))
-        layout = self._make_layout(tensors)
+        layout = self._given or self._make_layout(tensors)
+        if self._claim is not None and self._given is None:
+            self._reserve(layout)
         described = [(file.header, file.size, file.names) for file in layout.files]
         slots = {name: (slot.file, slot.start, slot.dtype, slot.shape) for name, slot in layout.slots.items()}
         data = messages.encode((self.save_id, len(plans), described, slots))
@@ -182,7 +186,6 @@ class HuggingFaceWriter(StorageWriter):
             if not self.may_abandon():
                 self._release()
             raise
-        self._committed = True
         self._describe(metadata)
         self._release()
 
@@ -272,6 +275,12 @@ class HuggingFaceWriter(StorageWriter):
         assert item.tensor_data is not None
         return item.tensor_data.chunk.box
 
+    def _reserve(self, layout: Layout) -> None:
+        """On the coordinator: make the files, before other ranks open them."""
+        if isinstance(self._store, LocalStore):
+            for number, file in enumerate(layout.files):
+                self._store.reserve(self._part(number), file.size)
+
     def _write_shared(
         self, store: LocalStore, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner
     ) -> None:
@@ -283,7 +292,13 @@ class HuggingFaceWriter(StorageWriter):
         for number, file in enumerate(layout.files):
             if number not in by_file and self._claim is None:
                 continue
-            upload = store.share(self._part(number))
+            try:
+                upload = store.share(self._part(number))
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{store.location} has no {self._part(number)}, which the first rank has made there: it is not the "
+                    f"same folder on all ranks"
+                ) from error
             try:
                 if self._claim is not None:
                     upload.write(0, [memoryview(file.header)])
@@ -319,6 +334,11 @@ class HuggingFaceWriter(StorageWriter):
             upload.finish()
 
         alone = ranks == 1 or not (dist.is_available() and dist.is_initialized())
+        if not alone and ranks is not None and ranks != dist.get_world_size(self._group):
+            raise CheckpointError(
+                f"{ranks} ranks save, but the writer is for {dist.get_world_size(self._group)}: give it the same "
+                f"process_group as save"
+            )
         plane = (
             ControlPlane(None, (0,), 0, DEFAULT_TIMEOUT)
             if alone
@@ -347,24 +367,25 @@ class HuggingFaceWriter(StorageWriter):
                 "only the coordinator, which set_up_storage_writer made of this writer, finishes a save"
             )
         finals = [self._final(number) for number in range(len(layout.files))]
-        if not self._is_single:
-            if isinstance(self._store, LocalStore):
-                self._own.update(finals)
-                self._store.rename({self._part(number): name for number, name in enumerate(finals)})
-            weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
+        with claim.committing():
+            claim.check_unchanged()
             self._put_beside()
-            self._store.put(self._index, files.encode_index(weight_map, layout.total_size), only_if=claim.root)
-            self._own = set()
-            claim.remove_replaced(finals)
-            return
-        claim.check_single()
-        self._put_beside()
-        if isinstance(self._store, LocalStore):
-            self._store.rename({self._part(0): self._single_name})
-        elif self._last is not None:
-            self._last.finish()
-            self._last = None
-        claim.remove_replaced(finals)
+            index = None
+            if self._is_single:
+                if isinstance(self._store, LocalStore):
+                    self._store.rename({self._part(0): self._single_name})
+                elif self._last is not None:
+                    self._last.finish()
+                    self._last = None
+            else:
+                if isinstance(self._store, LocalStore):
+                    self._own.update(finals)
+                    self._store.rename({self._part(number): name for number, name in enumerate(finals)})
+                weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
+                content = files.encode_index(weight_map, layout.total_size)
+                index = self._store.put(self._index, content, only_if=claim.root)
+            self._committed = True  # what fails from now on leaves the new checkpoint there
+            claim.remove_replaced(finals, index)
 
     def _put_beside(self) -> None:
         for name, data in self._beside.items():
