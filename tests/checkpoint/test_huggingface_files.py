@@ -21,6 +21,7 @@ from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.formats.huggingface import claim
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
 from terrazzo.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -273,6 +274,37 @@ def check_sizes(folder: str) -> None:
 def test_files_have_their_size_before_ranks_open_them(tmp_path: Path) -> None:
     """Clients of NFS may write zeros over what other nodes write beyond the end that they know."""
     run_ranks(2, check_sizes, str(tmp_path))
+
+
+def test_a_long_save_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(FsspecStore):
+        signs = 0
+
+        def put(self, key: str, data: Any, **condition: Any) -> Any:
+            self.signs += key.startswith("save-")
+            return super().put(key, data, **condition)
+
+    store = Counting(f"local://{tmp_path}")
+    monkeypatch.setattr(claim, "REFRESH_SECONDS", 0.0)
+    save(state(1), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+    assert store.signs > 3
+
+    class Late(HuggingFaceWriter):
+        lost = ""
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            store.delete([name for name in os.listdir(tmp_path) if name not in before and self.lost in name])
+            super().finish(metadata, results)
+
+    before = os.listdir(tmp_path)
+    for lost in (".saving", "-00002-of"):
+        with pytest.raises(ConflictError, match="another save has taken this one for dead"):
+            writer = Late(store, make_layout=small_files)
+            writer.lost = lost
+            save(state(2), storage_writer=writer)
+        assert equal(found_in(tmp_path), state(1))
+    save(state(3), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
+    assert equal(found_in(tmp_path), state(3)) and len(os.listdir(tmp_path)) == len(load_index(tmp_path)) + 1
 
 
 def check_group(folder: str) -> None:

@@ -7,6 +7,7 @@ shards.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
@@ -18,6 +19,7 @@ from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, LocalStore,
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
 
 _SAVE_ID: Final = "[0-9a-f]{12}"
+REFRESH_SECONDS: Final = 60.0  # far less than what makes a lease an ended one
 _PART: Final = re.compile(rf"\.hf-(?P<save>{_SAVE_ID})-[0-9]{{5}}\.tmp")
 
 
@@ -64,7 +66,9 @@ class Claim:
         self._replaced = self._shards_named()
         self._remove_leftovers((self._index, self._mark, *beside))
         self._lease: Lease | None = store.lease(lease_name(save_id))
+        self._shown = time.monotonic()
         self._marked = False
+        self.lost = False  # whether another save has taken this one for dead
         try:
             with suppress(ConflictError):
                 store.put(self._mark, save_id.encode(), only_if=ABSENT)
@@ -83,6 +87,34 @@ class Claim:
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.release()
+
+    def show_life(self) -> None:
+        """The save goes on: called often, it makes the lease younger now and then."""
+        now = time.monotonic()
+        if now - self._shown < REFRESH_SECONDS:
+            return
+        self._shown = now
+        with suppress(OSError):  # whether somebody has taken this save for dead is seen before the commit
+            if isinstance(self._store, LocalStore):
+                self._store.touch(lease_name(self._id))
+            else:
+                self._store.put(lease_name(self._id), b"")
+
+    def check_alive(self, written: Sequence[str]) -> None:
+        """Raise if another save has taken this one for dead, and what it held or these files of its own away."""
+        try:
+            held = not self._marked or bytes(self._store.get(self._mark)[0]) == self._id.encode()
+        except FileNotFoundError:
+            held = False
+        gone = sorted(set(written).difference(entry.key for entry in self._store.list(self._stem)))
+        if held and not gone:
+            return
+        self.lost = True
+        self._marked = self._marked and held
+        raise ConflictError(
+            f"{self._store.location}: another save has taken this one for dead and removed "
+            f"{', '.join(gone) or self._mark}; its files do not count. Have one job save to one place, or save again"
+        )
 
     @contextmanager
     def committing(self) -> Iterator[None]:

@@ -33,8 +33,12 @@ def write_streamed(
     plane: ControlPlane,
     begin: Callable[[int], Upload],
     keep: Callable[[int, Upload], None],
+    show_life: Callable[[], None],
 ) -> None:
-    """Write all files; `begin` opens a file for its owner, and `keep` is given it when all is written."""
+    """Write all files; `begin` opens a file for its owner, and `keep` is given it when all is written.
+
+    `show_life` is called again and again.
+    """
     failure: Exception | None = None
     for first in range(0, len(layout.files), plane.size):
         wave = range(first, min(first + plane.size, len(layout.files)))
@@ -48,6 +52,7 @@ def write_streamed(
         except Exception as error:  # told when all is over
             failure = error
         for start in range(0, max(_data_size(layout, number) for number in wave), _WINDOW):
+            show_life()
             for number in wave:
                 size = min(_data_size(layout, number) - start, _WINDOW)
                 if size <= 0:

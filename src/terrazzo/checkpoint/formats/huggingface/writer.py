@@ -198,8 +198,8 @@ class HuggingFaceWriter(StorageWriter):
 
     def may_abandon(self) -> bool:
         """Whether the checkpoint is certainly not there, so that what was written is of no use."""
-        if self._committed:
-            return False
+        if self._committed or (self._claim is not None and self._claim.lost):
+            return False  # of a save that is lost, names may be another's by now
         try:  # what failed may have been the last part of putting the index
             return not self._own.intersection(files.read_index(self._store, self._index).values())
         except FileNotFoundError:
@@ -303,6 +303,7 @@ class HuggingFaceWriter(StorageWriter):
                 if self._claim is not None:
                     upload.write(0, [memoryview(file.header)])
                 for item in by_file.get(number, ()):
+                    self._show_life()
                     self._bytes_written[number] += self._write_item(upload, layout, item, planner)
             except BaseException:
                 upload.abort()
@@ -326,6 +327,9 @@ class HuggingFaceWriter(StorageWriter):
         """Whole files by one rank each."""
         self._bytes_written = [0] * len(layout.files)
 
+        def begin(number: int) -> Upload:
+            return self._store.stream(self._final(number))
+
         def keep(number: int, upload: Upload) -> None:
             if self._is_single:  # it takes the place of another in the moment of the commit
                 self._last = upload
@@ -345,7 +349,7 @@ class HuggingFaceWriter(StorageWriter):
             else ControlPlane.create(self._group, name="safetensors")
         )
         try:
-            write_streamed(layout, items, planner, plane, lambda number: self._store.stream(self._final(number)), keep)
+            write_streamed(layout, items, planner, plane, begin, keep, self._show_life)
         finally:
             plane.close()
 
@@ -369,6 +373,7 @@ class HuggingFaceWriter(StorageWriter):
         finals = [self._final(number) for number in range(len(layout.files))]
         with claim.committing():
             claim.check_unchanged()
+            claim.check_alive([] if self._is_single or isinstance(self._store, LocalStore) else finals)
             self._put_beside()
             index = None
             if self._is_single:
@@ -390,6 +395,10 @@ class HuggingFaceWriter(StorageWriter):
     def _put_beside(self) -> None:
         for name, data in self._beside.items():
             self._store.put(name, data)
+
+    def _show_life(self) -> None:
+        if self._claim is not None:
+            self._claim.show_life()
 
     def _release(self) -> None:
         if self._claim is not None:
