@@ -25,12 +25,12 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.chunks import Overlaps
 from terrazzo.checkpoint.native.dtypes import is_lossless
-from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.errors import CheckpointError, CheckpointMismatchError, UnsupportedValueError
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
 
 _NAMED = 50
@@ -215,7 +215,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        loaded = self._decode(name, value)
+        loaded = value_of(name, value, self.allow_pickle, "load with DefaultLoadPlanner(allow_pickle=True)")
         present = self.state_dict.get(name)
         if isinstance(present, PerRank):
             present.value = loaded
@@ -223,17 +223,6 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict[name] = loaded
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
-
-    def _decode(self, name: str, value: io.BytesIO) -> Any:
-        if isinstance(value, ObjectBytes):
-            return value.value
-        try:
-            return torch.load(value, map_location="cpu", weights_only=not self.allow_pickle)
-        except Exception as error:
-            raise UnsupportedValueError(
-                f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
-                f"checkpoint, load with DefaultLoadPlanner(allow_pickle=True)"
-            ) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))

@@ -17,7 +17,7 @@ import torch
 
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import Overlaps
-from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.plan.load_planner import read_items
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
@@ -252,16 +252,7 @@ class _Catcher(ReadingPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        if isinstance(value, ObjectBytes):
-            self.values[name] = value.value
-            return
-        try:
-            self.values[name] = torch.load(value, map_location="cpu", weights_only=not self.allow_pickle)
-        except Exception as error:
-            raise UnsupportedValueError(
-                f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
-                f"checkpoint, open it with allow_pickle=True"
-            ) from error
+        self.values[name] = value_of(name, value, self.allow_pickle, "open it with allow_pickle=True")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self.targets[read_item.dest_index]
