@@ -76,9 +76,8 @@ class OwnComm:
             staging.announce(sections, axis)
             staging.announce(reduced, axis)
             work = wire.reduce_scatter(axis, reduced, sections, "avg" if averages else "sum")
-        divides = op == "avg" and not averages
-        finish = (lambda: reduced.div_(axis.size)) if divides else None
-        return Pending("reduce_scatter", axis, work, reduced, finish)
+        pending = Pending("reduce_scatter", axis, work, reduced)
+        return _mean(pending, axis) if op == "avg" and not averages else pending
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         if not self._sums(op, axis):
