@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import fully_shard, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.check import check
@@ -24,6 +25,19 @@ from terrazzo.tensor import DTensor
 
 WIDTH, HIDDEN, INPUTS, OUTPUTS = 7, 10, 6, 3  # 7 is uneven on 2 and 4 ranks, 3 leaves a rank of 4 empty
 PER_RANK = 4
+
+
+class Counted:
+    """The kinds of collectives while the context lasts."""
+
+    def __enter__(self) -> list[str]:
+        self.kinds: list[str] = []
+        self.observer = lambda event: self.kinds.append(event.kind)
+        add_observer(self.observer)
+        return self.kinds
+
+    def __exit__(self, *error: object) -> None:
+        remove_observer(self.observer)
 
 
 class Block(nn.Module):

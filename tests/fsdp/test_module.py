@@ -11,27 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from fsdp.compare import Counted, Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
-from terrazzo.comm import add_observer, remove_observer
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
-
-
-class Counted:
-    """The kinds of collectives while the context lasts."""
-
-    def __enter__(self) -> list[str]:
-        self.kinds: list[str] = []
-        self.observer = lambda event: self.kinds.append(event.kind)
-        add_observer(self.observer)
-        return self.kinds
-
-    def __exit__(self, *error: object) -> None:
-        remove_observer(self.observer)
 
 
 def sharded_and_plain(**options: object) -> tuple[Model, Model]:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compare import Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
+from fsdp.compare import Counted, Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
 from ranks import run_ranks
-from terrazzo.comm import add_observer, remove_observer
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, report
 from terrazzo.fsdp.plan.check import PlanError, check
@@ -119,19 +118,6 @@ class WithHalf(Model):
         return self.head(x)
 
 
-class Observed:
-    """How many messages there were in each step."""
-
-    def __enter__(self) -> list[str]:
-        self.kinds: list[str] = []
-        self.observer = lambda event: self.kinds.append(event.kind)
-        add_observer(self.observer)
-        return self.kinds
-
-    def __exit__(self, *error: object) -> None:
-        remove_observer(self.observer)
-
-
 def assert_same_bits(
     make: Callable[[], Any],
     bounds: tuple[int, ...],
@@ -149,7 +135,7 @@ def assert_same_bits(
         shard_blocks(model, **options)
         model.set_coalesce_bytes(bound)
         optimizer = adamw(model)
-        with checked(model), Observed() as kinds:
+        with checked(model), Counted() as kinds:
             for i, (x, y) in enumerate(batches(10)):
                 model.step = i
                 step(model, mine(x), mine(y), i)
