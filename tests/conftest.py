@@ -3,6 +3,7 @@ more than another test, at length, runs in `make proofs` (`--proofs`)."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays for ever: collections during the tests need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -112,16 +112,18 @@ def serve(connection: Connection, start: Start) -> None:
     with open(start.stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         connection.send_bytes(_answer(lambda: _set_up(start)))
-        # What was imported so far stays for ever; without it a collection between tests takes next to no time.
-        gc.collect()
-        gc.freeze()
-        environment, folder = dict(os.environ), os.getcwd()
+        environment, folder, modules = dict(os.environ), os.getcwd(), 0
         while True:
             try:
                 request: Request = pickle.loads(connection.recv_bytes())
             except EOFError:
                 os._exit(0)  # not through destructors, which may wait for other ranks
             _set_back(environment, folder)
+            gc.collect()
+            if len(sys.modules) != modules:
+                # What was imported stays for ever; without it a collection takes next to no time.
+                gc.freeze()
+                modules = len(sys.modules)
             connection.send_bytes(_answer(request.call))
 
 
@@ -184,7 +186,6 @@ def _set_back(environment: dict[str, str], folder: str) -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-    gc.collect()
 
 
 def _answer(call: Callable[[], Any]) -> bytes:

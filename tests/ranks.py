@@ -13,8 +13,8 @@
 `run_ranks` serves worlds 1, 2 and 4 from processes that live for the whole test session, so that a call costs
 milliseconds.  `run_fresh` starts processes for one call, for tests in which ranks die.  What both rely on:
 
-* A *fork server* imports torch once, before it has any thread, and every rank is forked from it: starting or
-  replacing a rank costs no import.
+* A *fork server* imports torch and terrazzo once (`rank_preload.py`), before it has any thread, and every rank is
+  forked from it: starting or replacing a rank costs no import.
 * A function travels by reference (module, file, qualified name), arguments and results by pickle.  A rank loads a
   test module from its file under the name that pytest gave it, with pytest's assertion rewriting.
 * The session's process hosts each world's store, as torchrun's agent does: a rank's death does not take it along.
@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,6 @@ _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
 _MAX_THREADS = 200  # a rank with more is replaced before the next test
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch.testing", "numpy", "pytest"]
 
 
 class RanksFailed(AssertionError):
@@ -169,6 +169,7 @@ class _World:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
+        _start_fork_server()
         try:
             for rank in range(size):
                 self._ranks.append(_Rank(rank, size, self._store.port, self._folder, first))
@@ -260,6 +261,19 @@ class _Rank:
         self._connection.close()
 
 
+def _start_fork_server() -> None:
+    """Starts it unless it runs. Modules to import before it forks it finds by PYTHONPATH: sys.path it learns later."""
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before:
+            os.environ["PYTHONPATH"] = before
+        else:
+            del os.environ["PYTHONPATH"]
+
+
 def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
     """Makes every rank write its stacks, and waits until they are there and no longer grow."""
     for rank in ranks:
@@ -276,6 +290,6 @@ def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+_context.set_forkserver_preload(["rank_preload"])
 _pools: dict[int, _World] = {}
 atexit.register(close_all)

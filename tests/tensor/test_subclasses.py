@@ -247,3 +247,17 @@ def tagged() -> list[Any]:
 
 def test_a_subclass_that_holds_its_elements_is_a_tensor():
     assert run_ranks(2, tagged) == [[[0.0, 1, 2, 3, 4, 5], 30.0]] * 2
+
+
+def data_beside_a_copied_view():
+    mesh = init_device_mesh("cpu", (2,))
+    part = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])[1:4]  # its memory is another's: a copy
+    leaf = distribute_tensor(TwoTensor(torch.ones(4), torch.ones(4)), mesh, [Shard(0)]).requires_grad_()
+    assert torch.equal(leaf.data.to_local().a, torch.ones(2))
+    leaf.data.mul_(2)
+    assert torch.equal(leaf.to_local().b, torch.full((2,), 2.0))
+    assert torch.equal(part.full_tensor(), torch.arange(1.0, 4.0))
+
+
+def test_data_of_a_wrapper_that_has_no_memory():
+    run_ranks(2, data_beside_a_copied_view)

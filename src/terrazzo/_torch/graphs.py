@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.declared import attribute, check, later, private
+from terrazzo._torch.declared import check, later, private
 
 _CAPTURE = "terrazzo.compile captures programs on tensors without data"
 
@@ -76,14 +76,6 @@ def no_saved_tensor_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(outer):
             _push_hooks(pack, unpack)
-
-
-attribute("torch.UntypedStorage._cdata", "writes to memory that inputs share are refused")
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the memory of a tensor: equal for tensors that share it."""
-    return tensor.untyped_storage()._cdata
 
 
 # ------------------------------------------------------------------ compilers

@@ -28,7 +28,7 @@ CAN_SWAP = _swap is not None and storage_at is not None and refuse_writes is not
 
 attribute(
     "torch.UntypedStorage._cdata",
-    "fully_shard tells whether two tensors share memory, also while that memory is given back",
+    "whether two tensors share memory, also while that is given back, and of subclasses that have none of their own",
     there=lambda: hasattr(torch.empty(0).untyped_storage(), "_cdata"),
 )
 
@@ -36,6 +36,15 @@ attribute(
 def identity_of(storage: Any) -> int:
     """A number that is the same for all Python objects of one storage."""
     return storage._cdata
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number for the memory of a tensor: equal for tensors that share it.
+
+    Unlike an address, which a wrapper of other tensors refuses to tell, and which is 0 for all that have given theirs
+    back.
+    """
+    return identity_of(tensor.untyped_storage())
 
 
 def swap_memory(storage: Any, other: Any) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
-from terrazzo._torch.graphs import FakeTensorMode, memory_of, no_autocast, no_saved_tensor_hooks
+from terrazzo._torch.graphs import FakeTensorMode, no_autocast, no_saved_tensor_hooks
+from terrazzo._torch.storages import memory_of
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
 from terrazzo.graphs.draws import Draws

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
@@ -54,7 +55,7 @@ class Origin:
 
     def watch(self, data: torch.Tensor) -> None:
         """Count what is written to `data` as well, if it is of the same memory."""
-        if data.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
+        if memory_of(data) == memory_of(self._local):
             self._data.append(data)
             self._version += _version_of(data)
 

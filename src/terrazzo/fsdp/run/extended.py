@@ -218,7 +218,7 @@ class ExtendedBucket(Bucket):
         """The memory that is given back between uses: of what is gathered, and of what was made of it."""
         known: set[int] = set()
         for tensor in (*self._outputs, *inner):
-            identity = storages.identity_of(tensor.untyped_storage())
+            identity = storages.memory_of(tensor)
             if identity not in known:
                 known.add(identity)
                 self._memories.append(ReturnableMemory(tensor, self._warning()))

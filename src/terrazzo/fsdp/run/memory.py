@@ -46,7 +46,7 @@ class ReturnableMemory:
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor lies here."""
         try:
-            found: bool = storages.identity_of(tensor.untyped_storage()) == storages.identity_of(self._storage)
+            found: bool = storages.memory_of(tensor) == storages.identity_of(self._storage)
         except (NotImplementedError, RuntimeError):
             return False  # sparse tensors have no storage, nor have those that torch.func wraps
         return found

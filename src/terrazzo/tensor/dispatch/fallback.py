@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.storages import memory_of
 from terrazzo.layout import Layout, Replicate, moved_bytes
 from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -146,6 +147,6 @@ def _level_of_user() -> int:
 
 def _storage(t: torch.Tensor) -> int:
     try:
-        return t.untyped_storage().data_ptr()
+        return memory_of(t)
     except (RuntimeError, NotImplementedError):
         return id(t)  # sparse and other layouts without a storage alias nothing

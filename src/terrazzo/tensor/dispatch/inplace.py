@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, overload_name
+from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import check_keeps_shape, check_no_leaf, check_writable, pass_on
@@ -91,7 +92,7 @@ def run_in_place(
 def _reshape_leaf(name: str, target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
     """Without autograd; the local stays the leaf whose gradient graphs from before will want to add to."""
     result = getattr(torch.Tensor, name)(*args, **kwargs)
-    if result._local.untyped_storage().data_ptr() != target._local.untyped_storage().data_ptr():
+    if memory_of(result._local) != memory_of(target._local):
         raise DTensorError(
             f"{name}_: the change of shape needs communication, and the leaf (now {target._layout}) would not get the "
             "gradients of what was computed from it before. Redistribute it before it is used, or use the form without "
