@@ -141,6 +141,11 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
         ranks.close()
 
 
+def preload(*modules: str) -> None:
+    """Has the fork server import these modules, too. To be said before the first rank starts."""
+    _context.set_forkserver_preload([*_PRELOAD, *modules])
+
+
 def close_all() -> None:
     """Ends every persistent rank."""
     while _pools:
@@ -290,6 +295,7 @@ def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rank_preload"])
+_PRELOAD = ["rank_preload"]
+_context.set_forkserver_preload(_PRELOAD)
 _pools: dict[int, _World] = {}
 atexit.register(close_all)

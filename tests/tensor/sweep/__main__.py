@@ -36,7 +36,7 @@ def main(
     verbose: Annotated[bool, typer.Option(help="Print every finding, not the first of each entry.")] = False,
 ) -> None:
     """Run PyTorch's op database with distributed inputs and compare with one device."""
-    ranks._context.set_forkserver_preload([*ranks._PRELOAD, "torch.testing._internal.common_methods_invocations"])
+    ranks.preload("torch.testing._internal.common_methods_invocations")
     names = [e for e in entries() if not entry or any(e == w or (w[-1] == "*" and e.startswith(w[:-1])) for w in entry)]
     chosen = quick_plan if quick else full_plan
     plan = [
