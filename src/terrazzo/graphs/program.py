@@ -31,7 +31,7 @@ from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture
 from terrazzo.graphs.surroundings import Stale, Surroundings
 from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
-from terrazzo.tensor.dtensor import per_thread
+from terrazzo.tensor.links import per_thread
 from terrazzo.tensor.ops.losses import parallel_loss
 
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}

@@ -24,8 +24,9 @@ from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
-from terrazzo.tensor.dtensor import DTensor, links, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.foreign import refuse_torch_dtensor
+from terrazzo.tensor.links import links
 from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step

@@ -19,8 +19,9 @@ from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
-from terrazzo.tensor.dtensor import DTensor, links, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.indices import region_of
+from terrazzo.tensor.links import links
 from terrazzo.tensor.strides import has_view, is_contiguous, no_view
 
 _local_slot: Any = DTensor.__dict__["_local"]

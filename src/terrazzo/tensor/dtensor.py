@@ -9,13 +9,10 @@ locals.  Everything that happens once per key lives in `dispatch`, `planner` and
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +39,7 @@ from terrazzo.tensor.dispatch.keys import (
     list_handlers,
     routes,
 )
+from terrazzo.tensor.links import links
 from terrazzo.tensor.raw_access import NoRawAccess
 from terrazzo.tensor.strides import global_stride, is_contiguous
 
@@ -49,48 +47,6 @@ WRITTEN = "_on_write"
 """An attribute of some DTensors: what to call when they may be written to where no version counter sees it."""
 
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
-
-
-class Links:
-    """What the methods of `DTensor` call in modules that are built on it. Each of these puts its own functions here."""
-
-    miss: Callable[..., Any]
-    """A call for which no route is known (`dispatch.calls`)."""
-    aten: Callable[..., Any]
-    """An operator called from C++ (`dispatch.aten`)."""
-    from_local: Callable[..., DTensor]
-    to_local: Callable[..., torch.Tensor]
-    full_tensor: Callable[..., torch.Tensor]
-    redistribute: Callable[..., DTensor]
-    chunk_list: Callable[..., list[Any]]
-    gradient_of: Callable[..., DTensor]
-    gradient_for: Callable[..., torch.Tensor]
-    reduce: Callable[..., Any]
-    copies: WeakSet[Any] = WeakSet()
-    """Where copied views come from (`copied_view.Origin`), as far as these are in use."""
-
-
-links = Links()
-
-
-class PerThread(threading.local):
-    """What is set per thread: whether plain tensors in a call count as replicated."""
-
-    implicit_replication = False
-
-
-per_thread = PerThread()
-
-
-@contextmanager
-def plain_tensors_replicated() -> Iterator[None]:
-    """Plain tensors among DTensors count as replicated in this thread."""
-    outer = per_thread.implicit_replication
-    per_thread.implicit_replication = True
-    try:
-        yield
-    finally:
-        per_thread.implicit_replication = outer
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:

@@ -20,7 +20,8 @@ from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dtensor import DTensor, links, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.links import links
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:

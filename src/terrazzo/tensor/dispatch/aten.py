@@ -16,7 +16,8 @@ from terrazzo._torch.autograd import innermost_transform
 from terrazzo._torch.dispatching import is_composite, thread_state_before_dispatch, without_autocast
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES
-from terrazzo.tensor.dtensor import DTensor, links
+from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.links import links
 from terrazzo.tensor.ops.table import TABLE
 
 

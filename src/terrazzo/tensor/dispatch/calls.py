@@ -28,7 +28,8 @@ from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.spec import Call, Spec
-from terrazzo.tensor.dtensor import DTensor, key_of_call, links, plain_tensors_replicated
+from terrazzo.tensor.dtensor import DTensor, key_of_call
+from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures
 from terrazzo.tensor.ops.table import Context, Operation, apply_rule, names_for, operation
 

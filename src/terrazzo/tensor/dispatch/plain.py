@@ -10,7 +10,8 @@ import torch
 from terrazzo._torch.autograd import is_transformed
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.links import per_thread
 
 
 def admit_plain_tensors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from terrazzo.tensor.dtensor import plain_tensors_replicated
+from terrazzo.tensor.links import plain_tensors_replicated
 
 
 def implicit_replication() -> AbstractContextManager[None]:

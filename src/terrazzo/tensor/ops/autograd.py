@@ -21,7 +21,8 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
-from terrazzo.tensor.dtensor import DTensor, links, sums_only, wrap
+from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
+from terrazzo.tensor.links import links
 from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
 

@@ -22,7 +22,8 @@ from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMis
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import HALF
-from terrazzo.tensor.dtensor import DTensor, per_thread, wrap
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.links import per_thread
 from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 
