@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.comm.axis import axis_over
-from terrazzo.fsdp.run import direct, flat
-from terrazzo.fsdp.run.direct import FIRST_TAG, MessageGather, start_gather, start_reduce
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, trace
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.check import check as check_plan
+from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.run import direct, flat, in_place
+from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.in_place import InPlace
+from terrazzo.fsdp.run.root import root_of
 
 
 def check(uneven: bool, dtype: torch.dtype) -> None:
@@ -81,32 +88,105 @@ def test_sections_of_any_length_among_very_many_ranks(dtype):
     run_ranks(4, check_sums, dtype, 2)
 
 
-def check_unpacking() -> None:
-    """This rank's part is not where all are gathered; who unpacks aligned chunks takes it from where it is."""
-    direct._SMALL, before = 0, direct._SMALL
+def check_in_place(dtype: torch.dtype) -> None:
+    """Some tensors travel by themselves, others together, and what is extra with these."""
+    kept = direct._SMALL, in_place._LARGE
+    direct._SMALL, in_place._LARGE = 0, 20 * dtype.itemsize
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = axis_over(tuple(range(world)), "cpu")
     try:
-        for rows in (2 * world, 2 * world + 1):
-            plan = FlatPlan([(rows, 3), (rows,)], [0, 0], world, rank)
-            wholes = [torch.randn(rows, 3), torch.randn(rows)]
-            for whole in wholes:
-                dist.broadcast(whole, 0)
-            part = torch.cat([chunk.reshape(-1) for chunk in plan.own_chunks(wholes)])
-            found = [torch.full_like(whole, torch.nan) for whole in wholes]
-            gathered = start_gather(part, axis, plan, FIRST_TAG)
-            assert isinstance(gathered, MessageGather)
-            if plan.aligned:
-                others = gathered.of_others()
-                others[plan.own_start : plan.own_start + plan.own_size] = torch.nan
-                plan.unpack(others, plan.pieces(found), gathered.part)
-            else:
-                plan.unpack(gathered.wait(), plan.pieces(found))
-            assert all(map(torch.equal, found, wholes))
+        for shapes in ([(2 * world,), (4 * world, 7), (world, 3), (world, 2, 30)], [(world, 50)], [(world,)]):
+            dims = [0] * len(shapes)
+            plan, reduced = (FlatPlan(shapes, dims, world, rank, False, extra) for extra in (0, 2))
+            assert InPlace.suits(plan, axis, dtype.itemsize)
+            torch.manual_seed(0)
+            values = [[torch.randint(-9, 9, shape).to(dtype) for shape in shapes] for _ in range(world)]
+            part = torch.cat([chunk.reshape(-1) for chunk in plan.own_chunks(values[0])])
+            found = [[torch.full_like(whole, 99) for whole in values[0]] for _ in range(2)]
+            first, second = [
+                InPlace(plan, dtype.itemsize).gather(part * (i + 1), plan.pieces(found[i]), axis, FIRST_TAG + 2 * i)
+                for i in range(2)
+            ]
+            second.wait(), first.wait()
+            assert all(map(torch.equal, found[0], values[0]))
+            assert all(torch.equal(a, b * 2) for a, b in zip(found[1], values[0], strict=True))
+            counts = torch.tensor([rank, 1]).to(dtype)
+            mine = [values[rank][0].clone(), *values[rank][1:]]
+            for op, divisor in (("sum", 1), ("avg", world)):
+                section = InPlace(reduced, dtype.itemsize).reduce(mine, counts, axis, op, FIRST_TAG + 1).wait()
+                sums = [torch.stack(each).float().sum(0) / divisor for each in zip(*values, strict=True)]
+                expected = [chunk.reshape(-1) for chunk in reduced.own_chunks(sums)]
+                expected.append(torch.tensor([sum(range(world)), world]) / divisor)
+                assert torch.equal(section, torch.cat(expected).to(dtype)), (shapes, op)
+            assert all(map(torch.equal, mine, values[rank])), "gradients are left as they were"
     finally:
-        direct._SMALL = before
+        direct._SMALL, in_place._LARGE = kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_sections_that_arrive_where_they_belong(world, dtype):
+    run_ranks(world, check_in_place, dtype)
+
+
+class Even(nn.Module):
+    """Whose chunks are alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, rank: int = -1) -> torch.Tensor:
+        x = self.layers(x)
+        return self.unused(x) if rank == 0 else x  # on one rank's data only
+
+
+def train_even(in_place_too: bool, accumulate: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = Even()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.set_coalesce_bytes(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with trace(model) as steps:
+        for step in range(3):
+            model.set_requires_gradient_sync(not accumulate or step != 0)
+            x = torch.randn(2 * world, 8)[2 * rank : 2 * rank + 2]
+            model(x, rank).float().square().sum().backward()
+            if not accumulate or step != 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        handle = model.layers[0].unshard(async_op=True)
+        model.layers[0].reshard()  # which nobody waited for
+        handle.wait()
+        model(torch.ones(1, 8))
+    # A gather in place writes the parameters, and has memory for them.
+    found = {
+        any(buffer.kind == "unsharded" for buffer in each.writes)
+        for each in steps.operations
+        if each.moves and each.kind is Kind.GATHER
+    }
+    assert found == {in_place_too}
+    check_plan(steps.operations, root_of(group_of(model)).spec())
+    return [value.full_tensor() for value in model.state_dict().values()]
+
+
+def check_training() -> None:
+    kept = direct._SMALL, in_place._LARGE
+    for accumulate, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        usual = train_even(False, accumulate, dtype)
+        try:
+            direct._SMALL, in_place._LARGE = 0, 64
+            found = train_even(True, accumulate, dtype)
+        finally:
+            direct._SMALL, in_place._LARGE = kept
+        assert all(map(torch.equal, usual, found)), "bit for bit"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_a_rank_has_is_not_copied_to_be_copied(world):
-    run_ranks(world, check_unpacking)
+def test_training_with_groups_that_travel_in_place(world):
+    run_ranks(world, check_training)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from terrazzo._torch.declared import attribute, private
 
-_WHY = "torch.compile breaks the graph at DTensors and leaves the code that runs them alone"
+_WHY = "torch.compile breaks the graph at DTensors and fully_shard's hooks, and leaves the code that runs them alone"
 _set_strategy: Any = private("torch._C._dynamo.eval_frame.set_code_exec_strategy", _WHY)
 _action: Any = private("torch._C._dynamo.eval_frame._FrameAction", _WHY)
 _strategy: Any = private("torch._C._dynamo.eval_frame._FrameExecStrategy", _WHY)
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-disable_dynamo: Callable[[_F], _F] = private(
-    "torch._disable_dynamo", "torch.compile breaks the graph at fully_shard's hooks"
-)
 
 # It is only ever set, on functions of terrazzo, so no torch can lack it; the tests of compilation see whether it works.
 attribute("torch.compiler.disable._torchdynamo_disable", _WHY, there=lambda: True)

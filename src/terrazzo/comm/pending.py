@@ -1,14 +1,19 @@
 """What a started collective returns: a result that is on its way."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-from torch.distributed import Work
+from typing import Any, Generic, Protocol, TypeVar
 
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import CommError, CommTimeout
 
 Result = TypeVar("Result")
+
+
+class Work(Protocol):
+    """What a process group returns, or several of these in one."""
+
+    def wait(self) -> Any:
+        """Until it is done."""
 
 
 class Pending(Generic[Result]):

@@ -177,7 +177,7 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         elements=sum(p.layout.shape.numel() for p in unit.params),
         held=sum(local.nbytes * (2 if trainable else 1) for local, trainable in shards),
         unsharded=sizes.unsharded,
-        gathered=sizes.gathered,
+        gathered=sizes.arriving,
         gradients=sizes.gradients,
         reduce_buffer=sizes.packed,
         under_way=_under_way(sizes, own.reduce_buffers, spec.streams),

@@ -107,3 +107,9 @@ class Options:
     reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # for those that shard, connections to reduce over
     reduce_buffers: int = 1  # packed gradients that may be under reduction when the next are packed
     staging: Staging | None = None  # where what is communicated lies, if not in ordinary memory
+
+    @property
+    def usual(self) -> bool:
+        """Whether nothing was set about how parameters are gathered and gradients reduced."""
+        own = self.all_gather is not None or self.reduce_scatter is not None or self.staging is not None
+        return not own and not self.force_sum

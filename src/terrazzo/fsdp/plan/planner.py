@@ -258,6 +258,8 @@ class _Planner:
             self.where[each] = Where.GATHERING
             self.lent.add(each)
         gathered = tuple([Buffer("gathered", each) for each in units])
+        if spec.sizes.in_place and not inner and not along:
+            gathered = (*gathered, Buffer("unsharded", unit))
         self._emit(
             Kind.GATHER,
             unit,
@@ -327,7 +329,7 @@ class _Planner:
             if unit in self.lent and self.where[unit] is Where.UNSHARDED:
                 continue
             along = companions(unit)
-            room -= sizes.gathered
+            room -= sizes.arriving
             if i and room < 0:
                 return
             self._gather(unit, "prefetch", along)
@@ -346,7 +348,8 @@ class _Planner:
                 self._emit(Kind.FREE, unit)
             return
         if where in (Where.GATHERING, Where.GATHERING_INNER):
-            self._emit(Kind.DISCARD, unit, gives=(Buffer("gathered", unit),), waits=(Mark("gathered", unit),))
+            arriving = Buffer("gathered", unit), Buffer("unsharded", unit)  # which may have no memory yet
+            self._emit(Kind.DISCARD, unit, gives=arriving, waits=(Mark("gathered", unit),))
         if where is not Where.GATHERING:
             kind = "unsharded" if where is Where.UNSHARDED else "kept"
             self._emit(Kind.FREE, unit, gives=(Buffer(kind, unit),))

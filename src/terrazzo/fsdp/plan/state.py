@@ -60,6 +60,8 @@ class Event(Enum):
     RESHARD = "sharded parameters are asked for"  # unit
     REDUCE = "the user asks for the reduction of what was accumulated"
 
+    __hash__ = object.__hash__  # by identity and in C: an event is looked up for every module that runs
+
 
 @dataclass(frozen=True, slots=True)
 class State:

@@ -10,7 +10,7 @@ class Sizes:
     """Bytes of a unit's buffers on this rank, and what its collectives make a rank send on average."""
 
     shard: int = 0
-    gathered: int = 0
+    gathered: int = 0  # what a gather brings to a place of its own
     unsharded: int = 0  # 0: the shards are the parameters
     kept: int = 0
     gradients: int = 0
@@ -20,6 +20,12 @@ class Sizes:
     kept_moves: int = 0  # a gather among the ranks of the smaller mesh
     reduce_moves: int = 0
     all_reduce_moves: int = 0
+    in_place: bool = False  # most of what a gather brings arrives in the unsharded parameters
+
+    @property
+    def arriving(self) -> int:
+        """Memory that is taken when a gather begins."""
+        return self.gathered + self.unsharded * self.in_place
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 flat, memory     where elements lie; memory that comes and goes
 comm, direct     what collectives are done with
+in_place         large groups on CPU, which travel without buffers in between
 bucket           parameters of one dtype: their shard buffer and their unsharded one
 extended         a parameter that is a tensor subclass, which says itself what is gathered
 gradients        from unsharded gradients to sharded ones

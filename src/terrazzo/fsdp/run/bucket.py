@@ -21,8 +21,9 @@ from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
-from terrazzo.fsdp.run.direct import FIRST_TAG, MessageGather
+from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.flat import FlatPlan, has_many, worth_padding
+from terrazzo.fsdp.run.in_place import GatherInPlace, InPlace
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 
@@ -56,6 +57,7 @@ class Bucket:
         self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the unsharded parameters are the shards themselves
+        self._in_place: tuple[tuple[FlatPlan, torch.dtype], InPlace | None] | None = None
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
         """How `params` lie in sections over `axis`."""
@@ -92,8 +94,24 @@ class Bucket:
 
     @property
     def gathered_bytes(self) -> int:
-        """Memory of what a gather brings, until it is copied out."""
+        """Memory of what a gather brings to a place of its own, until it is copied out."""
         return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
+
+    def in_place(self) -> InPlace | None:
+        """How it is gathered straight into the unsharded parameters, if that can be."""
+        key = self.plan, self.compute_dtype
+        if self._in_place is None or self._in_place[0] != key:
+            itemsize = self.compute_dtype.itemsize
+            suits = InPlace.suits(self.plan, self.settings.mesh.shard, itemsize)
+            self._in_place = key, InPlace(self.plan, itemsize) if suits else None
+        return self._in_place[1]
+
+    def gather_in_place(self) -> GatherInPlace:
+        """Begin to fill the unsharded parameters."""
+        how = self.in_place()
+        assert how is not None
+        self.take()
+        return how.gather(self.to_send(self.shard), self.pieces, self.settings.mesh.shard, self.tag)
 
     # ------------------------------------------------------------------ epochs
 
@@ -170,12 +188,9 @@ class Bucket:
 
     def receive(self, pending: Pending[Tensor]) -> None:
         """End a gather, and make the parameters of what came."""
-        if isinstance(pending, MessageGather) and self.plan.aligned:
-            others = pending.of_others()
-            self.take()
-            self.plan.unpack(others, self.pieces, pending.part)
-        else:
-            self.fill(pending.wait(), self.plan, self.pieces)
+        gathered = pending.wait()
+        if not isinstance(pending, GatherInPlace):
+            self.fill(gathered, self.plan, self.pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Make the parameters from what was gathered."""

@@ -89,10 +89,10 @@ class FlatPlan:
         ]
         numels = [prod(shape) for shape in self.own_shapes]
         # How this rank's section splits: a chunk, what pads it, the next chunk, ... and what is extra.
-        self._own_splits: list[int] = []
+        self.own_splits: list[int] = []
         for i, numel in enumerate(numels):
-            self._own_splits += [numel, self._room(i, index) - numel] if self.padded else [numel]
-        self._own_splits += [extra] if extra else []
+            self.own_splits += [numel, self._room(i, index) - numel] if self.padded else [numel]
+        self.own_splits += [extra] if extra else []
         self._own_at = [2 * i if self.padded else i for i in range(len(numels))]
         self.total = sum((stop - first) * self.size_of(first) for first, stop in self._runs)
         self.alike = equal or even
@@ -173,7 +173,7 @@ class FlatPlan:
     def own_views(self, section: Tensor) -> list[Tensor]:
         """This rank's chunk of each tensor, in its section, or what of it comes before the extra elements."""
         whole = section.numel() == self.own_size
-        parts = section.split_with_sizes(self._own_splits if whole else self._own_splits[:-1])
+        parts = section.split_with_sizes(self.own_splits if whole else self.own_splits[:-1])
         return [parts[at].view(shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 
     def own_chunks(self, wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -193,26 +193,12 @@ class FlatPlan:
             return [whole.view(self.n, -1) for whole in wholes]
         return [self._in_tensor(block, wholes[block.tensor]) for block in self._blocks]
 
-    def unpack(self, sections: Tensor, pieces: list[Tensor], own: Tensor | None = None) -> None:
-        """Fill the tensors behind `pieces` from the sections of all ranks, which have nothing extra.
-
-        Only if chunks are aligned: `own` is this rank's section, which then need not be among them.
-        """
+    def unpack(self, sections: Tensor, pieces: list[Tensor]) -> None:
+        """Fill the tensors behind `pieces` from the sections of all ranks, which have nothing extra."""
         if not self.aligned:
             torch._foreach_copy_(pieces, [self._in_sections(block, sections) for block in self._blocks])
             return
-        rows = sections.view(self.n, -1)
-        if own is None:
-            torch.split_with_sizes_copy(rows, self._own_splits, 1, out=pieces)
-            return
-        here = self.index
-        for source, first, stop in (
-            (rows[:here], 0, here),
-            (own.view(1, -1), here, here + 1),
-            (rows[here + 1 :], here + 1, self.n),
-        ):
-            if first < stop:
-                torch.split_with_sizes_copy(source, self._own_splits, 1, out=[piece[first:stop] for piece in pieces])
+        torch.split_with_sizes_copy(sections.view(self.n, -1), self.own_splits, 1, out=pieces)
 
     def pack(self, wholes: Sequence[Tensor], sections: Tensor, extra: Tensor | None = None) -> None:
         """Write the chunks of the tensors where the collective expects them, converting to the dtype of `sections`.

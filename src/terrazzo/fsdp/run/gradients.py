@@ -25,6 +25,7 @@ from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 
@@ -37,7 +38,9 @@ class Gradients:
         self._trainable: tuple[ShardedParameter, ...] = ()
         self._plan: FlatPlan | None = None
         self._accumulated: dict[int, Tensor] = {}  # by position: sums in the reduce dtype, not reduced yet
+        self._in_place: InPlace | None = None  # how gradients are reduced from where they are, if that can be
         self._packed: Tensor | None = None
+        self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # what is reduced from where it is
         self._pending: Pending[Tensor] | None = None
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None  # reduced over the shard axis, not yet over the replicas
@@ -101,6 +104,9 @@ class Gradients:
             mesh = self.bucket.settings.mesh
             extra = len(trainable) if mesh.size > 1 else 0
             self._plan = self.bucket.plan_over(mesh.shard, trainable, extra) if trainable else None
+            self._in_place = None
+            if self._plan is not None and InPlace.suits(self._plan, mesh.shard, self.dtype.itemsize):
+                self._in_place = InPlace(self._plan, self.dtype.itemsize)
             self._accumulated.clear()
         return self._plan
 
@@ -146,11 +152,14 @@ class Gradients:
     # ------------------------------------------------------------------ with communication
 
     def pack(self) -> None:
-        """Copy what gradients there are to where the reduction wants them."""
+        """Copy what gradients there are to where the reduction wants them, if it does not take them as they are."""
         plan = self.plan()
         if plan is None:
             return
         wholes, reached = self.collect()
+        if self._in_place is not None and self.options.usual:
+            self._unpacked = [whole.to(self.dtype) for whole in wholes], reached
+            return
         mesh = self.bucket.settings.mesh
         self._packed = empty_to_reduce(self.options, plan.total, self.dtype, mesh.device, self.reduce_axis)
         plan.pack(wholes, self._packed, reached)
@@ -176,6 +185,11 @@ class Gradients:
     def reduce(self, comm: Comm) -> None:
         """Begin the reduce-scatter."""
         plan, packed = self._plan, self._packed
+        if self._unpacked is not None and self._in_place is not None:
+            (wholes, reached), self._unpacked = self._unpacked, None
+            op = self.choose_operation(None)
+            self._pending = self._in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
+            return
         if plan is None or packed is None:
             return
         op = self.choose_operation(packed)
@@ -377,7 +391,7 @@ class Gradients:
     def discard(self) -> None:
         """Wait for what is under way: other ranks wait for this one's messages, and the next must not meet them."""
         pending, self._pending = self._pending, None
-        self._packed = self._reduced = self._reached = self._counts = None
+        self._packed = self._unpacked = self._reduced = self._reached = self._counts = None
         self._held = []
         if pending is not None:
             pending.wait()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo._torch.autograd import in_backward
-from terrazzo._torch.compiling import disable_dynamo
+from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.state import Event, Phase
 from terrazzo.fsdp.run.root import Root, root_of
@@ -17,7 +17,6 @@ from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.tree import has_tensor, map_tensors
 
 
-@disable_dynamo
 def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Have the parameters unsharded; returns the inputs as the module shall see them."""
     root: Root = group.root if group.root is not None else root_of(group)
@@ -48,7 +47,6 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> t
     return args, kwargs
 
 
-@disable_dynamo
 def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     """Watch for backward, free the parameters if that is wanted; returns the outputs as others shall see them."""
     root: Root = group.root
@@ -124,8 +122,7 @@ def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> Non
     if root.state.phase[index] is Phase.BACKWARD:
         return
     root.begin_backward()
-    with torch.no_grad():
-        root.advance((Event.REACH, index, before))
+    root.advance_without_graph((Event.REACH, index, before))
 
 
 def _after_backward(group: Group, grad: Tensor) -> None:
@@ -134,5 +131,8 @@ def _after_backward(group: Group, grad: Tensor) -> None:
     unit: Unit = group.unit
     if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
         root.begin_backward()
-        with torch.no_grad():
-            root.advance((Event.REACH_END, unit.index))
+        root.advance_without_graph((Event.REACH_END, unit.index))
+
+
+for _hook in (before_forward, after_forward):
+    stay_eager(_hook)  # torch.compile breaks the graph here; eager code pays nothing

@@ -105,6 +105,14 @@ class Root:
             self.executor.plan_with(self.spec(), self._order)
         self.executor.advance(event)
 
+    def advance_without_graph(self, event: tuple[Any, ...]) -> None:
+        """The same in backward, which may be recording a graph of its own."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.advance(event)
+        else:
+            self.advance(event)
+
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self, module: int) -> None:

@@ -122,11 +122,20 @@ class Unit:
         precision, offload = self.settings.precision, self.settings.offload
         return (*axes, mesh.sums_already, precision, offload, options.reduce_buffers)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether it is gathered straight into the unsharded parameters, when it is gathered by itself."""
+        if self._extended or not self.buckets or not self.options.usual:
+            return False
+        return all(bucket.in_place() is not None for bucket in self.buckets)
+
     def sizes(self) -> Sizes:
         """What the planner, and reports, have to know."""
+        in_place = self.in_place
         return Sizes(
+            in_place=in_place,
             shard=sum(bucket.shard.nbytes for bucket in self.buckets),
-            gathered=sum(bucket.gathered_bytes for bucket in self.buckets),
+            gathered=sum(_resting(bucket, in_place) for bucket in self.buckets),
             unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
             kept=self._kept_bytes(),
             gradients=sum(gradients.bytes for gradients in self.gradients),
@@ -295,6 +304,9 @@ class Unit:
         """Begin to collect the shards of all ranks."""
         self.check_ready()
         self.gathered_epoch = self.epoch
+        if self.in_place:
+            self._pending = [bucket.gather_in_place() for bucket in self.buckets]
+            return
         self._pending = [
             self.comm.gather(bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag)
             for bucket in self.buckets
@@ -381,6 +393,9 @@ class Unit:
         pending, self._pending = self._pending, []
         for one in pending:
             one.wait()
+        if pending:
+            for bucket in self.buckets:  # where the gather was in place they have memory
+                bucket.free()
 
     # ------------------------------------------------------------------ gradients
 
@@ -438,6 +453,12 @@ class Unit:
             if gradients:
                 each.abandon()
         self.free()
+
+
+def _resting(bucket: Bucket, in_place: bool) -> int:
+    """Memory of what a gather brings to a place of its own."""
+    how = bucket.in_place() if in_place else None
+    return bucket.gathered_bytes if how is None else how.rest * bucket.compute_dtype.itemsize
 
 
 def _is_same(one: Layout, other: Layout) -> bool:

@@ -1,0 +1,113 @@
+"""Large groups on CPU: gathered to where the parameters are, and reduced from where backward has left the gradients.
+
+Where every tensor is a row per rank, a rank's chunk of it is contiguous in it. So the chunks of large tensors are
+messages of their own, which arrive in the parameters themselves, or leave from the gradients: no buffer in between is
+filled, copied and given back. All small tensors together are one more message for each pair of ranks.
+
+Ranks need not agree about more than the sizes: what a gradient was like on the way here does not change a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.run.direct import exchange, goes_by_messages, report_collective
+from terrazzo.fsdp.run.flat import FlatPlan
+
+_LARGE = 1 << 16  # bytes of a chunk that is a message of its own
+
+
+class InPlace:
+    """Which tensors of a plan travel by themselves; the plan is aligned."""
+
+    def __init__(self, plan: FlatPlan, itemsize: int) -> None:
+        self.plan = plan
+        self._splits = plan.own_splits
+        large = [i for i in range(len(plan.shapes)) if self._splits[i] * itemsize >= _LARGE]
+        self._large = tuple(large)
+        self._small = tuple(i for i in range(len(self._splits)) if i not in large)  # what is extra is the last of them
+        self._small_splits = [self._splits[i] for i in self._small]
+
+    @staticmethod
+    def suits(plan: FlatPlan, axis: Axis, itemsize: int) -> bool:
+        """Whether a group of this plan travels this way: on CPU, if it is large, among not too many ranks."""
+        return plan.aligned and goes_by_messages(axis, plan.total * itemsize)
+
+    # ------------------------------------------------------------------ gathers
+
+    @property
+    def rest(self) -> int:
+        """Elements of the small tensors, which are gathered elsewhere first."""
+        return sum(self._small_splits) * self.plan.n
+
+    def gather(self, part: Tensor, pieces: Sequence[Tensor], axis: Axis, tag: int) -> GatherInPlace:
+        """Begin to fill `pieces`, a row per rank of each tensor, from the sections of all ranks; `part` is its own."""
+        n, own = axis.size, axis.index
+        report_collective("all_gather", axis, self.plan, part, None)
+        chunks = part.split_with_sizes(self._splits)
+        rest = part.new_empty((n, sum(self._small_splits)))
+        if self._small:
+            torch.cat([chunks[i] for i in self._small], out=rest[own])
+        outgoing = [chunks[i] for i in self._large] + [rest[own]]
+        works = exchange(
+            axis, [outgoing] * n, [[*(pieces[i][rank] for i in self._large), rest[rank]] for rank in range(n)], tag
+        )
+        torch._foreach_copy_([piece[own] for piece in pieces], chunks)  # while messages are under way
+        small = [pieces[i] for i in self._small]
+
+        def finish() -> Tensor:
+            if small:
+                torch.split_with_sizes_copy(rest, self._small_splits, 1, out=small)
+            return part
+
+        return GatherInPlace("all_gather", axis, works, part, finish)
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduce(self, wholes: Sequence[Tensor], extra: Tensor | None, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
+        """Begin to reduce tensors, of which each rank gets its section; `op` is sum or avg."""
+        n, own = axis.size, axis.index
+        rows = [whole.reshape(n, -1) for whole in wholes]
+        if extra is not None:
+            rows.append(extra.expand(n, -1))
+        report_collective("reduce_scatter", axis, self.plan, wholes[0], op)
+        rest = torch.cat([rows[i] for i in self._small], 1) if self._small else rows[0].new_empty((n, 0))
+        outgoing = [[*(rows[i][rank] for i in self._large), rest[rank]] for rank in range(n)]
+        received = rest.new_empty((1 if n == 2 else n, self.plan.own_size))
+        arrived = torch.empty_like(rest)
+        sections = [section.split_with_sizes(self._splits) for section in received.unbind()]
+        into = [sections[0] if n == 2 else sections[rank] for rank in range(n)]
+        incoming = [[*(into[rank][i] for i in self._large), arrived[rank]] for rank in range(n)]
+        works = exchange(axis, outgoing, incoming, tag)
+        mine = [(i, rows[i][own]) for i in self._large]
+
+        def of_two() -> Tensor:
+            for i, whole in mine:
+                sections[0][i].add_(whole)
+            if self._small:
+                parts = arrived[1 - own].add_(rest[own]).split_with_sizes(self._small_splits)
+                torch._foreach_copy_([sections[0][i] for i in self._small], list(parts))
+            section = received[0]
+            return section.mul_(0.5) if op == "avg" else section
+
+        def of_many() -> Tensor:
+            arrived[own].copy_(rest[own])
+            for i, whole in mine:
+                sections[own][i].copy_(whole)
+            if self._small:
+                for i, part in zip(self._small, arrived.split_with_sizes(self._small_splits, 1), strict=True):
+                    torch._foreach_copy_([section[i] for section in sections], list(part.unbind()))
+            return received.mean(0) if op == "avg" else received.sum(0, dtype=received.dtype)
+
+        return Pending("reduce_scatter", axis, works, received, of_two if n == 2 else of_many)
+
+
+class GatherInPlace(Pending[Tensor]):
+    """A gather after which the parameters are filled."""
+
+    __slots__ = ()
