@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from checkpoint.faults import FaultySystem
 from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
-from terrazzo.checkpoint.formats import Format, HuggingFaceReader, HuggingFaceWriter, detect
+from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface import claim
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
@@ -408,7 +408,7 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
     (tmp_path / "copy.safetensors").write_bytes((tmp_path / content["weight_map"]["b"]).read_bytes())
     with pytest.raises(CheckpointCorruptError, match="and no index says which one counts"):
         Checkpoint(tmp_path)
-    assert detect(tmp_path) is Format.HUGGINGFACE
+    assert detect(tmp_path) == "huggingface"
     for changes in ({"shape": [-1, -4]}, {"data_offsets": [0.0, 16.0]}, {"data_offsets": [16, 0]}, {"shape": "4"}):
         header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}).encode()
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from terrazzo.checkpoint.formats.broadcasting import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.detect import Format
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.errors import TerrazzoError
 
@@ -25,7 +24,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 
     Tensors pass through memory in small pieces, so the checkpoint may be larger than memory.  Nothing in it is run.
     """
-    convert(dcp_checkpoint_dir, torch_save_path, Format.TORCH_SAVE, overwrite=True)
+    convert(dcp_checkpoint_dir, torch_save_path, "torch_save", overwrite=True)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -33,7 +32,7 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 
     Tensors pass through memory one part at a time.  Nothing in the file is run.
     """
-    convert(TorchSaveReader(torch_save_path), dcp_checkpoint_dir, Format.DCP, overwrite=True)
+    convert(TorchSaveReader(torch_save_path), dcp_checkpoint_dir, "dcp", overwrite=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import typer
 
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
-from terrazzo.checkpoint.formats.detect import Format
+from terrazzo.checkpoint.formats.registry import named, names
 from terrazzo.cli.screen import CheckpointPath, errors, progress, say
 from terrazzo.errors import CheckpointExistsError
 
@@ -16,18 +16,21 @@ from terrazzo.errors import CheckpointExistsError
 def convert(
     source: CheckpointPath,
     target: Annotated[str, typer.Argument(help="Where the new one goes: a path or a URL.", show_default=False)],
-    to: Annotated[Format, typer.Option("--to", "--format", help="The new checkpoint's format.")] = Format.NATIVE,
+    to: Annotated[
+        str, typer.Option("--to", "--format", help=f"The new one's format: {', '.join(names())}.")
+    ] = "native",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     stage: Annotated[
         int | None, typer.Option(help="To deepspeed: the ZeRO stage that resumes; default as saved.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="To deepspeed: how many ranks resume; default as saved.")] = None,
     only: Annotated[
-        str | None, typer.Option(help="To huggingface: where the weights are in the checkpoint, as `model`.")
+        str | None, typer.Option(help="To safetensors: where the weights are in the checkpoint, as `model`.")
     ] = None,
 ) -> None:
     """Convert a checkpoint into another format, with little memory."""
     with errors():
+        format = named(to)
         total = Checkpoint(source).total_bytes()
         with progress("converting", total) as advance:
             try:
@@ -42,7 +45,7 @@ def convert(
                     only=only,
                 )
             except CheckpointExistsError as error:
-                if overwrite or to is Format.DEEPSPEED:  # which cannot be replaced
+                if overwrite or not format.replaces:
                     raise
                 raise CheckpointExistsError(f"{target} exists; name another target, or pass --overwrite") from error
-        say(f"{source} -> {target} ({to.value})")
+        say(f"{source} -> {target} ({to})")

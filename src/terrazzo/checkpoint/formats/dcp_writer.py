@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.native.leases import SaveLease, has_ended
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.save_side import PlainSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Place, Store, Upload, Version, is_url, store_at
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Place, Store, Upload, Version, is_url, store_at
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
@@ -52,11 +53,8 @@ class DCPWriter(StorageWriter):
         self._committed = False
         self._replacing: Absent | Version = ABSENT
         self._replaced: set[str] = set()  # the files of the checkpoint that was there
-        self._lease: Lease | None = None
+        self._lease = SaveLease()
         self._go_to(path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lease": None}  # a lease belongs to the process that took it
 
     def _go_to(self, path: str | os.PathLike[str] | Store) -> None:
         if isinstance(path, Store):
@@ -72,7 +70,7 @@ class DCPWriter(StorageWriter):
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._release()
+        self._lease.release()
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
         self._name, self._committed = "", False
@@ -92,17 +90,12 @@ class DCPWriter(StorageWriter):
             self._replaced = _files_of(data, str(self.path)) or set()
         _remove_leftovers(self._store)
 
-    def _release(self) -> None:
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.release()
-
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         save_id = uuid.uuid4().hex[:12]
-        self._lease = self._store.lease(lease_name(save_id))
+        self._lease.take(self._store, save_id)
         return [replace(plan, storage_data=f"__{rank}_{save_id}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -162,14 +155,14 @@ class DCPWriter(StorageWriter):
         metadata.version = dcp_metadata.VERSION
         self._store.put(METADATA, dcp_metadata.encode(metadata), only_if=self._replacing)
         self._committed = True
-        self._release()
+        self._lease.release()
         used = {location.file for location in metadata.storage_data.values()}
         self._store.delete(self._replaced - used)
 
     def abandon(self) -> None:
         """The save has failed: remove what this rank has written."""
         self._remove_own()
-        self._release()
+        self._lease.release()
 
     def save_side(self) -> _Side:
         """How a save deals with it."""
@@ -232,8 +225,7 @@ def _remove_leftovers(store: Store) -> None:
         names = [entry.key for entry in entries]
         lease = lease_name(save_id)
         ours = all(name == lease or _NAME.fullmatch(name) for name in names)
-        ended = lease not in names or store.lease_ended(lease, max(entry.modified for entry in entries))
-        if ours and ended:
+        if ours and has_ended(store, save_id, entries):
             stale += names
     if not stale:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -78,8 +78,11 @@ class Source:
             raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor")
         self._fetch(items, _Fetch(target))
 
-    def pieces(self, name: str) -> Iterator[memoryview]:
-        """A tensor's bytes in row-major order, a few at a time, each good until the next is asked for."""
+    def pieces(self, name: str, progress: Callable[[str, int], None] | None = None) -> Iterator[memoryview]:
+        """A tensor's bytes in row-major order, a few at a time, each good until the next is asked for.
+
+        `progress` is told of each when the next is asked for.
+        """
         entry = self.metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name} is not a tensor")
@@ -91,6 +94,8 @@ class Source:
             part = buffer[: window.numel]
             self.read(name, window, part.view(window.lengths))
             yield bytes_of(part)
+            if progress is not None:
+                progress(name, part.nbytes)
 
     def value(self, name: str) -> io.BytesIO:
         """What is stored under a name that is not a tensor: an `ObjectBytes`, or a planner's own bytes."""

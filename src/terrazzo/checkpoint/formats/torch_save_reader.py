@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 import torch
-from torch.futures import Future
 
+from terrazzo.checkpoint.formats.format import ItemReader
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import (
@@ -22,8 +22,7 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Place, ReadFile
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -68,7 +67,7 @@ class TorchSaveFile:
         return target.numel() * value.dtype.itemsize
 
 
-class TorchSaveReader(StorageReader):
+class TorchSaveReader(ItemReader):
     """Reads a file of `torch.save` that holds a state dict, nested or flat.
 
     Each rank reads the parts that it needs, as from any checkpoint.  The file's pickle is read as plain data; one that
@@ -78,23 +77,11 @@ class TorchSaveReader(StorageReader):
         path: The file, or its URL; `load(checkpoint_id=...)` names another.
     """
 
-    plans_alone = True
-
-    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
-        self.place = path if isinstance(path, Place) else Place(path)
-        self.bytes_read = 0
-        self._opened: TorchSaveFile | None = None
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The file that is read."""
-        return self.place.path
+    _opened: TorchSaveFile | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
         self._opened = None
-        self.bytes_read = 0
-        if checkpoint_id is not None:
-            self.place = Place(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         self._opened = TorchSaveFile(self.place)
@@ -104,20 +91,10 @@ class TorchSaveReader(StorageReader):
         if self._opened is None:
             self._opened = TorchSaveFile(self.place)
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
         if self._opened is None:
             self._opened = TorchSaveFile(self.place)
-        for item in plan.items:
-            self.bytes_read += self._opened.read(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return self._opened.read(item, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

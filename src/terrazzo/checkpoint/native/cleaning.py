@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, lease_name, save_of
+from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, save_of
+from terrazzo.checkpoint.native.leases import has_ended
 from terrazzo.checkpoint.native.manifest import Manifest, version_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Entry, Store
@@ -40,7 +41,7 @@ def remove_leftovers(store: Store) -> list[str]:
             by_save[save_id].append(entry)
         elif is_temporary(entry.key) and store.lease_ended(entry.key, entry.modified):
             stale.append(entry.key)
-    ended = [save_id for save_id, entries in by_save.items() if _has_ended(store, save_id, entries)]
+    ended = [save_id for save_id, entries in by_save.items() if has_ended(store, save_id, entries)]
     try:
         used = set(read_manifest(store).data_files)
     except FileNotFoundError:
@@ -50,10 +51,3 @@ def remove_leftovers(store: Store) -> list[str]:
     stale += [entry.key for save_id in ended for entry in by_save[save_id] if entry.key not in used]
     store.delete(stale)
     return stale
-
-
-def _has_ended(store: Store, save_id: str, entries: list[Entry]) -> bool:
-    lease = lease_name(save_id)
-    if all(entry.key != lease for entry in entries):
-        return True
-    return store.lease_ended(lease, max(entry.modified for entry in entries))

@@ -17,7 +17,8 @@ from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.cleaning import decode_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
-from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save, lease_name
+from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
 from terrazzo.checkpoint.native.merging import PartResults
 from terrazzo.checkpoint.native.reader import Reading
@@ -31,7 +32,7 @@ from terrazzo.checkpoint.native.writer import (
 )
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Lease, Store, Version
+from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -49,10 +50,7 @@ class NativeWriter(StorageWriter):
         self._files: FilesOfRank | None = None
         self._manifest: Manifest | Root | None = None
         self._replacing: Absent | Version = ABSENT  # what was there when the save began
-        self._lease: Lease | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lease": None}  # a lease belongs to the process that took it
+        self._lease = SaveLease()
 
     @property
     def plans_alone(self) -> bool:
@@ -60,7 +58,7 @@ class NativeWriter(StorageWriter):
         return type(self).prepare_global_plan is NativeWriter.prepare_global_plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._release()
+        self._lease.release()
         self._files = None
         self._manifest = None
         self.base = None
@@ -84,12 +82,7 @@ class NativeWriter(StorageWriter):
                 )
             for name in remove_leftovers(self.store):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
-            self._lease = self.store.lease(lease_name(self.save_id))
-
-    def _release(self) -> None:
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.release()
+            self._lease.take(self.store, self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -123,7 +116,7 @@ class NativeWriter(StorageWriter):
             self.store, parts, save_id, metadata.planner_data, replacing=self._replacing, features=features
         )
         self._describe(metadata)
-        self._release()
+        self._lease.release()
         try:
             remove_leftovers(self.store)
         except OSError as error:  # the checkpoint is valid; the next save removes what is left
@@ -173,7 +166,7 @@ class NativeWriter(StorageWriter):
             save_id, rank = self._files.save_id, self._files.rank
             names = [entry.key for entry in self.store.list()]
             discard(self.store, [name for name in names if is_file_of_save(name, save_id, rank)])
-        self._release()
+        self._lease.release()
 
     def may_abandon(self) -> bool:
         """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""

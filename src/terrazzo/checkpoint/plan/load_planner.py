@@ -231,6 +231,19 @@ class DefaultLoadPlanner(LoadPlanner):
         """The local tensor behind an index of this planner's plan."""
         return self._targets[index]
 
+    def load_side(self) -> DefaultLoadPlanner:
+        """How a load uses this planner: see `run.planner_sides`."""
+        return self
+
+    def own_target(self, item: ReadItem) -> torch.Tensor | None:
+        """The tensor that an item fills; None when a subclass hands out others, or changes what was read."""
+        kind = type(self)
+        handed_out = all(
+            getattr(kind, name) is getattr(DefaultLoadPlanner, name)
+            for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+        )
+        return self.lookup_tensor(item.dest_index) if handed_out else None
+
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
         shape, lengths = tensor.shape, read_item.lengths

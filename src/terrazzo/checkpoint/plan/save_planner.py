@@ -224,6 +224,10 @@ class DefaultSavePlanner(SavePlanner):
             and kind.transform_object is DefaultSavePlanner.transform_object
         )
 
+    def save_side(self) -> DefaultSavePlanner:
+        """How a save uses this planner: see `run.planner_sides`."""
+        return self
+
     def negotiate(self, plan: SavePlan) -> Negotiation:
         """This rank's side of the agreement on who writes what, before anything has been sent."""
         sizes: dict[int, int] = {}  # by description, of which many items share one

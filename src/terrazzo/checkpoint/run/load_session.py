@@ -20,13 +20,13 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.collector import paused_collector
-from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
+from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide, load_side_of
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
@@ -41,6 +41,7 @@ class LoadSession:
     checkpoint_id: Any
     wanted_together: bool = False
     once_per_node: bool = False
+    _planner_side: LoadPlannerSide | None = None
 
     @property
     def together(self) -> bool:
@@ -48,8 +49,15 @@ class LoadSession:
         return self.wanted_together or self.once_per_node or not self._plans_alone
 
     @property
+    def _side(self) -> LoadPlannerSide:
+        """How the planner takes part."""
+        if self._planner_side is None:
+            self._planner_side = load_side_of(self.planner)
+        return self._planner_side
+
+    @property
     def _plans_alone(self) -> bool:
-        return getattr(self.planner, "plans_alone", False) and getattr(self.reader, "plans_alone", False)
+        return self._side.plans_alone and getattr(self.reader, "plans_alone", False)
 
     def run(
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
@@ -59,8 +67,7 @@ class LoadSession:
             try:
                 self._run(state_dict, give_back)
             finally:
-                if isinstance(self.planner, DefaultLoadPlanner):
-                    self.planner.forget()
+                self._side.forget()
             event.bytes = getattr(self.reader, "bytes_read", 0)
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
@@ -92,8 +99,7 @@ class LoadSession:
         with paused_collector():
             use_root = getattr(self.reader, "use_root", None)
             metadata = self.reader.read_metadata() if root is None or use_root is None else use_root(root)
-        if isinstance(self.planner, DefaultLoadPlanner):
-            self.planner.set_up_ranks(self.place.rank, self.place.ranks)
+        self._side.set_up_ranks(self.place.rank, self.place.ranks)
         self.planner.set_up_planner(state_dict, metadata, self.place.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
         with paused_collector():
@@ -103,8 +109,7 @@ class LoadSession:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 
     def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
-        if isinstance(self.planner, DefaultLoadPlanner):
-            self.planner.write_back()
+        self._side.write_back()
         give_back(values)
 
     def _load_together(
@@ -160,7 +165,7 @@ class LoadSession:
         def agree() -> None:
             nonlocal node
             node = Node(here, name, timeout)
-            passed.extend(node.agree(plan.items, self.planner))
+            passed.extend(node.agree(plan.items, self._side))
 
         def read() -> None:
             assert node is not None

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.names import named_by_latest
-from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
+from terrazzo.checkpoint.filesystem import FileSystemWriter
+from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointError
 
 
 def find_writer(
@@ -59,31 +57,10 @@ def find_reader(
 
 def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> StorageReader:
     """A reader of the checkpoint that lies at a path or a URL or in a store, of whatever format."""
-    place = checkpoint_id if isinstance(checkpoint_id, Place) else Place(checkpoint_id)
-    native = _native_at(place)
-    if native is not None:
-        named = not isinstance(checkpoint_id, Store) and native.is_named
-        return FileSystemReader(native.path) if named else NativeReader(native.store)
-    foreign = _foreign_reader(place)
-    if foreign is not None:
-        return foreign
-    if not place.exists():
-        raise CheckpointNotFoundError(f"there is nothing at {place}")
-    named_by_latest(place)  # which says what is wrong with it
-    raise CheckpointNotFoundError(
-        f"there is no committed checkpoint at {place}: neither a {MANIFEST} nor a file of another format that is known"
-    )
+    from terrazzo.checkpoint.formats.registry import located  # formats are loaded when a checkpoint is read
 
-
-def _native_at(place: Place) -> Place | None:
-    """Where a checkpoint of terrazzo's own format is: here, or in a run's folder the one that its `latest` names."""
-    if (place / MANIFEST).is_file():
-        return place
-    try:
-        named = named_by_latest(place) if place.local is None or place.local.is_dir() else []
-    except CheckpointFormatError:  # a file of this name that means something else
-        return None
-    return next((folder for folder in named if (folder / MANIFEST).is_file()), None)
+    format, place = located(checkpoint_id)
+    return format.reader(place)
 
 
 def usable_reader(reader: Any) -> Any:
@@ -95,9 +72,3 @@ def _torch_storage() -> Any:
     from terrazzo.checkpoint.formats import torch_storage
 
     return torch_storage
-
-
-def _foreign_reader(place: Place) -> StorageReader | None:
-    from terrazzo.checkpoint.formats import reader_for as reader_for_other_format
-
-    return reader_for_other_format(place)

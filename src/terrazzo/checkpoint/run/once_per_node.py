@@ -30,8 +30,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from terrazzo._torch.groups import default_store
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
-from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once
 _ALIGNMENT: Final = 16
@@ -55,18 +55,15 @@ class Passed:
     items: tuple[int, ...]
 
 
-def _shareable(items: Sequence[ReadItem], planner: LoadPlanner) -> dict[tuple[int, int], tuple[int, int]]:
+def _shareable(items: Sequence[ReadItem], side: LoadPlannerSide) -> dict[tuple[int, int], tuple[int, int]]:
     """By a hash of 128 bits of what it is: an item that others may want as well, and its bytes."""
-    kind = type(planner)
-    if not isinstance(planner, DefaultLoadPlanner) or any(
-        getattr(kind, name) is not getattr(DefaultLoadPlanner, name)
-        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
-    ):
-        return {}  # what such a planner hands out need not be what the state dict has in the end
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for number, item in enumerate(items):
         if item.type is LoadItemType.TENSOR:
-            dtype = planner.lookup_tensor(item.dest_index).dtype
+            target = side.own_target(item)
+            if target is None:  # what such a planner hands out need not be what the state dict has in the end
+                continue
+            dtype = target.dtype
             index = item.storage_index
             offset = None if index.offset is None else tuple(index.offset)
             about = (index.fqn, offset, tuple(item.storage_offsets), tuple(item.lengths), str(dtype))
@@ -121,11 +118,11 @@ class Node:
         """Close the connections."""
         self._gloo = None
 
-    def agree(self, items: Sequence[ReadItem], planner: LoadPlanner) -> list[Passed]:
+    def agree(self, items: Sequence[ReadItem], side: LoadPlannerSide) -> list[Passed]:
         """What passes from rank to rank, as far as this rank has part in it."""
         if self._gloo is None:
             return []
-        own = _shareable(items, planner)
+        own = _shareable(items, side)
         table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
         found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
         for key, reader, receivers in assigned(self._gathered(table)):

@@ -22,14 +22,13 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.collector import paused_collector
-from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
 from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
-from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
+from terrazzo.checkpoint.run.planner_sides import SavePlannerSide, save_side_of
 from terrazzo.checkpoint.run.save_side import SaveSide, decode_all, encode_with_paths, side_of
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
@@ -65,6 +64,7 @@ class SaveSession:
     base: str | os.PathLike[str] | Store | None = None
     _writer: StorageWriter | None = None
     _side: SaveSide | None = None
+    _planner_side: SavePlannerSide | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
         """Save what `state_dict()` returns; returns the checkpoint's metadata on every rank."""
@@ -77,8 +77,7 @@ class SaveSession:
                     self._discard(self._side)
                 raise failed.error from failed.error.__cause__
             finally:
-                if isinstance(self.planner, DefaultSavePlanner):
-                    self.planner.forget()
+                self.planner_side.forget()
 
     def _discard(self, side: SaveSide) -> None:
         try:
@@ -98,6 +97,13 @@ class SaveSession:
         assert self._side is not None
         return self._side
 
+    @property
+    def planner_side(self) -> SavePlannerSide:
+        """How the planner takes part."""
+        if self._planner_side is None:
+            self._planner_side = save_side_of(self.planner)
+        return self._planner_side
+
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event) -> Metadata:
         plan, negotiation, start = self._agree_to_start(state_dict)
         central = None if start.alone else self._global_plan(plan, start.cache_token)
@@ -112,8 +118,8 @@ class SaveSession:
             if central is not None:
                 mine = central[0]
             else:
-                assert isinstance(self.planner, DefaultSavePlanner) and negotiation is not None
-                shared = self.planner.share_plan(plan, negotiation, negotiation.settled(start.unsure, answer))
+                assert negotiation is not None
+                shared = self.planner_side.share_plan(plan, negotiation, negotiation.settled(start.unsure, answer))
                 mine = self.side.place(shared, start.save_id, self.place.rank)
             with operation("write", self.checkpoint_id, self.place.global_rank) as written:
                 results = self.writer.write_data(self.planner.finish_plan(mine), self.planner).wait()
@@ -146,21 +152,16 @@ class SaveSession:
             self._side = side_of(self._writer)
             if self.base is not None:
                 self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
-            if isinstance(self.planner, DefaultSavePlanner):
-                self.planner.set_up_ranks(self.place.rank, self.place.ranks)
+            self.planner_side.set_up_ranks(self.place.rank, self.place.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
             self.writer.set_up_storage_writer(self.place.is_coordinator)
             with operation("plan", self.checkpoint_id, self.place.rank) as event, paused_collector():
                 plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
                 event.details["items"] = len(plan.items)
-                if isinstance(self.planner, DefaultSavePlanner):
-                    negotiation = self.planner.negotiate(plan)
-            cache = _cache_of(self.planner)
+                negotiation = self.planner_side.negotiate(plan)
+            cache = self.planner_side.plan_cache
             hello = _Hello(
-                # Any other planner or writer has a global step, whatever it says of itself.
-                alone=isinstance(self.planner, DefaultSavePlanner)
-                and self.planner.plans_alone
-                and self.side.plans_alone,
+                alone=self.planner_side.plans_alone and self.side.plans_alone,
                 notes=negotiation.notes() if negotiation is not None else [],
                 cache_token="" if cache is None or not self.place.is_coordinator else cache.token,
             )
@@ -178,7 +179,7 @@ class SaveSession:
 
     def _global_plan(self, plan: SavePlan, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
-        cache = _cache_of(self.planner)
+        cache = self.planner_side.plan_cache
         metadata: Metadata | None = None
 
         def send() -> bytes:
@@ -209,10 +210,6 @@ def set_up_save_planner(
         planner.set_up_planner(state_dict=state_dict, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
     else:
         planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]  # the older signature
-
-
-def _cache_of(planner: SavePlanner) -> GlobalPlanCache | None:
-    return planner.plan_cache if isinstance(planner, DefaultSavePlanner) else None
 
 
 def _bytes_of(results: Sequence[WriteResult]) -> int:

@@ -56,6 +56,7 @@ class Place:
 
     def __init__(self, path: str | os.PathLike[str] | Store) -> None:
         self._path: str | Path | None
+        self._is_given = isinstance(path, Store)
         if isinstance(path, Store):
             self._store: Store | None = path
             self._path = path.path if isinstance(path, LocalStore) else None
@@ -120,8 +121,8 @@ class Place:
 
     @property
     def is_named(self) -> bool:
-        """Whether its path or URL says all that there is to know; a store may have settings besides."""
-        return self._path is not None
+        """Whether its path or URL says all that there is to know; a store that was given may have settings besides."""
+        return self._path is not None and not self._is_given
 
     @property
     def path(self) -> str | Path:

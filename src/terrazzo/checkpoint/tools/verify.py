@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from terrazzo.checkpoint.native.storage import NativeReader
-from terrazzo.checkpoint.native.verify import Damage, verify_store
-from terrazzo.checkpoint.run.locate import reader_for
-from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointFormatError
+from terrazzo.checkpoint.native.verify import Damage
+from terrazzo.checkpoint.stores import Store
 
 
 def verify(path: str | os.PathLike[str] | Store, progress: Callable[[int], None] = lambda nbytes: None) -> list[Damage]:
@@ -22,7 +19,7 @@ def verify(path: str | os.PathLike[str] | Store, progress: Callable[[int], None]
     >>> verify(path)
     []
     """
-    reader = reader_for(path)
-    if not isinstance(reader, NativeReader):
-        raise CheckpointFormatError(f"{Place(path)}: only checkpoints of terrazzo's own format have checksums")
-    return verify_store(reader.store, progress)
+    from terrazzo.checkpoint.formats.registry import located  # formats are loaded when a checkpoint is read
+
+    format, place = located(path)
+    return format.verify(place, progress)

@@ -10,12 +10,12 @@ import os
 from typing import Any
 
 import torch
-from torch.futures import Future
 
 from terrazzo.checkpoint.formats.deepspeed.contents import Contents
 from terrazzo.checkpoint.formats.deepspeed.tensors import Readable
 from terrazzo.checkpoint.formats.deepspeed.universal import is_universal, read_universal
 from terrazzo.checkpoint.formats.deepspeed.zero import read_partitioned
+from terrazzo.checkpoint.formats.format import ItemReader
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -27,14 +27,13 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
 from terrazzo.checkpoint.native.objects import ObjectBytes
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 
-class DeepSpeedReader(StorageReader):
+class DeepSpeedReader(ItemReader):
     """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, and universal checkpoints, under terrazzo's engine's names.
 
     Weights are `module.<name>`, in float32 where the optimizer has them so; its state is
@@ -44,23 +43,11 @@ class DeepSpeedReader(StorageReader):
         path: The folder of a tag, or one with a file `latest` or `latest_universal` that names a tag.
     """
 
-    plans_alone = True
-
-    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
-        self.place = path if isinstance(path, Place) else Place(path)
-        self.bytes_read = 0
-        self._contents: Contents | None = None
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder that is read."""
-        return self.place.path
+    _contents: Contents | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
         self._contents = None
-        self.bytes_read = 0
-        if checkpoint_id is not None:
-            self.place = Place(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         contents = self.contents()
@@ -73,31 +60,18 @@ class DeepSpeedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         self.contents()
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            self._read(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
     def contents(self) -> Contents:
         """What the checkpoint holds."""
         if self._contents is None:
             self._contents = _read_contents(tag_folder(self.place))
         return self._contents
 
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
         name = item.storage_index.fqn
         value = self.contents().values.get(name)
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, ObjectBytes(value))
-            return
+            return 0
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()
         if isinstance(value, Readable):
@@ -107,7 +81,7 @@ class DeepSpeedReader(StorageReader):
         else:
             raise CheckpointCorruptError(f"{name}: the checkpoint holds no tensor of this name")
         planner.commit_tensor(item, target)
-        self.bytes_read += target.nbytes
+        return target.nbytes
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

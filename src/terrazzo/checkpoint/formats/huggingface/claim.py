@@ -14,8 +14,9 @@ from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
 from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, LocalStore, Store, Version
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
 
 _SAVE_ID: Final = "[0-9a-f]{12}"
@@ -65,7 +66,8 @@ class Claim:
             raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
         self._replaced = self._shards_named()
         self._remove_leftovers((self._index, self._mark, *beside))
-        self._lease: Lease | None = store.lease(lease_name(save_id))
+        self._lease = SaveLease()
+        self._lease.take(store, save_id)
         self._shown = time.monotonic()
         self._marked = False
         self.lost = False  # whether another save has taken this one for dead
@@ -84,9 +86,7 @@ class Claim:
             self._marked = False
             with suppress(OSError):  # a later save removes it
                 self._store.delete([self._mark])
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.release()
+        self._lease.release()
 
     def show_life(self) -> None:
         """The save goes on: called often, it makes the lease younger now and then."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from terrazzo.checkpoint.formats.huggingface.layout import About
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.storage import StorageReader
@@ -44,6 +45,15 @@ class WeightsSource(Source):
             state_dict_metadata={name.removeprefix(self._prefix): entry for name, entry in chosen.items()},
         )
         self.paths = {}
+
+    def about(self) -> dict[str, About]:
+        """What the places of the tensors in files depend on."""
+        entries = self.metadata.state_dict_metadata.items()
+        return {
+            name: About(entry.properties.dtype, tuple(entry.size))
+            for name, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         # The reader knows the whole name.

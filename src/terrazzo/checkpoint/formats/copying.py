@@ -1,0 +1,69 @@
+"""What formats need to write a checkpoint that is read from another: a piece is read, written, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from terrazzo.checkpoint.formats.format import Writing
+from terrazzo.checkpoint.formats.source import CopyPlanner, Source
+from terrazzo.checkpoint.planner import WriteItem
+from terrazzo.checkpoint.run.save_side import side_of
+from terrazzo.checkpoint.storage import StorageWriter
+from terrazzo.checkpoint.stores import Place, Upload
+from terrazzo.errors import CheckpointExistsError
+
+
+def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None:
+    """Save the source with a writer, in this process alone."""
+    planner = _Reporting(source, how)
+    side = side_of(writer)
+    writer.set_up_storage_writer(True)
+    try:
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        writer.finish(metadata, [results])
+    except BaseException:
+        if side.may_abandon():
+            side.abandon()
+        raise
+
+
+def check_absent(target: Place, how: Writing) -> None:
+    """Raise if there is something at a place, and it is not to be replaced."""
+    if not how.overwrite and target.exists():
+        raise CheckpointExistsError(f"{target} exists; convert to another name, or with overwrite=True")
+
+
+@contextmanager
+def new_file(target: Place) -> Iterator[Upload]:
+    """A file, to be written from its beginning to its end, which takes the place of what was there when all is written.
+
+    If an error is raised, what was there stays.
+    """
+    store = target.parent.store
+    store.prepare()
+    file = store.stream(target.name)
+    try:
+        yield file
+    except BaseException:
+        file.abort()
+        raise
+    file.finish()
+
+
+class _Reporting(CopyPlanner):
+    """Says what is being copied."""
+
+    def __init__(self, source: Source, how: Writing) -> None:
+        super().__init__(source, allow_pickle=how.allow_pickle)
+        self._progress = how.progress
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        if self._progress is not None:
+            self._progress(write_item.index.fqn, write_item.tensor_storage_size() or 0)
+        return data

@@ -1,0 +1,177 @@
+"""What a format of checkpoints is: how it is recognised, read and written.
+
+A format is a subclass of `Format`, in one file.  `registry` knows those that come with terrazzo, and takes others.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Final
+
+from torch.futures import Future
+
+from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.native.names import named_by_latest
+from terrazzo.checkpoint.native.verify import Damage
+from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place
+from terrazzo.errors import CheckpointFormatError
+
+# Called with a tensor's name and the bytes of it that have been copied.
+Progress = Callable[[str, int], None]
+
+_START: Final = 32  # bytes that are enough to recognise a file
+
+
+class Found:
+    """What lies at a place; looked at as far as formats ask, and once."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def has(self, name: str) -> bool:
+        """Whether there is a folder with a file of this name."""
+        return (self.place / name).is_file()
+
+    @cached_property
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        return self.place.is_file()
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names in a folder; none, if there is a file or nothing."""
+        place = self.place
+        return frozenset(place.names()) if not self.is_file and self._may_be_folder else frozenset()
+
+    @cached_property
+    def latest(self) -> list[Place]:
+        """The folders that a file `latest` in this folder names."""
+        try:
+            return named_by_latest(self.place) if self._may_be_folder else []
+        except CheckpointFormatError:  # a file of this name that means something else
+            return []
+
+    @cached_property
+    def start(self) -> tuple[bytes, int]:
+        """The first bytes of a file, and its size; nothing, if there is no file."""
+        if not self.is_file:
+            return b"", 0
+        file = self.place.open()
+        try:
+            data = bytearray(min(_START, file.size))
+            file.read_into(0, [memoryview(data)])
+            return bytes(data), file.size
+        finally:
+            file.close()
+
+    @property
+    def _may_be_folder(self) -> bool:
+        return self.place.local is None or self.place.is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How a checkpoint is written: see `convert`."""
+
+    overwrite: bool = False
+    allow_pickle: bool = False
+    progress: Progress | None = None
+    stage: int | None = None
+    ranks: int | None = None
+    only: str | None = None
+
+
+class Format(abc.ABC):
+    """A kind of checkpoints.
+
+    Attributes:
+        name: what users call it.
+        options: those of `stage`, `ranks` and `only` that `write` understands.
+        replaces: whether it can be written over a checkpoint that is there.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
+    replaces: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def find(self, found: Found) -> Place | None:
+        """Where the checkpoint of this format is that somebody means by a place: there, or in a folder that it names.
+
+        None if there is none.  Whether the checkpoint is whole is for the reader to say.
+        """
+
+    @abc.abstractmethod
+    def reader(self, place: Place) -> StorageReader:
+        """A reader of the checkpoint at a place that `find` returned."""
+
+    def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
+        """Copy what a reader reads to `target`, which has all of it at the end, and until then what it had."""
+        raise CheckpointFormatError(f"terrazzo reads checkpoints of the format {self.name}, and does not write them")
+
+    def verify(self, place: Place, progress: Callable[[int], None]) -> list[Damage]:
+        """All damage of the checkpoint at a place that `find` returned, by its checksums."""
+        raise CheckpointFormatError(f"{place}: only checkpoints of terrazzo's own format have checksums")
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}>"
+
+
+class ItemReader(StorageReader):
+    """A reader that reads one item after the other, on each rank what that rank needs.
+
+    Subclasses say what there is (`read_metadata`) and read an item (`read_item`).
+
+    Args:
+        path: Where the checkpoint is; `load(checkpoint_id=...)` names another place.
+    """
+
+    plans_alone = True
+
+    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
+        self.bytes_read = 0
+
+    @abc.abstractmethod
+    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
+        """Give the planner the tensor or the value that an item asks for; the bytes that were read.
+
+        A tensor is read into `planner.resolve_tensor(item)`, and then given to `planner.commit_tensor`; a value
+        is given to `planner.load_bytes`, as an `ObjectBytes`.
+        """
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is read from."""
+        return self.place.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.bytes_read = 0
+        if checkpoint_id is not None:
+            self.place = Place(checkpoint_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing: each rank has read the metadata."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self.bytes_read += self.read_item(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Place(checkpoint_id).exists()

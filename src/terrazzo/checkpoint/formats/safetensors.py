@@ -1,0 +1,39 @@
+"""Single safetensors files, as one of the formats: whatever their name, and beside whatever others."""
+
+from __future__ import annotations
+
+from terrazzo.checkpoint.formats.copying import check_absent, new_file
+from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.huggingface.converting import WeightsSource
+from terrazzo.checkpoint.formats.huggingface.layout import lay_out
+from terrazzo.checkpoint.formats.huggingface.reader import HuggingFaceReader
+from terrazzo.checkpoint.formats.safetensors_header import is_start_of_safetensors
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place
+
+
+class Safetensors(Format):
+    """A file with tensors under names, and nothing else."""
+
+    name = "safetensors"
+    options = frozenset({"only"})
+
+    def find(self, found: Found) -> Place | None:
+        return found.place if is_start_of_safetensors(*found.start) else None
+
+    def reader(self, place: Place) -> StorageReader:
+        return HuggingFaceReader(place)
+
+    def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
+        check_absent(target, how)
+        source = WeightsSource(reader, how.only)
+        tensors = source.about()
+        layout = lay_out(tensors, numbers=dict.fromkeys(tensors, 1))
+        (planned,) = layout.files
+        with new_file(target) as file:
+            file.write(0, [memoryview(planned.header)])
+            for name in planned.names:
+                position = layout.slots[name].start
+                for piece in source.pieces(name, how.progress):
+                    file.write(position, [piece])
+                    position += len(piece)

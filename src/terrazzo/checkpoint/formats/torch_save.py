@@ -1,0 +1,59 @@
+"""Files of `torch.save`, as one of the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from terrazzo.checkpoint.formats.copying import check_absent, new_file
+from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.formats.torch_archive import is_start_of_archive
+from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plan.flatten import set_element
+from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place
+from terrazzo.errors import UnsupportedValueError
+
+
+class TorchSave(Format):
+    """A file with one state dict."""
+
+    name = "torch_save"
+
+    def find(self, found: Found) -> Place | None:
+        return found.place if is_start_of_archive(found.start[0]) else None
+
+    def reader(self, place: Place) -> StorageReader:
+        return TorchSaveReader(place)
+
+    def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
+        check_absent(target, how)
+        value = _tree(Source(reader), how)
+        with new_file(target) as file:
+            write_archive(file, 0, value, target.name.rpartition(".")[0] or target.name or "archive")
+
+
+def _tree(source: Source, how: Writing) -> dict[str, Any]:
+    """The nested state dict, its tensors still to be read."""
+    tree: dict[str, Any] = {}
+    for name, entry in source.metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            value: Any = _pending(source, name, entry, how)
+        else:
+            found = source.value(name)
+            if not isinstance(found, ObjectBytes):
+                raise UnsupportedValueError(f"{name}: bytes of a planner's own, which only that planner can read")
+            value = found.value
+        set_element(tree, source.paths.get(name, (name,)), value)
+    return tree
+
+
+def _pending(source: Source, name: str, entry: TensorStorageMetadata, how: Writing) -> PendingTensor:
+    def pieces() -> Iterator[memoryview]:
+        return source.pieces(name, how.progress)
+
+    return PendingTensor(entry.properties.dtype, tuple(entry.size), pieces)

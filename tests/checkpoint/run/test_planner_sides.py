@@ -1,0 +1,66 @@
+"""What a planner of one's own does is done, whatever it is built on: by delegation, by inheritance, or from nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
+from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
+from terrazzo.checkpoint.run.planner_sides import PlainLoadSide, PlainSaveSide, load_side_of, save_side_of
+
+
+def passing(kind: type, inner: Any, own: dict[str, Any]) -> Any:
+    """A planner that has a few methods of its own, and hands all other calls to another one."""
+
+    def pass_on(name: str) -> Any:
+        return lambda self, *args, **kwargs: getattr(inner, name)(*args, **kwargs)
+
+    methods = {name: pass_on(name) for name in kind.__abstractmethods__}  # type: ignore[attr-defined]  # of an ABC
+    methods["__getattr__"] = lambda self, name: getattr(inner, name)
+    return type("Passing", (kind,), {**methods, **own})()
+
+
+def check_delegation(path: str) -> None:
+    inner = DefaultSavePlanner()
+    planner = passing(SavePlanner, inner, {"resolve_data": lambda self, item: inner.resolve_data(item) + 1})
+    assert planner.plans_alone, "it seems so, for what it lacks is the other one's"
+    assert isinstance(save_side_of(planner), PlainSaveSide) and save_side_of(inner) is inner
+    save({"w": torch.arange(4.0)}, checkpoint_id=path, planner=planner)
+    assert Checkpoint(path)["w"][...].tolist() == [1, 2, 3, 4]
+
+    loading = DefaultLoadPlanner()
+    committed: list[str] = []
+    own = {"commit_tensor": lambda self, item, tensor: committed.append(item.dest_index.fqn)}
+    planner = passing(LoadPlanner, loading, own)
+    assert isinstance(load_side_of(planner), PlainLoadSide) and load_side_of(loading) is loading
+    for read in ("each", "once_per_node"):
+        state = {"w": torch.zeros(4)}
+        load(state, checkpoint_id=path, planner=planner, read=read)  # type: ignore[arg-type]  # a literal
+        assert state["w"].tolist() == [1, 2, 3, 4]
+    assert committed == ["w", "w"], "what such a planner is to commit is not passed on between ranks behind its back"
+
+
+def test_a_planner_that_delegates(tmp_path: Any) -> None:
+    for ranks in (1, 2):
+        run_ranks(ranks, check_delegation, str(tmp_path / str(ranks)))
+
+
+class Doubling(DefaultLoadPlanner):
+    """Changes what was read."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+def check_inheritance(path: str) -> None:
+    save({"w": torch.arange(4.0)}, checkpoint_id=path)
+    state = {"w": torch.zeros(4)}
+    load(state, checkpoint_id=path, planner=Doubling(), read="once_per_node")
+    assert state["w"].tolist() == [0, 2, 4, 6]
+
+
+def test_a_planner_that_inherits(tmp_path: Any) -> None:
+    run_ranks(2, check_inheritance, str(tmp_path))
