@@ -249,6 +249,25 @@ def pipeline(deepspeed: ModuleType, folder: Path) -> list[float]:
     return [float(loss) for loss in losses] + [float(engine.eval_batch(iter(batches)))]
 
 
+def neighbours(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """Stage 3 with a second copy of the parameters' shards within pairs of ranks (hpZ)."""
+    model = GPT()
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=settings(3, zero_optimization=zero, gradient_accumulation_steps=2),
+    )
+    seen = []
+    tokens, labels = text().tensors
+    for step in range(8):
+        loss = engine(mine(tokens[step * 2 : step * 2 + 16]), mine(labels[step * 2 : step * 2 + 16]))
+        engine.backward(loss)
+        engine.step()
+        seen.append(mean(loss))
+    return [*seen, float(engine.get_global_grad_norm())]
+
+
 def moe(deepspeed: ModuleType, folder: Path) -> list[float]:
     """A mixture of experts, every rank with all of them."""
     model = GPT(feeds=[Experts(), Experts()])
@@ -372,7 +391,7 @@ def by_hand(deepspeed: ModuleType, folder: Path) -> list[float]:
 SCRIPTS = {
     function.__name__: function
     # After a pipeline the real one takes every model for one: it comes last.
-    for function in (gpt, lora, half, offload, moe, curriculum, own_optimizer, resume, by_hand, pipeline)
+    for function in (gpt, neighbours, lora, half, offload, moe, curriculum, own_optimizer, resume, by_hand, pipeline)
 }
 
 

@@ -19,6 +19,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly, weights
 from ranks import run_ranks
+from terrazzo.comm import add_observer, remove_observer
 from terrazzo.engine import initialize
 from terrazzo.engine.config import read_config
 from terrazzo.engine.deepspeed_keys import KEYS, SECTIONS
@@ -174,6 +175,13 @@ def check_sharding_within_a_group() -> None:
         weight = engine.module.head.weight
         if "mics_shard_size" in zero:
             assert weight.device_mesh.shape == (4 // zero["mics_shard_size"], zero["mics_shard_size"])
+    for size in (0, 4, 8):  # no groups, or one of all
+        engine = initialize(
+            make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": size})
+        )
+        torch.testing.assert_close(steps_of(engine), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(EngineConfigError, match="zero_hpz_partition_size 3 does not divide the 4 ranks"):
+        initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": 3}))
     with pytest.raises(EngineConfigError, match="does not divide 4"):
         initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "mics_shard_size": 3}))
     quick = {"type": "SGD", "params": {"lr": 0.1}}
@@ -186,6 +194,41 @@ def check_sharding_within_a_group() -> None:
     )
     torch.testing.assert_close(steps_of(mean), steps_of(total), rtol=1e-5, atol=1e-6)
     assert mean.get_lr() == pytest.approx([0.001])
+
+
+def check_who_gathers() -> None:
+    """With hpZ backward gathers among neighbours; forward gathers, and gradients are reduced, among all."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    engine = initialize(make_model(), config=config(3, zero_optimization=zero, gradient_accumulation_steps=2))
+    x, y = next(batches(1))
+    mine = dist.get_rank() * 2
+    for _ in range(2):
+        for micro in (0, 1):
+            with Seen() as forward:
+                loss = loss_of(engine, x[mine + micro : mine + micro + 1], y[mine + micro : mine + micro + 1])
+            with Seen() as backward:
+                engine.backward(loss)
+            assert {size for kind, size in forward if kind == "all_gather"} == {4}
+            assert {size for kind, size in backward if kind == "all_gather"} == {2}
+            assert {size for kind, size in backward if kind == "reduce_scatter"} == {4}
+            engine.step()
+
+
+class Seen:
+    """Kinds of collectives, and among how many ranks."""
+
+    def __enter__(self) -> set[tuple[str, int]]:
+        self.found: set[tuple[str, int]] = set()
+        self.observer = lambda event: self.found.add((event.kind, event.axis.size))
+        add_observer(self.observer)
+        return self.found
+
+    def __exit__(self, *error: object) -> None:
+        remove_observer(self.observer)
+
+
+def test_hpz_gathers_among_neighbours():
+    run_ranks(4, check_who_gathers)
 
 
 def test_sharding_within_a_group():

@@ -1,4 +1,4 @@
-"""Scripts see the same under DeepSpeed and under terrazzo; all ten of them in `make proofs`."""
+"""Scripts see the same under DeepSpeed and under terrazzo; all of them in `make proofs`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def check_theirs(names: list[str], folder: str) -> dict[str, list[float]]:
     theirs = scripts.real()
     theirs.init_distributed("gloo")
     return scripts.run(theirs, names, Path(folder))
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
+def test_groups_of_neighbours_see_the_same(tmp_path):
+    """On four ranks, where two are neighbours."""
+    theirs = run_fresh(4, check_theirs, ["neighbours"], str(tmp_path), timeout=400)
+    assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
+    ours = run_ranks(4, check_ours, ["neighbours"], str(tmp_path), timeout=120)[0]
+    load("same").differences(theirs[0].value, ours)
 
 
 @pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")

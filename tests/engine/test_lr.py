@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as pytorchs
 
 from engine.deepspeed_cases import deepspeed_is_installed
+from ranks import run_ranks
+from terrazzo.engine import initialize
 from terrazzo.engine.config import SchedulerConfig
 from terrazzo.engine.lr import make_scheduler
 from terrazzo.errors import EngineConfigError
@@ -101,3 +104,45 @@ def test_what_is_refused():
         rates("WarmupLR", 1, warmup_type="square")
     with pytest.raises(EngineConfigError, match="2 values for 1 param groups"):
         rates("WarmupLR", 1, warmup_max_lr=[0.1, 0.2])
+
+
+def engine_with(scheduler):
+    torch.manual_seed(0)
+    options = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    return initialize(torch.nn.Linear(2, 1), lr_scheduler=scheduler, config=options)
+
+
+def step_rates(engine, steps):
+    found = []
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 2)).square().mean())
+        engine.step()
+        found.append(engine.get_lr())
+    return found
+
+
+def in_sequence(optimizer):
+    parts = [pytorchs.ConstantLR(optimizer, 0.5, 2), pytorchs.MultiStepLR(optimizer, [2, 4], 0.1)]
+    return pytorchs.SequentialLR(optimizer, parts, [2])
+
+
+def check_resumed_rates(folder):
+    makers = {
+        "milestones": lambda optimizer: pytorchs.MultiStepLR(optimizer, [2, 4, 5], 0.5),
+        "sequence": in_sequence,
+        "cycle": lambda optimizer: pytorchs.OneCycleLR(optimizer, 1.0, 10),
+        "restarts": lambda optimizer: pytorchs.CosineAnnealingWarmRestarts(optimizer, 3),
+    }
+    for name, make in makers.items():
+        engine = engine_with(make)
+        step_rates(engine, 3)
+        engine.save_checkpoint(folder, name)
+        rest = step_rates(engine, 4)
+        assert any(rates != rest[0] for rates in rest), name
+        again = engine_with(make)
+        again.load_checkpoint(folder, name)
+        assert step_rates(again, 4) == rest, name
+
+
+def test_pytorchs_schedulers_go_on_as_they_were(tmp_path):
+    run_ranks(1, check_resumed_rates, str(tmp_path))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from terrazzo.engine.config import Batch, EngineConfig, read_config
 from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
+from terrazzo.engine.loaders import StatefulLoader, checked_loader
 from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
@@ -30,6 +31,7 @@ def initialize(
     lr_scheduler: SchedulerLike | None = None,
     training_data: Dataset[Any] | None = None,
     *,
+    training_dataloader: StatefulLoader | None = None,
     parameters: Parameters | None = None,
     config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
@@ -66,6 +68,8 @@ def initialize(
         parameters: What `config.optimizer`, or a function, makes the optimizer of: parameters of the model, or param
             groups; None: all that need gradients.
         training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
+        training_dataloader: Instead of it, a loader of this rank's batches that has `state_dict` and `load_state_dict`,
+            as torchdata's `StatefulDataLoader` has: its position is saved and restored with the run.
         config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
         mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
         pipeline: For stages: the class of a schedule, or a function that makes one from a stage (or the list of them),
@@ -97,6 +101,10 @@ def initialize(
         raise EngineConfigError("compile= does not compile stages: compile their modules with terrazzo.compile")
     engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights, backend)
     curriculum = _curriculum(checked, difficulties)
+    if training_dataloader is not None:
+        if training_data is not None:
+            raise EngineConfigError("training_data and training_dataloader were passed; keep one of them")
+        engine.training_dataloader = engine.stateful_loader = checked_loader(training_dataloader)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
     elif curriculum is not None:

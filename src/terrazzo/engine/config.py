@@ -44,7 +44,7 @@ class ZeroConfig(_Section, frozen=True):
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
     wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
-    zero_hpz_partition_size: Count = 1  # in stage 3, neighbours among which backward gathers
+    zero_hpz_partition_size: Annotated[int, msgspec.Meta(ge=0)] = 1  # in stage 3, neighbours that gather in backward
     mics_shard_size: Count | None = None  # how many ranks shard; the others replicate
     sub_group_size: Count = 1_000_000_000
     round_robin_gradients: bool = False

@@ -8,6 +8,7 @@
     frozen_param_fragments      [[name, dim, lengths], ...]: how the data-parallel ranks had cut them
     shared_params               further names of parameters -> first name
     lr_scheduler, data_sampler, random_ltd, loss_scaler      their states, or None
+    training_dataloader         the state of a loader that knows its place, each rank's own, or None
     sparse_tensor_module_names  embeddings with sparse gradients
     global_steps, skipped_steps, global_samples              counters
     dp_world_size, mp_world_size                             ranks that saw different data; ranks per model
@@ -30,6 +31,7 @@ import terrazzo
 from terrazzo._torch.modules import buffers_of, is_persistent
 from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from terrazzo.engine.loaders import position_of
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import random_state
 from terrazzo.engine.stages import of_all_stages, without_copies
@@ -52,6 +54,7 @@ OWN_NAMES: Final = frozenset(
         "shared_params",
         "lr_scheduler",
         "data_sampler",
+        "training_dataloader",
         "random_ltd",
         "loss_scaler",
         "sparse_tensor_module_names",
@@ -86,6 +89,7 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
         "shared_params": dict(engine.shared_params),
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
+        "training_dataloader": position_of(engine.stateful_loader, engine.ranks.data),
         "random_ltd": _state_of(engine.random_ltd),
         "loss_scaler": engine.loss_scale.state_dict(),
         "sparse_tensor_module_names": [] if engine.sparse is None else engine.sparse.names,

@@ -19,6 +19,7 @@ from terrazzo.comm import collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
 from terrazzo.engine.gradients import prepare_gradients
+from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
@@ -52,7 +53,8 @@ class Engine:
         pipeline: the stages and their schedule, if the model is cut into some.
         optimizer: of the sharded parameters.
         lr_scheduler: stepped after each optimizer step that was not skipped; None if there is none.
-        training_dataloader: of the training data that `initialize` was given; None if there was none.
+        training_dataloader: of the training data that `initialize` was given, or the loader that it was given; None if
+            there was neither.
         global_steps: optimizer steps, the skipped ones included.
         skipped_steps: those in which gradients overflowed, so that nothing was changed.
         global_samples: samples trained on, on all ranks.
@@ -90,7 +92,8 @@ class Engine:
         self.module: Any = whole
         self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: DataLoader[Any] | StatefulLoader | None = None
+        self.stateful_loader: StatefulLoader | None = None
         self.data_sampler: ResumableSampler | None = None
         self.loss_scale = loss_scale_of(config)
         self.random_ltd = RandomLTD.of(config, whole)

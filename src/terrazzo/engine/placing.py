@@ -66,6 +66,12 @@ class Ranks:
             raise EngineConfigError(
                 f"config: zero_optimization.mics_shard_size {sharding} does not divide {data.size} data-parallel ranks"
             )
+        within = zero.zero_hpz_partition_size
+        if 1 < within < sharding and sharding % within:
+            raise EngineConfigError(
+                f"config: zero_optimization.zero_hpz_partition_size {within} does not divide the {sharding} ranks that "
+                "shard"
+            )
         hybrid = zero.stage == 0 or sharding < data.size
         shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
         return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
@@ -117,10 +123,10 @@ def shard_model(
     if unmade and any(not p.is_meta for p in model.parameters()):
         raise EngineConfigError(f"some of the model is on the meta device, and some is not: {', '.join(unmade[:4])}")
     if not unmade:
-        _same_everywhere(model, ranks.data)
+        same_everywhere(model, ranks.data)
     zero = config.zero_optimization
     reshard: bool | int | None = None if zero.stage == 3 else False
-    if 1 < zero.zero_hpz_partition_size < ranks.data.size:
+    if 1 < zero.zero_hpz_partition_size < ranks.mesh.size(ranks.mesh.ndim - 1):
         reshard = zero.zero_hpz_partition_size
     chosen = gathered_together(model, config.zero_optimization.wrap, all_classes=ranks.pipeline is None)
     for module in (*chosen, model):
@@ -273,7 +279,8 @@ def _prepare_precision(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _same_everywhere(model: nn.Module, data: Axis) -> None:
+def same_everywhere(model: nn.Module, data: Axis) -> None:
+    """Give every rank the first one's parameters and buffers."""
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.copy_(collectives.broadcast(on_device(local, data), data, 0))

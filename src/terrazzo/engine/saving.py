@@ -23,15 +23,18 @@ from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.plan.flatten import set_element
+from terrazzo.checkpoint.plan.per_rank import as_pattern
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane
+from terrazzo.engine import loaders
 from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
+from terrazzo.engine.saved_keys import keyed_like
 from terrazzo.engine.trained import Trained
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
 
@@ -75,7 +78,7 @@ def save_engine(
         return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
     # Statistics of the data differ from rank to rank; those of the first rank are kept.
-    buffers = [f"module.{_escaped(name)}" for name in state["buffer_names"]]
+    buffers = [as_pattern(f"module.{name}") for name in state["buffer_names"]]
     planner = DefaultSavePlanner(lowest_rank_wins=buffers)
     if not async_op:
         save(state, checkpoint_id=(folder / tag).path, planner=planner, timeout=timeout)
@@ -115,11 +118,6 @@ def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
     return text
 
 
-def _escaped(name: str) -> str:
-    """A name as a pattern that matches it alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
 # ------------------------------------------------------------------ loading
 
 
@@ -150,6 +148,7 @@ def load_engine(
     reader = reader_for(path)
     checkpoint = Checkpoint(reader)
     values = _values(checkpoint)
+    position = None if module_only else loaders.stored_position(checkpoint, engine.stateful_loader, engine.ranks.data)
     reshard(engine.module)
     state, copies = _module_targets(engine, checkpoint, values, strict=strict)
 
@@ -173,7 +172,7 @@ def load_engine(
     if not module_only:
         if optimizer and values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
             engine.loss_scale.load_state_dict(values["loss_scaler"])
-        _restore_parts(engine, values, lr_scheduler=lr_scheduler)
+        _restore_parts(engine, values, position, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
     return {name: value for name, value in values.items() if name not in OWN_NAMES}
 
@@ -183,7 +182,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
     paths = checkpoint.metadata.planner_data if isinstance(checkpoint.metadata.planner_data, dict) else {}
     nested: dict[str, Any] = {}
     for name in checkpoint:
-        if name.startswith((*_TENSORS, "rng@")):
+        if name.startswith((*_TENSORS, "rng@", f"{loaders.NAME}@")):
             continue
         *outer, last = paths.get(name, (name,))
         base, _, rank = name.rpartition("@")
@@ -265,14 +264,18 @@ def _finish_module(engine: Trained, loaded: Mapping[str, Any], copies: Mapping[s
         engine.module.load_state_dict(extra, strict=False)
 
 
-def _restore_parts(engine: Trained, values: Mapping[str, Any], *, lr_scheduler: bool) -> None:
+def _restore_parts(
+    engine: Trained, values: Mapping[str, Any], position: dict[str, Any] | None, *, lr_scheduler: bool
+) -> None:
     parts: dict[str, Any] = {"data_sampler": engine.data_sampler, "random_ltd": engine.random_ltd}
     if lr_scheduler:
         parts["lr_scheduler"] = engine.lr_scheduler
+    parts[loaders.NAME] = engine.stateful_loader
     for name, part in parts.items():
-        stored = values.get(name)
+        stored = position if name == loaders.NAME else values.get(name)
         if part is not None and stored is not None:
-            part.load_state_dict(stored)
+            # A scheduler's numbers that are keys are text in a checkpoint.
+            part.load_state_dict(keyed_like(stored, part.state_dict()) if name == "lr_scheduler" else stored)
         elif part is not None or stored is not None:
             LOGGER.warning("%s: only %s has one", name, "this run" if stored is None else "the checkpoint")
     engine.global_steps = int(values["global_steps"])

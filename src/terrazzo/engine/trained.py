@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from terrazzo.engine.config import Batch, EngineConfig
+from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import LossScale
 from terrazzo.engine.lr import Scheduler
 from terrazzo.engine.pipeline import Pipeline
@@ -23,6 +24,7 @@ class Trained(Protocol):
     optimizer: torch.optim.Optimizer
     lr_scheduler: Scheduler | None
     data_sampler: ResumableSampler | None
+    stateful_loader: StatefulLoader | None
     random_ltd: RandomLTD | None
     sparse: SparseEmbeddings | None
     pipeline: Pipeline | None

@@ -36,6 +36,15 @@ def name_on_rank(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
+def as_pattern(name: str) -> str:
+    """The pattern that matches this name alone.
+
+    >>> matches_any("layers[0].mean", [as_pattern("layers[0].mean")])
+    True
+    """
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether `name` matches one of the shell-style patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
