@@ -236,6 +236,10 @@ class CheckpointFormatError(CheckpointError):
     """What lies at the path is of no format, or of no version of a format, that this release can read."""
 
 
+class CheckpointManagerError(CheckpointError, ValueError):
+    """A checkpoint manager was given a policy, a step or metrics that it cannot work with, or is used after its end."""
+
+
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The state dict to be loaded does not fit the checkpoint; all that does not fit is listed."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from terrazzo.checkpoint import FileSystemWriter
 from terrazzo.checkpoint.stores import LocalStore, Store
 
-OPERATIONS = ("mkdir", "listdir", "open", "pwritev", "preadv", "fsync", "replace", "unlink", "close", "fstat", "flock")
+OPERATIONS = "mkdir listdir open pwritev preadv fsync replace unlink rmdir close fstat flock".split()
 
 
 class FaultySystem:

@@ -6,6 +6,7 @@ how.  Names are those of `torch.distributed.checkpoint`.
 
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.manager import CheckpointManager
 from terrazzo.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,6 +46,7 @@ __all__ = [
     "BytesStorageMetadata",
     "Checkpoint",
     "CheckpointException",
+    "CheckpointManager",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, async_save, load, save
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.names import named_by_latest
+from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
+from terrazzo.checkpoint.native.names import name_as_latest, name_of_step, named_by_latest
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.plan.per_rank import as_pattern
 from terrazzo.checkpoint.run.locate import reader_for
@@ -40,7 +41,7 @@ from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, Di
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
-LATEST: Final = "latest"
+LATEST: Final = LATEST_NAMES[0]
 _TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
 
 
@@ -66,7 +67,7 @@ def save_engine(
             f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
         )
     plane = ControlPlane.for_group(timeout=timeout)
-    tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else tag, plane)
+    tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
     finished: Future[None] = Future()
     if layout == "deepspeed":
@@ -103,7 +104,7 @@ def save_engine(
 def _point(folder: Place, tag: str, save_latest: bool) -> None:
     """Have `latest` name a checkpoint that is committed."""
     if save_latest and dist.get_rank() == 0:
-        folder.store.put(LATEST, tag.encode())
+        name_as_latest(folder, tag)
 
 
 def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:

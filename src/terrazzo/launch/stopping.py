@@ -43,14 +43,21 @@ class StopSignal:
 
     Args:
         signals: what the cluster sends.  Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
+        file: whose appearance ends the job too, as SIGTERM does; the first rank looks for it in each step.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR2)) -> None:
+    def __init__(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR2),
+        *,
+        file: str | os.PathLike[str] | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise LaunchError(
                 "StopSignal asks all ranks: make it after init_process_group or terrazzo.engine's initialize"
             )
         self._process = os.getpid()
+        self._file = file if dist.get_rank() == 0 else None
         self._received = 0
         self._agreed = 0
         # On the CPU, so that no step waits for an accelerator.
@@ -74,8 +81,15 @@ class StopSignal:
             message.wait()
             self._asked, self._agreed = None, int(answer)
         if not self._agreed:
+            if self._file is not None and not self._received and os.path.exists(self._file):
+                self._received = signal.SIGTERM
             answer = torch.tensor(self._received)
             self._asked = answer, dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return bool(self._agreed)
+
+    @property
+    def ending(self) -> bool:
+        """What `agreed` has said last; asks nobody.  For programs in which another part, `SaveOnStop`, asks."""
         return bool(self._agreed)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from terrazzo.errors import CheckpointFormatError
 # Files that name the folder, beside them, of the last checkpoint; and of the last that DeepSpeed made universal.
 LATEST: Final = ("latest", "latest_universal")
 _LONGEST_TAG: Final = 4096
+_STEP: Final = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
 _USUAL: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")  # most names: plain by their looks
 
 
@@ -29,6 +30,26 @@ def is_plain_name(name: str) -> bool:
     except UnicodeError:
         return False
     return short and "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def name_of_step(step: int) -> str:
+    """The name of the folder of a step's checkpoint, in the folder of a run.
+
+    >>> name_of_step(100), step_of_name("global_step100"), step_of_name("global_step100-old")
+    ('global_step100', 100, None)
+    """
+    return f"global_step{step}"
+
+
+def step_of_name(name: str) -> int | None:
+    """The step whose checkpoint has this name; None if it is none of `name_of_step`."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def name_as_latest(folder: Place, name: str) -> None:
+    """Have `latest` name a checkpoint in the folder, which has been committed."""
+    folder.store.put(LATEST[0], name.encode())
 
 
 def named_by_latest(folder: Place) -> list[Place]:

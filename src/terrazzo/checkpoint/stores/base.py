@@ -276,6 +276,12 @@ class Store(abc.ABC):
         """The store of a folder in this one, whether it is there or not."""
         raise OSError(errno.ENOTSUP, f"{self.location} has no folders in it, so there is no", name)
 
+    def remove_folder(self, name: str) -> None:  # noqa: B027  # most stores have no folders without files
+        """Remove a folder in this one if nothing is in it."""
+
+    def sync(self) -> None:  # noqa: B027  # most stores do all things in order
+        """What was done here survives a loss of power before what is done from now on."""
+
     def stream(self, key: str) -> Upload:
         """A file of any size, written from its beginning to its end.
 

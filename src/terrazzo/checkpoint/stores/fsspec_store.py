@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import xxhash
@@ -84,6 +85,10 @@ class FsspecStore(Store):
 
     def beneath(self, name: str) -> FsspecStore:
         return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self._lease_seconds)
+
+    def remove_folder(self, name: str) -> None:
+        with suppress(OSError):  # there is something in it, or it is gone already
+            self._fs.rmdir(self._path(name))
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         for request in requests:

@@ -170,6 +170,17 @@ class LocalStore(Store):
     def beneath(self, name: str) -> LocalStore:
         return LocalStore(self._path / name, self._os, durable=self._durable)
 
+    def remove_folder(self, name: str) -> None:
+        try:
+            self._os.rmdir(self._path / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):  # some systems say the last
+                raise
+
+    def sync(self) -> None:
+        if self._durable:
+            self.sync_folder(self._path)
+
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         file: _LocalReadFile | None = None
         name = ""

@@ -1,0 +1,33 @@
+"""Which steps of a run are saved, and which checkpoints are kept: `CheckpointManager` and its policies."""
+
+from terrazzo.checkpoint.manager.keeping import Best, KeepAny, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepWhen
+from terrazzo.checkpoint.manager.manager import CheckpointManager
+from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.saving import (
+    Moment,
+    SaveAny,
+    SaveAt,
+    SaveEvery,
+    SaveFirst,
+    SaveOnStop,
+    SavePolicy,
+)
+
+__all__ = [
+    "Best",
+    "CheckpointManager",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepPolicy",
+    "KeepWhen",
+    "Moment",
+    "Record",
+    "SaveAny",
+    "SaveAt",
+    "SaveEvery",
+    "SaveFirst",
+    "SaveOnStop",
+    "SavePolicy",
+]

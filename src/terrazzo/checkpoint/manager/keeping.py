@@ -1,0 +1,196 @@
+"""Which checkpoints to keep: small policies that combine by `|`.
+
+A policy is asked about all checkpoints of a run together, the oldest first, and says which to keep and why.  Whatever
+it says, the newest is kept.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.saving import check_period
+from terrazzo.errors import CheckpointManagerError
+
+NEWEST = "newest"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """What makes a checkpoint better than another: a metric's name, or a function of the metrics.
+
+    Checkpoints without that metric, or where it is not a number, are never the best.
+
+    >>> Best("accuracy", "max").order([Record(1, 1.0, {"accuracy": 0.5}), Record(2, 2.0, {"accuracy": 0.7})])[0].step
+    2
+    """
+
+    metric: str | Callable[[Mapping[str, float]], float]
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise CheckpointManagerError(f"Best: mode is {self.mode!r}, neither 'min' nor 'max'")
+
+    def __str__(self) -> str:
+        return self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "metric")
+
+    def order(self, records: Sequence[Record]) -> list[Record]:
+        """Those that can be compared, the best first; of equal ones, the newest."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        values = [(self._value(record), record) for record in records]
+        found = [(sign * value, -record.saved, record) for value, record in values if not math.isnan(value)]
+        return [record for _, _, record in sorted(found, key=lambda each: each[:2])]
+
+    def _value(self, record: Record) -> float:
+        if isinstance(self.metric, str):
+            return record.metrics.get(self.metric, math.nan)
+        return float(self.metric(record.metrics)) if record.metrics else math.nan
+
+
+class KeepPolicy(abc.ABC):
+    """Which checkpoints to keep.  One of your own has `keeps`."""
+
+    @abc.abstractmethod
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        """The steps to keep of all that there are, the oldest first; and in a few words, why."""
+
+    def __or__(self, other: KeepPolicy) -> KeepAny:
+        if not isinstance(other, KeepPolicy):
+            return NotImplemented
+        return KeepAny((*keep_policies(self), *keep_policies(other)))
+
+
+def keep_policies(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
+    """The policies that one is made of."""
+    if not isinstance(policy, KeepAny):
+        return (policy,)
+    return tuple(part for inner in policy.policies for part in keep_policies(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAny(KeepPolicy):
+    """What any of several policies keeps: what `|` makes."""
+
+    policies: tuple[KeepPolicy, ...]
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        kept: dict[int, str] = {}
+        for policy in self.policies:
+            kept = policy.keeps(records) | kept
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast(KeepPolicy):
+    """The newest `count`.
+
+    >>> KeepLast(1).keeps([Record(1, 1.0), Record(2, 2.0)])
+    {2: 'last 1'}
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.count)
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        return {record.step: f"last {self.count}" for record in records[-self.count :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(KeepPolicy):
+    """The best `count`, by a metric; without one, by what the manager was told is best.
+
+    >>> KeepBest(1, "loss").keeps([Record(1, 1.0, {"loss": 2.5}), Record(2, 2.0, {"loss": 3.5})])
+    {1: 'best 1 by loss'}
+    """
+
+    count: int = 1
+    by: Best | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.count)
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        by = Best(self.by) if isinstance(self.by, str) else self.by
+        if by is None:
+            raise CheckpointManagerError("KeepBest: by which metric? Name it here, or as the manager's best=")
+        return {record.step: f"best {self.count} by {by}" for record in by.order(records)[: self.count]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(KeepPolicy):
+    """Each step that is a multiple of `steps`; or the oldest, and each that is `seconds` younger than the one before.
+
+    >>> KeepEvery(seconds=10).keeps([Record(1, 0.0), Record(2, 6.0), Record(3, 12.0), Record(4, 18.0)])
+    {1: 'every 10 seconds', 3: 'every 10 seconds'}
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_period(self, self.steps, self.seconds)
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        if self.steps is not None:
+            return {record.step: f"every {self.steps} steps" for record in records if record.step % self.steps == 0}
+        assert self.seconds is not None
+        kept: dict[int, str] = {}
+        due = -math.inf
+        for record in records:
+            if record.saved >= due:
+                kept[record.step] = f"every {self.seconds:g} seconds"
+                due = record.saved + self.seconds
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepWhen(KeepPolicy):
+    """What a function of a `Record` says.
+
+    >>> KeepWhen(lambda record: record.step < 2, "early").keeps([Record(1, 1.0), Record(2, 2.0)])
+    {1: 'early'}
+    """
+
+    function: Callable[[Record], bool]
+    why: str = "custom"
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        return {record.step: self.why for record in records if self.function(record)}
+
+
+def _check_count(policy: object, count: int) -> None:
+    if count != int(count) or count < 1:
+        raise CheckpointManagerError(f"{type(policy).__name__}({count}): pass how many to keep, one or more")
+
+
+def settled(policy: KeepPolicy, best: Best | None) -> KeepPolicy:
+    """The policy, in which what is best is settled."""
+    parts = keep_policies(policy)
+    if best is None and any(isinstance(part, KeepBest) and part.by is None for part in parts):
+        raise CheckpointManagerError("KeepBest: by which metric? Name it here, or as the manager's best=")
+    return KeepAny(
+        tuple(replace(part, by=best) if isinstance(part, KeepBest) and part.by is None else part for part in parts)
+    )
+
+
+def reasons_to_keep(policy: KeepPolicy | None, best: Best | None, records: Sequence[Record]) -> dict[int, list[str]]:
+    """Which of a run's checkpoints are kept, the newest last, and everything that keeps them."""
+    reasons: dict[int, list[str]] = {}
+    if policy is None:
+        reasons = {record.step: ["all"] for record in records}
+    for part in keep_policies(policy) if policy is not None else ():
+        for step, why in part.keeps(records).items():
+            reasons.setdefault(step, []).append(why)
+    if best is not None:
+        for record in best.order(records)[:1]:
+            reasons.setdefault(record.step, []).append(f"best by {best}")
+    for record in records[-1:]:
+        reasons.setdefault(record.step, []).append(NEWEST)
+    return reasons

@@ -1,0 +1,453 @@
+"""`CheckpointManager`: saves the steps that a policy wants, keeps the checkpoints that another wants, finds them again.
+
+A save, on all ranks:
+    1. the policy is asked; all ranks have the same answer (`saving`)
+    2. ranks agree on the step, and hear whether the save before has failed anywhere
+    3. the checkpoint is saved and committed, in the background
+and then on the first rank alone, still in the background:
+    4. `latest` moves to it
+    5. what no policy keeps is removed, unless somebody reads it
+
+At every moment the newest whole checkpoint is there, and `latest` names a whole one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, Literal, Self
+
+import msgspec
+
+from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, reasons_to_keep, settled
+from terrazzo.checkpoint.manager.records import VALUE, Catalog, Record, checked_metrics, checked_step, write_reasons
+from terrazzo.checkpoint.manager.removing import clear, is_held, remove, take_to_read
+from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
+from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
+from terrazzo.checkpoint.run.coordination import StepFailed, find_place
+from terrazzo.checkpoint.state_dict_loader import load
+from terrazzo.checkpoint.state_dict_saver import async_save, save
+from terrazzo.checkpoint.stores import Lease, Place, Store
+from terrazzo.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointManagerError,
+    CheckpointNotFoundError,
+    DivergentValueError,
+)
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+
+Which = int | Literal["latest", "best"]
+
+
+class CheckpointManager:
+    """The checkpoints of a run, in a folder, behind a URL or in a store: which are made, which are kept.
+
+    All ranks make one with the same arguments, and call its methods together, but for `steps`, `records`,
+    `latest_step`, `best_step` and `hold`.  Step 100 is saved as `global_step100`, and `latest` names the last one, as
+    the engine does it.
+
+    Args:
+        root: The folder, URL or store.
+        save: Which steps to save: a policy, or n for `SaveEvery(n)`; None: each for which `save` is called.
+        keep: Which checkpoints to keep: a policy, or n for `KeepLast(n)`; None: all.
+        best: Which is best: a metric whose smallest value is best, or a `Best`.  That one is kept.
+        async_op: Save in the background.
+        reuse: Do not write again what has not changed since the last checkpoint: see `base` of `save`.
+        process_group: The ranks that save together; default: all.
+        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.
+
+    >>> import tempfile, torch
+    >>> with CheckpointManager(tempfile.mkdtemp(), save=10, keep=2, best="loss") as manager:
+    ...     for step in range(1, 51):
+    ...         saved = manager.save(step, {"w": torch.full((2,), float(step))}, {"loss": abs(step - 20)})
+    >>> manager.steps(), manager.latest_step(), manager.best_step()
+    ([20, 40, 50], 50, 20)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Store,
+        *,
+        save: SavePolicy | int | None = None,
+        keep: KeepPolicy | int | None = None,
+        best: Best | str | None = None,
+        async_op: bool = True,
+        reuse: bool = False,
+        process_group: Any = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        policy = SaveEvery(save) if isinstance(save, int) else save
+        self._save_policies = () if policy is None else save_policies(policy)
+        self._best = Best(best) if isinstance(best, str) else best
+        keep = KeepLast(keep) if isinstance(keep, int) else keep
+        self._keep = None if keep is None else settled(keep, self._best)
+        self._async = async_op
+        self._reuse = reuse
+        self._group = process_group
+        self._timeout = timeout
+        self._catalog = Catalog(Place(root))
+        self._janitor: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "terrazzo-manager")
+        self._pending: list[Future[Any]] = []  # what has to end before the next save begins
+        self._since = time.monotonic()
+        self._went_back = False  # steps that are there may be saved again
+        self._cleared = False
+        self._records: list[Record] = []
+        self.reload()
+        self._last = self._settled = self._records[-1].step if self._records else None
+
+    @property
+    def root(self) -> str:
+        """Where the checkpoints are."""
+        return str(self._catalog.root)
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        state: STATE_DICT_TYPE,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        planner: SavePlanner | None = None,
+    ) -> bool:
+        """Save a step, if the policy wants it or with `force`; returns whether it does, the same on all ranks.
+
+        To be called at every step.  In the background, an error comes out of the next call that saves, or of `wait`.
+        The metrics are those of the first rank.  A step that has just been saved is not saved again.  One that is there
+        from another time is replaced by a run that went back, with `restore`; else `CheckpointExistsError`.
+
+        Args:
+            step: Its number.
+            state: What to save, as for `terrazzo.checkpoint.save`.
+            metrics: Numbers by name, kept with the checkpoint.
+            force: Save it whatever the policy says.
+            planner: As for `terrazzo.checkpoint.save`.
+        """
+        self._check_open()
+        step = checked_step(step)
+        wanted = self._wants(step)
+        if not (wanted or force) or step == self._last:
+            return False
+        record, base = self._begin(step, metrics, state)
+        self._since = time.monotonic()
+        self._last = step
+        arguments: dict[str, Any] = {
+            "store": self._catalog.store_of(step),
+            "base": None if base is None else self._catalog.store_of(base),
+            "planner": planner,
+            "process_group": self._group,
+            "timeout": self._timeout,
+        }
+        whole = {**state, VALUE: record.value()}
+        try:
+            if self._async:
+                saving = async_save(whole, **arguments)
+                self._pending = [saving]
+                self._settle(step, saving)
+                return True
+            save(whole, **arguments)
+        except BaseException:
+            self._last = self._settled
+            raise
+        self._settle(step, None)
+        moved = self._pending[:1]
+        self._together(f"moving latest of {self.root}", lambda: [future.result() for future in moved])
+        return True
+
+    def _wants(self, step: int) -> bool:
+        """Whether the policy wants the step: the same on all ranks."""
+        if not self._save_policies:
+            return True
+        moment = Moment(step, self._last, time.monotonic() - self._since)
+        # Each is asked, whatever the others say: a stop signal expects that.
+        alike = [policy.wants(moment) for policy in self._save_policies if policy.same_everywhere]
+        others = [policy for policy in self._save_policies if not policy.same_everywhere]
+        if any(alike) or not others:
+            return any(alike)
+
+        def ask(_: list[bytes]) -> bytes:
+            return b"yes" if any(policy.wants(moment) for policy in others) else b""
+
+        return self._reduce(f"asking whether to save step {step}", lambda: b"", ask) == b"yes"
+
+    def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: STATE_DICT_TYPE) -> tuple[Record, int | None]:
+        """Agree on a save: what to say of it, and on which checkpoint it builds."""
+
+        def ready() -> bytes:
+            self._join()
+            if VALUE in state:
+                raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")
+            checked_metrics(metrics)
+            return msgspec.msgpack.encode(step)
+
+        def decide(parts: list[bytes]) -> bytes:
+            steps = [msgspec.msgpack.decode(part, type=int) for part in parts]
+            if len(set(steps)) > 1:
+                said = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(steps))
+                raise DivergentValueError(
+                    f"ranks save different steps ({said}); call save with the same step everywhere"
+                )
+            records = self._catalog.read()
+            self._check_replacing(step, records)
+            now = time.time()
+            if records and now <= records[-1].saved:  # clocks differ, and the newest has to be the newest
+                now = math.nextafter(records[-1].saved, math.inf)
+            base = records[-1].step if records and self._reuse else None
+            return msgspec.msgpack.encode((Record(step, now, checked_metrics(metrics)), base))
+
+        try:
+            told = self._reduce(f"saving step {step} to {self.root}", ready, decide)
+        except CheckpointError:
+            self._last = self._settled
+            raise
+        self._settled = self._last
+        return msgspec.msgpack.decode(told, type=tuple[Record, int | None])
+
+    def _check_replacing(self, step: int, records: list[Record]) -> None:
+        if all(record.step != step for record in records):
+            return
+        store = self._catalog.store_of(step)
+        if not self._went_back:
+            raise CheckpointExistsError(
+                f"{store.location} is there already, and this run has not restored a checkpoint: restore one first to "
+                f"go on from it, or use another folder"
+            )
+        if is_held(store):
+            raise CheckpointExistsError(f"{store.location} would be replaced, but somebody is reading it; save later")
+
+    # ------------------------------------------------------------------ after a save, on the first rank
+
+    def _settle(self, step: int, saving: Future[Any] | None) -> None:
+        """Begin what follows a save: `latest`, and removing what is not kept."""
+        if not self._is_first or self._janitor is None:
+            return
+
+        def move() -> None:
+            if saving is not None:
+                saving.result()
+            name_as_latest(self._catalog.root, name_of_step(step))
+
+        moved = self._janitor.submit(move)
+        self._pending = [moved, self._janitor.submit(self._remove_after, moved)]
+
+    def _remove_after(self, moved: Future[None]) -> None:
+        if moved.exception() is not None:
+            return
+        try:
+            self._remove()
+        except (CheckpointError, OSError) as error:  # the next save tries again
+            LOGGER.warning("%s: checkpoints that are not kept could not be removed: %s", self.root, error)
+
+    def _remove(self) -> None:
+        """Remove what no policy keeps and nobody reads."""
+        records = self._catalog.read()
+        reasons = reasons_to_keep(self._keep, self._best, records)
+        for record in records:
+            if record.step not in reasons and not remove(self._catalog, record.step):
+                reasons[record.step] = ["somebody reads it"]
+        write_reasons(self._catalog.root, reasons)
+        if not self._cleared:  # once: what runs that were killed have left
+            self._cleared = True
+            for step in self._catalog.steps():
+                if step not in reasons:
+                    clear(self._catalog, step)
+
+    def _join(self) -> None:
+        """Wait for what is under way here, and raise what went wrong."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    # ------------------------------------------------------------------ finding
+
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are whole, as all ranks saw them last: at the start, or in `wait` or `reload`."""
+        return sorted(record.step for record in self._records)
+
+    def records(self) -> list[Record]:
+        """The same, with their times and metrics, the newest last."""
+        return list(self._records)
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps`: the one that was saved last."""
+        return self._records[-1].step if self._records else None
+
+    def best_step(self) -> int | None:
+        """The best of `steps`."""
+        found = self._in_order_of_merit(self._records)
+        return found[0].step if found else None
+
+    def reload(self) -> None:
+        """See what is there now."""
+        self._hear_records(f"looking at {self.root}", lambda: b"")
+
+    def _hear_records(self, doing: str, ready: Callable[[], bytes]) -> None:
+        told = self._reduce(doing, ready, lambda _: msgspec.msgpack.encode(self._catalog.read()))
+        self._records = msgspec.msgpack.decode(told, type=list[Record])
+
+    def _in_order_of_merit(self, records: list[Record]) -> list[Record]:
+        if self._best is None:
+            raise CheckpointManagerError(
+                "which checkpoint is best? Make the manager with best=, a metric's name or a Best"
+            )
+        return self._best.order(records)
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore(self, step: Which, state: STATE_DICT_TYPE, *, planner: LoadPlanner | None = None) -> int:
+        """Load a step, the "latest" or the "best" into a state dict, in place; returns the step.
+
+        The latest is the newest whole one.  What is being read is not removed.  All ranks load the same, or all raise
+        the same error.
+
+        Args:
+            step: Which.
+            state, planner: As for `terrazzo.checkpoint.load`.
+        """
+        self._check_open()
+        leases: list[Lease] = []
+
+        def ready() -> bytes:
+            self._join()
+            return b""
+
+        def choose(_: list[bytes]) -> bytes:
+            records = self._catalog.read()
+            chosen = self._chosen(step, records)
+            leases.append(take_to_read(self._catalog, chosen))
+            return msgspec.msgpack.encode((chosen, records))
+
+        try:
+            told = self._reduce(f"restoring {step} from {self.root}", ready, choose)
+            chosen, self._records = msgspec.msgpack.decode(told, type=tuple[int, list[Record]])
+            load(
+                state,
+                store=self._catalog.store_of(chosen),
+                planner=planner,
+                process_group=self._group,
+                timeout=self._timeout,
+                together=True,
+            )
+        finally:
+            for lease in leases:
+                lease.release()
+        self._last = self._settled = chosen
+        self._went_back = True
+        self._since = time.monotonic()
+        return chosen
+
+    def _chosen(self, step: Which, records: list[Record]) -> int:
+        if step == "latest":
+            found = records[-1:]
+        elif step == "best":
+            found = self._in_order_of_merit(records)[:1]
+        elif isinstance(step, str):
+            raise CheckpointManagerError(f"{step!r} is neither a step nor 'latest' nor 'best'")
+        else:
+            number = checked_step(step)
+            found = [record for record in records if record.step == number]
+        if not found:
+            there = ", ".join(map(str, sorted(record.step for record in records)))
+            raise CheckpointNotFoundError(f"{self.root} has no checkpoint {step}; it has " + (there or "none"))
+        return found[0].step
+
+    @contextmanager
+    def hold(self, step: Which) -> Iterator[Store]:
+        """Keep a checkpoint from being removed while this process reads it: the store, for `load` and `Checkpoint`.
+
+        For programs of their own too, such as evaluations; one process is enough, and it waits for nobody.  Where there
+        are no locks (object stores) a hold ends by itself after an hour.
+
+        >>> import tempfile, torch
+        >>> from terrazzo.checkpoint import Checkpoint
+        >>> with CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     _ = manager.save(1, {"w": torch.ones(2)})
+        ...     manager.wait()
+        ...     with manager.hold("latest") as store:
+        ...         Checkpoint(store)["w"][...]
+        tensor([1., 1.])
+        """
+        chosen = self._chosen(step, self._catalog.read())
+        lease = take_to_read(self._catalog, chosen)
+        try:
+            yield self._catalog.store_of(chosen)
+        finally:
+            lease.release()
+
+    # ------------------------------------------------------------------ the end, and all ranks together
+
+    def wait(self) -> None:
+        """Wait until the last save is whole, `latest` names it, and what is not kept is removed; raise its error."""
+
+        def ready() -> bytes:
+            self._join()
+            return b""
+
+        try:
+            self._hear_records(f"waiting for the last save to {self.root}", ready)
+        except CheckpointError:
+            self._last = self._settled
+            raise
+        self._settled = self._last
+
+    def close(self) -> None:
+        """`wait`, and use the manager no more, but for what it knows of the checkpoints."""
+        if self._janitor is None:
+            return
+        try:
+            self.wait()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        janitor, self._janitor = self._janitor, None
+        if janitor is not None:
+            janitor.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:  # the others may never answer; what is under way here ends
+            self._join()
+        except Exception as failed:
+            LOGGER.warning("%s: the last save failed too: %s", self.root, failed)
+        finally:
+            self._stop()
+
+    def _check_open(self) -> None:
+        if self._janitor is None:
+            raise CheckpointManagerError(f"the manager of {self.root} is closed; make another")
+
+    @property
+    def _is_first(self) -> bool:
+        return find_place(self._group, alone=True).is_coordinator
+
+    def _together(self, doing: str, work: Callable[[], object]) -> None:
+        def run() -> bytes:
+            work()
+            return b""
+
+        self._reduce(doing, run, lambda _: b"")
+
+    def _reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """`step` on every rank, then `combine` on the first, whose result all hear; or its error."""
+        place = find_place(self._group, doing=doing, timeout=self._timeout)
+        try:
+            return place.reduce(step, combine)
+        except StepFailed as failed:
+            raise failed.error from failed.error.__cause__

@@ -1,0 +1,96 @@
+"""Readers that hold a checkpoint, and the removal of one that nobody holds.
+
+A reader puts its lease in the checkpoint's folder and then looks whether somebody removes it; who removes it puts its
+own lease there and then looks whether somebody reads.  Of two that come in the same moment at least one sees the other
+and gives way, so nothing is removed that is being read.
+
+A removal takes the manifest away first: from then on there is no checkpoint, and what is left of its files is removed
+as what dead saves leave is, now or, if this process dies, by a later one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from terrazzo.checkpoint.manager.records import Catalog
+from terrazzo.checkpoint.native.cleaning import remove_leftovers
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.names import name_of_step
+from terrazzo.checkpoint.stores import Lease, Store
+from terrazzo.checkpoint.stores.local import LOCK
+from terrazzo.errors import CheckpointNotFoundError
+
+_READER: Final = "read-"
+_REMOVER: Final = "remove-"
+_LEASE: Final = ".lease"
+
+
+def take_to_read(catalog: Catalog, step: int) -> Lease:
+    """Hold a checkpoint until the lease is released."""
+    store = catalog.store_of(step)
+    gone = CheckpointNotFoundError(f"there is no whole checkpoint at {store.location}, or it is being removed")
+    if not store.exists(MANIFEST):
+        raise gone
+    lease = _leased(store, _READER)
+    if is_held(store, _REMOVER) or not store.exists(MANIFEST):
+        lease.release()
+        catalog.root.store.remove_folder(name_of_step(step))
+        raise gone
+    return lease
+
+
+@contextmanager
+def removing(store: Store) -> Iterator[bool]:
+    """Whether a checkpoint may be removed, and that nobody begins to read it meanwhile."""
+    lease = _leased(store, _REMOVER)
+    try:
+        yield not is_held(store)
+    finally:
+        lease.release()
+
+
+def is_held(store: Store, kind: str = _READER) -> bool:
+    """Whether somebody reads a checkpoint (or removes it)."""
+    return any(not store.lease_ended(key, modified) for key, modified in _leases(store, kind))
+
+
+def remove(catalog: Catalog, step: int) -> bool:
+    """Remove a checkpoint; False if somebody holds it."""
+    store = catalog.store_of(step)
+    with removing(store) as may:
+        if not may:
+            return False
+        store.delete([MANIFEST])
+        store.sync()
+        remove_leftovers(store)
+    clear(catalog, step)
+    return True
+
+
+def clear(catalog: Catalog, step: int) -> None:
+    """Remove what saves, readers and removals that have ended have left of a checkpoint that is none."""
+    store = catalog.store_of(step)
+    if store.exists(MANIFEST):
+        return
+    remove_leftovers(store)
+    ended = [
+        key
+        for kind in (_READER, _REMOVER)
+        for key, modified in _leases(store, kind)
+        if store.lease_ended(key, modified)
+    ]
+    store.delete([*ended, MANIFEST + LOCK])
+    catalog.root.store.remove_folder(name_of_step(step))
+
+
+def _leased(store: Store, kind: str) -> Lease:
+    while True:
+        with suppress(FileExistsError):  # somebody who looked at it took it for one that has ended
+            return store.lease(f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}")
+
+
+def _leases(store: Store, kind: str) -> list[tuple[str, float]]:
+    return [(entry.key, entry.modified) for entry in store.list(kind) if entry.key.endswith(_LEASE)]
