@@ -406,6 +406,18 @@ def exporting():
     find("collate", lambda: default_collate([torch.ones(2), torch.zeros(2)]))
 
 
+def scripted():
+    """TorchScript reads the sources of what it is given, of torch's own functions too."""
+    find(
+        "scripted optimizers", lambda: importlib.import_module("torch.distributed.optim").DistributedOptimizer.__name__
+    )
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softmax(x, 0).sum() + torch.norm(x)
+
+    find("scripted function", lambda: torch.jit.script(total)(torch.ones(3)))
+
+
 def described(value):
     if not callable(value) or isinstance(value, types.ModuleType):
         return type(value).__name__
@@ -448,6 +460,7 @@ def public_names():
 
 sys.stderr.write(f"IMPORTED {sorted(name for name in sys.modules if name.startswith('terrazzo'))}\n")
 public_names()
+scripted()
 optimizers()
 functions()
 transforms()

@@ -133,3 +133,19 @@ def same_objects() -> None:
 
 def test_what_has_nothing_to_do_returns_its_argument() -> None:
     run_ranks(4, same_objects)
+
+
+def diagonals_of_einsums() -> None:
+    """The first argument of an einsum is no tensor; where one is gathered for it, what it gives is a copy of a view."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(48.0).reshape(3, 4, 4)
+    x = distribute_tensor(whole, mesh, [Shard(1)])
+    for equation in ("baa->ba", "baa->ab", "bac->bca"):
+        for operands in (lambda t: (t,), lambda t: ([t],)):
+            expected = torch.einsum(equation, *operands(whole))
+            assert torch.equal(torch.einsum(equation, *operands(x)).full_tensor(), expected)
+    assert torch.equal(torch.einsum(x, [0, 1, 1], [0, 1]).full_tensor(), torch.einsum("baa->ba", whole))
+
+
+def test_diagonals_of_einsums() -> None:
+    run_ranks(2, diagonals_of_einsums)

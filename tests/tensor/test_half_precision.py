@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ranks import run_ranks
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, explain, init_device_mesh
@@ -530,6 +531,29 @@ def second_gradients() -> None:
                 else:
                     # Rounded twice on the way, so this only tells a wrong gradient from a right one.
                     torch.testing.assert_close(whole(grads[1]).double(), grads[2], rtol=0.02, atol=0.02)
+    classes_of_no_rank(init_device_mesh("cpu", (4,)))
+
+
+def classes_of_no_rank(mesh: DeviceMesh) -> None:
+    """Six classes on four ranks: the last has none, and takes part in what the others communicate."""
+    torch.manual_seed(5)
+    values, wanted, weight = torch.randn(4, 6), torch.tensor([1, 0, 5, 2]), torch.rand(6)
+    for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"weight": weight}, {"label_smoothing": 0.1}):
+        grads = []
+        for x in (values.clone(), distribute_tensor(values, mesh, [S1])):
+            x.requires_grad_()
+            given = {"target": wanted, **options}
+            if isinstance(x, DTensor):
+                given = {k: replicated(v, mesh) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            (first,) = torch.autograd.grad(F.cross_entropy(x, **given).sum(), x, create_graph=True)
+            first.square().sum().backward()
+            grads.append((first.detach(), x.grad))
+        for ours, expected in zip(grads[1], grads[0], strict=True):
+            torch.testing.assert_close(whole(ours), expected, msg=lambda m, o=options: f"{o}: {m}")
+
+
+def replicated(values: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim)
 
 
 def test_second_gradients():
@@ -609,8 +633,21 @@ def under_autocast() -> None:
             torch.testing.assert_close(whole(result), expected, rtol=0.01, atol=0.01)
 
 
+def one_row_under_autocast() -> None:
+    """On one row an einsum multiplies in float32 where others take a product in bfloat16: ranks would not agree."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.rand(5, 3)
+    placed = distribute_tensor(values, mesh, [S1])
+    for equation in ("ab,cb->ac", "ab,ab->a", "ab,ab->"):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, result = torch.einsum(equation, values, values), torch.einsum(equation, placed, placed)
+        assert result.dtype == result.to_local().dtype == expected.dtype, equation
+        torch.testing.assert_close(whole(result), expected, rtol=0.02, atol=0.02)
+
+
 def test_under_autocast():
     run_ranks(2, under_autocast)
+    run_ranks(2, one_row_under_autocast)
 
 
 def layers_of_terms() -> None:

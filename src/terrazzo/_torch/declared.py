@@ -81,7 +81,7 @@ def like(function: Any, plain: Any) -> Any:
     """`function` with the name, documentation and signature of `plain`, which it replaces.
 
     Dynamo knows some functions by name, and pickles hold functions by name. `__wrapped__` is not set: Dynamo would look
-    through it.
+    through it. TorchScript, which reads sources, gets `plain`: `torch.distributed.optim` is scripted at its import.
     """
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         if getattr(plain, name, None) is not None:
@@ -90,6 +90,7 @@ def like(function: Any, plain: Any) -> Any:
         function.__signature__ = inspect.signature(plain)
     except (TypeError, ValueError):  # written in C
         pass
+    function.__prepare_scriptable__ = lambda: plain
     return function
 
 

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from terrazzo._torch.dispatching import tree_leaves
 from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import base_of, version_of
 from terrazzo.errors import DTensorError
@@ -176,8 +177,9 @@ def _version_of(local: torch.Tensor) -> int:
 
 
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Make the results of the view function `name` copied views of its first argument."""
-    base = args[0] if args else next(iter(kwargs.values()))
+    """Make the results of the view function `name` copied views of the first tensor among its arguments."""
+    leaves = tree_leaves((args, kwargs))  # an einsum's equation comes before its tensors, which may be in a list
+    base = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     reads_shape = (
         name in _RESHAPES and isinstance(result, DTensor) and not (len(args) > 1 and type(args[1]) is torch.dtype)
     )

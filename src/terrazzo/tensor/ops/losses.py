@@ -79,15 +79,17 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
         local = torch.where(mine, wanted - first, _IGNORED)
         work = working_type(x.dtype)
         if count == 0:
-            loss = x.sum(1) if reduction == "none" else x.sum(dtype=work)
-        elif reduction != "none" and work is x.dtype:
+            # A class that nobody wants: gradients of gradients communicate, so all ranks need the same graph.
+            x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
+            weight = weight if weight is None else F.pad(weight, (0, 1))
+        if reduction != "none" and work is x.dtype:
             loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="sum")
         else:
             loss = F.nll_loss(x, local, weight, ignore_index=_IGNORED, reduction="none")
             loss = loss if reduction == "none" else loss.sum(dtype=work)
         if reduction != "mean":
             return loss
-        if weight is None or count == 0:
+        if weight is None:
             share = mine.sum().to(work)
         else:
             share = (weight.detach()[local.clamp(min=0)] * mine).sum(dtype=work)

@@ -188,7 +188,20 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
                 return None  # broadcasting of size 1
     factor = {letter: i for i, letter in enumerate(sizes)}
     ins: list[Dims] = [tuple(factor[c] for c in term) for term in terms]
-    return _product(ins, tuple(factor[c] for c in right), tensors)
+    spec = _product(ins, tuple(factor[c] for c in right), tensors)
+    contracted = {f for f in spec.reduce if sum(f in dims for dims in ins) > 1}
+    if not contracted:
+        return spec
+    return replace(spec, localize=lambda chosen: _as_autocast_has_it if contracted & set(chosen.sharded) else None)
+
+
+def _as_autocast_has_it(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    """An einsum in the dtype that a product has under autocast: where a shard has one row it multiplies, in float32."""
+    result: torch.Tensor = func(*loc, **kw)
+    device = result.device.type
+    if result.dtype is torch.float32 and torch.is_autocast_enabled(device):
+        return result.to(torch.get_autocast_dtype(device))
+    return result
 
 
 def _spelled_out(equation: str, ndims: list[int]) -> str | None:
