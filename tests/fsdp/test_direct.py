@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,15 +13,17 @@ from torch import nn
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.comm.axis import axis_over
-from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, trace
+from terrazzo.fsdp import MixedPrecisionPolicy, explain, fully_shard, report, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.check import check as check_plan
 from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run import direct, flat, in_place
 from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.run.root import root_of
+from terrazzo.tensor import init_device_mesh
 
 
 def check(uneven: bool, dtype: torch.dtype) -> None:
@@ -135,21 +140,21 @@ class Even(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-        self.unused = nn.Linear(8, 8)
+        self.embed, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, rank: int = -1) -> torch.Tensor:
-        x = self.layers(x)
-        return self.unused(x) if rank == 0 else x  # on one rank's data only
+        x = self.layers(self.embed(x))
+        return self.unused(x) if rank == 0 else x + 1  # on one rank's data only
 
 
-def train_even(in_place_too: bool, accumulate: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+def train_even(in_place_too: bool, accumulate: bool, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Even()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=policy, **options)
     model.set_coalesce_bytes(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with trace(model) as steps:
@@ -168,20 +173,39 @@ def train_even(in_place_too: bool, accumulate: bool, dtype: torch.dtype) -> list
     found = {
         any(buffer.kind == "unsharded" for buffer in each.writes)
         for each in steps.operations
-        if each.moves and each.kind is Kind.GATHER
+        if each.kind is Kind.GATHER and each.reads[0].kind == "shard"
     }
     assert found == {in_place_too}
     check_plan(steps.operations, root_of(group_of(model)).spec())
+    x = torch.ones(1, 8, dtype=dtype)
+    model(x).sum().backward()
+    with trace(model) as steps:
+        model(x).sum().backward()
+    planned = explain(model)
+    assert [str(e) for e in steps.operations] == [str(e) for e in planned.operations if e.kind is not Kind.WRITE]
+    assert planned.moved == report(model).moved == steps.total_bytes()
+    spec = dataclasses.replace(root_of(group_of(model)).spec(), overlapped=0)
+    check_plan(plan_steps(spec, 2).operations, spec, bound=report(model).peak - report(model).held)
     return [value.full_tensor() for value in model.state_dict().values()]
 
 
 def check_training() -> None:
     kept = direct._SMALL, in_place._LARGE
-    for accumulate, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
-        usual = train_even(False, accumulate, dtype)
+    ways: list[tuple[bool, torch.dtype, dict[str, Any]]] = [
+        (False, torch.float32, {}),
+        (True, torch.float32, {"reshard_after_forward": True}),
+        (False, torch.bfloat16, {"reshard_after_forward": False}),
+    ]
+    if dist.get_world_size() == 4:
+        ways += [
+            (True, torch.float32, {"mesh": init_device_mesh("cpu", (2, 2))}),
+            (False, torch.float32, {"reshard_after_forward": 2}),
+        ]
+    for accumulate, dtype, options in ways:
+        usual = train_even(False, accumulate, dtype, **options)
         try:
             direct._SMALL, in_place._LARGE = 0, 64
-            found = train_even(True, accumulate, dtype)
+            found = train_even(True, accumulate, dtype, **options)
         finally:
             direct._SMALL, in_place._LARGE = kept
         assert all(map(torch.equal, usual, found)), "bit for bit"

@@ -26,6 +26,7 @@ from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.tied import TiedParameters
 from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.fsdp import register_fsdp_pipeline_stage
 
 LossFunction = Callable[..., Tensor]
 ScheduleFactory = Callable[..., Any]
@@ -88,7 +89,7 @@ class Pipeline:
         axis: Axis,
         tied: Mapping[str, str],
     ) -> None:
-        _check_stages(stages, axis)
+        self._held = _check_stages(stages, axis)
         self.axis = axis
         self.parts = [stage.submod for stage in stages]
         self.module = self.parts[0] if len(self.parts) == 1 else StageModules(self.parts)
@@ -101,6 +102,7 @@ class Pipeline:
         self._losses: list[Tensor] = []  # of each micro-batch, where the last stage is
         self._factor = 1.0  # of the loss in backward
         self.schedule: Any = None
+        self._splits = False  # whether it computes the gradients of inputs and of parameters apart
 
     def prepare(self, batch: Batch) -> None:
         """Make the schedule, once the stages are sharded."""
@@ -117,7 +119,10 @@ class Pipeline:
                 f"pipeline={_name_of(self._make)} made no schedule of {count} and {batch.accumulation} micro-batches "
                 f"(gradient_accumulation_steps): {error}"
             ) from error
-        _refuse_split_backward(self.schedule)
+        self._splits = _splits_backward(self.schedule)
+        if self._splits:
+            for stage in self._stages:
+                register_fsdp_pipeline_stage(stage)
 
     def _scaled_loss(self, output: Any, target: Any, **kwargs: Any) -> Tensor:
         loss = self._loss_fn(output, target, **kwargs)
@@ -131,7 +136,8 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of all micro-batches; the gradients are reduced, and this rank's loss is returned."""
         self._check_samples(args, target)
-        at_once = zero_stage >= 2  # gradients are reduced after every micro-batch
+        # Gradients are reduced after every micro-batch, or once: by the schedule itself where it splits backward.
+        at_once = zero_stage >= 2 and not self._splits
         for part in self.parts:
             part.set_requires_gradient_sync(at_once)  # type: ignore[operator]
             part.set_is_last_backward(at_once)  # type: ignore[operator]
@@ -139,7 +145,7 @@ class Pipeline:
         self._factor = scale / self._batch.accumulation
         self._run(self.schedule.step, args, target, kwargs)
         for part in self.parts:
-            if not at_once:
+            if not at_once and not self._splits:
                 part.reduce_gradients()  # type: ignore[operator]
             reshard(part)
         return self._loss()
@@ -147,6 +153,8 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> Tensor:
         """Forward alone, in evaluation mode; this rank's loss."""
+        if self._splits:
+            _refuse_forward_alone(self.schedule, self._held)
         self._check_samples(args, target)
         modes = [(module, module.training) for part in self.parts for module in part.modules()]
         try:
@@ -209,7 +217,8 @@ def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
 # ------------------------------------------------------------------ checks
 
 
-def _check_stages(stages: Sequence[Stage], axis: Axis) -> None:
+def _check_stages(stages: Sequence[Stage], axis: Axis) -> list[list[int]]:
+    """The stages of every rank, which together are all there are."""
     for stage in stages:
         ranks_of_stage = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
         if tuple(ranks_of_stage) != axis.ranks:
@@ -225,6 +234,7 @@ def _check_stages(stages: Sequence[Stage], axis: Axis) -> None:
             f"ranks {list(axis.ranks)} hold the stages {[[index for index, _ in rank] for rank in ranks]} of "
             f"{sorted(counts)}; together they have to hold each stage once"
         )
+    return [sorted(index for index, _ in rank) for rank in ranks]
 
 
 def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
@@ -246,15 +256,22 @@ def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
     return frozenset(name for index, (names, _) in enumerate(found) if index != axis.index for name in names)
 
 
-def _refuse_split_backward(schedule: Any) -> None:
+def _splits_backward(schedule: Any) -> bool:
+    """Whether the gradients of inputs and of parameters are computed apart."""
     orders = (getattr(schedule, "pipeline_order", None) or {}).values()
     kinds = {getattr(action.computation_type, "name", "") for order in orders for action in order if action is not None}
-    split = kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}
-    if split:
-        raise EngineConfigError(
-            f"{type(schedule).__name__} computes the gradients of inputs and of weights apart, which sharded modules "
-            "do not support: use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
-        )
+    return bool(kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"})
+
+
+def _refuse_forward_alone(schedule: Any, held: Sequence[Sequence[int]]) -> None:
+    """Between stages of one rank PyTorch hands gradients on although there are none."""
+    for stages in held:
+        if any(index + 1 in stages for index in stages):
+            raise EngineError(
+                f"{type(schedule).__name__} cannot run forward alone in PyTorch where neighbouring stages, here "
+                f"{list(stages)}, lie on one rank: evaluate with an engine of another schedule, such as "
+                "ScheduleInterleaved1F1B, that loads this one's checkpoint"
+            )
 
 
 def _name_of(make: Any) -> str:
