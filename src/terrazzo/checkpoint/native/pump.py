@@ -6,6 +6,7 @@ small buffers (pinned for an accelerator), of which one is filled while the othe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -23,6 +24,9 @@ from terrazzo.errors import CheckpointError
 
 # One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
 _PIECE: Final = 4 * BLOCK
+# The same beside a main thread that computes: after each write a thread waits for the interpreter's lock, 5 ms if the
+# main thread does not let go of it, so writes have to be few.
+_PIECE_BESIDE: Final = 32 * BLOCK
 _MAX_BUFFERS: Final = 1000
 
 
@@ -35,6 +39,7 @@ class Pump:
 
     def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
+        self._piece = _PIECE if threading.current_thread() is threading.main_thread() else _PIECE_BESIDE
         self._written = start
         self._waiting: list[memoryview] = []
         self._waiting_bytes = 0
@@ -79,8 +84,8 @@ class Pump:
                 self.sums.append(checksum(data))
                 self._queue(data, owner)
             return
-        for start in range(0, nbytes, _PIECE):
-            piece = data[start : start + _PIECE]
+        for start in range(0, nbytes, self._piece):
+            piece = data[start : start + self._piece]
             for begin in range(0, len(piece), block):
                 self.sums.append(checksum(piece[begin : begin + block]))
             self._queue(piece, owner)
@@ -95,7 +100,7 @@ class Pump:
         self._waiting.append(data)
         self._kept.append(owner)
         self._waiting_bytes += len(data)
-        if self._waiting_bytes >= _PIECE or len(self._waiting) >= _MAX_BUFFERS:
+        if self._waiting_bytes >= self._piece or len(self._waiting) >= _MAX_BUFFERS:
             self.flush()
 
     def flush(self) -> None:
