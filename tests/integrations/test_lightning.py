@@ -1,17 +1,21 @@
-"""Lightning's `ModelParallelStrategy` trains, saves and resumes on terrazzo as on PyTorch's own FSDP2."""
+"""Lightning trains, saves and resumes on terrazzo: with its own `ModelParallelStrategy`, and with ours."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.fsdp
 
 import terrazzo
 import terrazzo.checkpoint
 from ranks import run_fresh
+from terrazzo.errors import FSDPValueError, UnsupportedValueError
+from terrazzo.tensor import DTensor
 
 pytest.importorskip("pytorch_lightning")
 
@@ -42,3 +46,108 @@ def check_lightning(folder: str) -> None:
 def test_lightning(tmp_path):
     outcomes = run_fresh(2, check_lightning, str(tmp_path / "saved"), timeout=300)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
+def mean(losses: list[float]) -> list[float]:
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def check_strategy(folder: str) -> None:
+    """All epochs; the last checkpoints are kept."""
+    warnings.simplefilter("ignore")
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    from integrations.lightning_runs import BEFORE, EPOCHS, Net, loader, plainly, trainer
+    from terrazzo.integrations.lightning import FullyShardStrategy
+
+    world = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(int(os.environ["RANK"]))  # the first rank's values count
+    net = Net()
+    kept = ModelCheckpoint(folder, "{epoch}", monitor="loss", mode="max", save_top_k=EPOCHS - 1, save_last=True)
+    run = trainer(world, EPOCHS, strategy=FullyShardStrategy(), callbacks=[kept], enable_checkpointing=True)
+    run.fit(net, loader(world))
+    expected = plainly()
+    assert mean(net.seen) == pytest.approx(expected, rel=1e-5)
+    weight = net.blocks[0][0].weight
+    assert isinstance(weight, DTensor) and weight.to_local().shape[0] in (9 // world, 9 // world + 1)
+    assert sorted(path.name for path in Path(folder).iterdir()) == [
+        *(f"epoch={n}.ckpt" for n in range(EPOCHS - 1)), "last.ckpt"
+    ]  # fmt: skip
+    assert run.validate(net, loader(world), verbose=False)[0]["valid"] < expected[0]
+    stored = terrazzo.checkpoint.Checkpoint(f"{folder}/epoch={BEFORE - 1}.ckpt")
+    assert stored["state_dict.blocks.0.0.weight"].parts == world
+    assert "optimizer_states.0.state.first.weight.exp_avg" in stored
+
+
+def check_resumed(*paths: str) -> None:
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import BEFORE, EPOCHS, Net, loader, plainly, trainer
+    from terrazzo.integrations.lightning import FullyShardStrategy
+
+    world = int(os.environ["WORLD_SIZE"])
+    expected = plainly()[3 * BEFORE :]
+    torch.manual_seed(5)
+    for path in paths:
+        net = Net()
+        run = trainer(world, EPOCHS, strategy=FullyShardStrategy(wrap=["Linear"]))
+        run.fit(net, loader(world), ckpt_path=path)
+        assert mean(net.seen) == pytest.approx(expected, rel=1e-5), path
+        assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == pytest.approx([0.0005])
+
+
+def check_alone(folder: str) -> None:
+    """Lightning's own strategy for one process, with terrazzo's files and with its own."""
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import BEFORE, EPOCHS, Net, loader, plainly, trainer
+    from terrazzo.integrations.lightning import TerrazzoCheckpointIO
+
+    for name, plugins in (("ours", [TerrazzoCheckpointIO()]), ("file", None)):
+        torch.manual_seed(0)
+        run = trainer(1, BEFORE, plugins=plugins)
+        run.fit(Net(), loader(1))
+        run.save_checkpoint(f"{folder}/{name}.ckpt")
+    for name in ("ours", "file"):
+        net = Net()
+        trainer(1, EPOCHS, plugins=[TerrazzoCheckpointIO()]).fit(net, loader(1), ckpt_path=f"{folder}/{name}.ckpt")
+        assert net.seen == pytest.approx(plainly()[3 * BEFORE :], rel=1e-6)
+
+
+def check_refused() -> None:
+    warnings.simplefilter("ignore")
+    from lightning_fabric.plugins.io import TorchCheckpointIO
+
+    from integrations.lightning_runs import Net, loader, trainer
+    from terrazzo.integrations.lightning import FullyShardStrategy, TerrazzoCheckpointIO
+
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+    with pytest.raises(FSDPValueError, match="nothing gathers scale of Own"):
+        trainer(1, 1, strategy=FullyShardStrategy()).fit(Own(), loader(1))
+    with pytest.raises(FSDPValueError, match="wrap names Layer"):
+        trainer(1, 1, strategy=FullyShardStrategy(wrap=["Layer"])).fit(Net(), loader(1))
+    with pytest.raises(UnsupportedValueError, match="TorchCheckpointIO does not write"):
+        trainer(1, 1, strategy=FullyShardStrategy(), plugins=[TorchCheckpointIO()])
+    with pytest.raises(UnsupportedValueError, match="storage_options"):
+        TerrazzoCheckpointIO().save_checkpoint({}, "nowhere", storage_options={})
+
+
+def check_one_process(folder: str) -> None:
+    check_resumed(f"{folder}/of two/epoch=1.ckpt")
+    check_alone(folder)
+    check_refused()
+
+
+def run_all(world: int, check, *args: str) -> None:
+    outcomes = run_fresh(world, check, *args, timeout=300)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
+def test_the_strategy_trains_like_one_process_and_resumes_anywhere(tmp_path):
+    run_all(2, check_strategy, str(tmp_path / "of two"))
+    run_all(1, check_one_process, str(tmp_path))
+    run_all(2, check_resumed, *(str(tmp_path / name) for name in ("of two/epoch=1.ckpt", "file.ckpt", "ours.ckpt")))
