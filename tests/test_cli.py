@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import terrazzo
-from terrazzo.checkpoint import load, save
+from terrazzo.checkpoint import CheckpointManager, load, save
+from terrazzo.checkpoint.manager import KeepEvery, KeepLast
 from terrazzo.cli import app
 
 STATE = {"model": {"layers.2.w": torch.arange(12.0).reshape(3, 4), "layers.10.w": torch.ones(5).bfloat16()}, "step": 7}
@@ -40,6 +41,26 @@ def test_ls(path: str) -> None:
     assert document["values"][0] == {
         "name": "model.layers.2.w", "dtype": "float32", "shape": [3, 4], "bytes": 48, "parts": 1,
     }  # fmt: skip
+
+
+def test_ls_of_a_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep=KeepLast(1) | KeepEvery(20), best="loss") as manager:
+        for step, loss in ((10, 0.5), (20, 0.25), (30, 4.0), (40, float("nan"))):
+            manager.save(step, STATE, {"loss": loss, "[bold]": 1} if step < 40 else {"loss": loss})
+    lines = run("ls", str(tmp_path)).stdout.splitlines()
+    assert lines[0].split() == ["name", "saved", "size", "loss", "[bold]", "kept"]
+    assert [line.split()[0] for line in lines[1:3]] == ["global_step20", "global_step40"]
+    assert "58 bytes" in lines[1] and "0.25" in lines[1] and lines[1].rstrip().endswith("every 20 steps, best by loss")
+    assert "nan" in lines[2] and lines[2].rstrip().endswith("last 1, every 20 steps, newest, latest")
+    assert lines[-1] == "2 steps; latest is global_step40"
+    document = json.loads(run("ls", str(tmp_path), "--json").stdout)
+    assert document["latest"] == "global_step40" and [row["step"] for row in document["steps"]] == [20, 40]
+    assert document["steps"][0]["metrics"] == {"loss": 0.25, "[bold]": 1.0} and document["steps"][0]["bytes"] == 58
+    values = json.loads(run("ls", str(tmp_path), "*.w", "--json").stdout)["values"]
+    assert [row["name"] for row in values] == ["model.layers.2.w", "model.layers.10.w"]
+    (tmp_path / "kept.json").write_text("[")
+    (tmp_path / "latest").write_text("../x")
+    assert "2 steps; latest is none" in run("ls", str(tmp_path)).stdout
 
 
 def test_show(path: str) -> None:

@@ -80,6 +80,11 @@ def trial(old: str, path: Path, victim: int, at: int) -> list[int]:
                 traceback.print_exc()
             os._exit(1)
         children.append(child)
+    return wait_for(children)
+
+
+def wait_for(children: list[int]) -> list[int]:
+    """How processes end: exit status, minus the signal that killed one, 99 if it hung."""
     deadline = time.monotonic() + 30
     return [_end_of(child, deadline) for child in children]
 

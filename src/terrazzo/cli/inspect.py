@@ -20,6 +20,7 @@ from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.tools.compare import Difference, compare
 from terrazzo.checkpoint.tools.lazy import in_order
 from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown
+from terrazzo.cli.steps import list_steps, steps_at
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
@@ -31,8 +32,14 @@ def list_values(
     pattern: Annotated[str, typer.Argument(help="Only names that match this shell-style pattern.")] = "*",
     json: Json = False,
 ) -> None:
-    """List what a checkpoint holds, with shapes, dtypes, sizes and the number of parts."""
+    """List what a checkpoint holds, with shapes, dtypes, sizes and the number of parts.
+
+    Of the folder of a run, list its steps, their metrics and what keeps them; with a pattern, the last one's values.
+    """
     with errors(), paused_collector():
+        if pattern == "*" and (steps := steps_at(checkpoint)):
+            list_steps(checkpoint, steps, json=json)
+            return
         opened = Checkpoint(checkpoint)
         entries = dict(opened.metadata.state_dict_metadata.items())
         said: dict[int, dict[str, Any]] = {}  # by entry, of which many names share one

@@ -26,7 +26,8 @@ from terrazzo.checkpoint.manager import (
     SaveOnStop,
     SavePolicy,
 )
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore
+from terrazzo.checkpoint.manager.records import read_reasons
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place
 from terrazzo.errors import (
     CheckpointException,
     CheckpointExistsError,
@@ -161,6 +162,23 @@ def test_what_others_have_saved_there(tmp_path: Path):
     assert folders(tmp_path) == [6, 7, 8] and (tmp_path / "mine").is_dir()
     assert (tmp_path / "global_step7" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step8" / "manifest.terrazzo").read_bytes() == b"damaged"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [7, "", "[" * 100_000, "[1]", "{}", '{"saved": NaN}', '{"saved": 1, "metrics": {"loss": "low"}}', torch.zeros(2)],
+)
+def test_what_is_said_of_a_checkpoint_may_be_nonsense(tmp_path: Path, said: object, caplog: pytest.LogCaptureFixture):
+    """Such a checkpoint is left where it is, and the others are used."""
+    save({**state(1), "checkpoint_manager": '{"saved": 5.0, "step": 99}'}, checkpoint_id=tmp_path / "global_step1")
+    save({**state(2), "checkpoint_manager": said}, checkpoint_id=tmp_path / "global_step2")
+    (tmp_path / "kept.json").write_bytes(b'{"\xff": ["x"]}')
+    with CheckpointManager(tmp_path, keep=1) as manager:
+        assert manager.steps() == [1] and restored(manager, "latest") == 1
+        assert "global_step2 is left alone" in caplog.text
+        assert read_reasons(Place(tmp_path)) == {}
+        manager.save(3, state(3))
+    assert folders(tmp_path) == [2, 3]
 
 
 class EachFor(SavePolicy):

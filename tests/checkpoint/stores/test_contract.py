@@ -200,3 +200,21 @@ def test_streams_and_folders(store: Store) -> None:
     assert store.beneath("inner").get("one")[0] == b"1" and (Place(store) / "inner" / "one").is_file()
     assert sorted(Place(store).names()) == ["file", "inner"] and (Place(store) / "inner").is_dir()
     assert not (Place(store) / "file").is_dir() and not (Place(store) / "other").exists()
+
+
+def test_folders_are_removed_when_they_are_empty(store: Store) -> None:
+    try:
+        inner = store.beneath("inner")
+    except OSError:  # it has none
+        return
+    inner.prepare()
+    inner.put("file", b"x")
+    store.remove_folder("inner")
+    assert inner.exists("file") and "inner" in store.folders(), "something is in it"
+    inner.delete(["file"])
+    inner.sync()
+    store.remove_folder("inner")
+    store.remove_folder("inner")
+    assert not inner.list()
+    if isinstance(store, LocalStore):
+        assert not (store.path / "inner").exists()

@@ -27,7 +27,7 @@ import msgspec
 
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import VALUE, Catalog, Record, checked_metrics, checked_step, write_reasons
-from terrazzo.checkpoint.manager.removing import clear, is_held, remove, take_to_read
+from terrazzo.checkpoint.manager.removing import clear_all, is_held, remove, take_to_read
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
@@ -259,9 +259,7 @@ class CheckpointManager:
         write_reasons(self._catalog.root, reasons)
         if not self._cleared:  # once: what runs that were killed have left
             self._cleared = True
-            for step in self._catalog.steps():
-                if step not in reasons:
-                    clear(self._catalog, step)
+            clear_all(self._catalog)
 
     def _join(self) -> None:
         """Wait for what is under way here, and raise what went wrong."""

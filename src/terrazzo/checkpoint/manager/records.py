@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -122,8 +123,11 @@ def _read_record(store: Store, step: int) -> Record:
     if text is None:  # it was saved without a manager
         return Record(step, read_manifest(store).head.created)
     try:
-        return msgspec.convert({"step": step, **json.loads(text)}, Record, strict=False)
-    except (ValueError, TypeError) as error:
+        record = msgspec.convert({**json.loads(text), "step": step}, Record)
+        if not math.isfinite(record.saved):
+            raise ValueError(f"it was saved at {record.saved}")
+        return record
+    except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointManagerError(
             f"{store.location}: what its manager said of it cannot be read: {error}"
         ) from error
@@ -134,7 +138,7 @@ def read_reasons(root: Place) -> dict[int, list[str]]:
     try:
         data, _ = root.store.get(KEPT)
         return msgspec.json.decode(bytes(data), type=dict[int, list[str]])
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, msgspec.MsgspecError):
         return {}
 
 

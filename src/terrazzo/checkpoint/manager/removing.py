@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from terrazzo.checkpoint.manager.records import Catalog
+from terrazzo.checkpoint.manager.records import KEPT, Catalog
 from terrazzo.checkpoint.native.cleaning import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.names import name_of_step
-from terrazzo.checkpoint.stores import Lease, Store
-from terrazzo.checkpoint.stores.local import LOCK
+from terrazzo.checkpoint.native.names import LATEST, name_of_step
+from terrazzo.checkpoint.stores import Entry, Lease, Store
+from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
 from terrazzo.errors import CheckpointNotFoundError
 
 _READER: Final = "read-"
@@ -54,7 +54,7 @@ def removing(store: Store) -> Iterator[bool]:
 
 def is_held(store: Store, kind: str = _READER) -> bool:
     """Whether somebody reads a checkpoint (or removes it)."""
-    return any(not store.lease_ended(key, modified) for key, modified in _leases(store, kind))
+    return any(not store.lease_ended(entry.key, entry.modified) for entry in _leases(store, kind))
 
 
 def remove(catalog: Catalog, step: int) -> bool:
@@ -71,19 +71,22 @@ def remove(catalog: Catalog, step: int) -> bool:
 
 
 def clear(catalog: Catalog, step: int) -> None:
-    """Remove what saves, readers and removals that have ended have left of a checkpoint that is none."""
+    """Remove what saves, readers and removals that have ended have left; and the folder, if no checkpoint is in it."""
     store = catalog.store_of(step)
-    if store.exists(MANIFEST):
-        return
     remove_leftovers(store)
-    ended = [
-        key
-        for kind in (_READER, _REMOVER)
-        for key, modified in _leases(store, kind)
-        if store.lease_ended(key, modified)
-    ]
-    store.delete([*ended, MANIFEST + LOCK])
-    catalog.root.store.remove_folder(name_of_step(step))
+    left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
+    store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
+    if not store.exists(MANIFEST):
+        catalog.root.store.remove_folder(name_of_step(step))
+
+
+def clear_all(catalog: Catalog) -> None:
+    """The same for every step of a run, and files that were to become `latest` and the like."""
+    root = catalog.root.store
+    files = [entry for name in (LATEST[0], KEPT) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)]
+    root.delete([entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
+    for step in catalog.steps():
+        clear(catalog, step)
 
 
 def _leased(store: Store, kind: str) -> Lease:
@@ -92,5 +95,5 @@ def _leased(store: Store, kind: str) -> Lease:
             return store.lease(f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}")
 
 
-def _leases(store: Store, kind: str) -> list[tuple[str, float]]:
-    return [(entry.key, entry.modified) for entry in store.list(kind) if entry.key.endswith(_LEASE)]
+def _leases(store: Store, kind: str) -> list[Entry]:
+    return [entry for entry in store.list(kind) if entry.key.endswith(_LEASE)]

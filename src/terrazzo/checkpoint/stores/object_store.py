@@ -197,13 +197,22 @@ class ObjectStore(Store):
         return _entry(key, self._tried(key, partial(self._bucket.head, self._path(key))))
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            try:
-                self._bucket.delete(self._path(key))
-            except FileNotFoundError:
+        wanted = list(keys)
+        if len(wanted) < 2:
+            for key in wanted:
+                self._delete(key)
+            return
+        with ThreadPoolExecutor(self.caps.depth, thread_name_prefix="terrazzo-delete") as pool:
+            for _ in pool.map(self._delete, wanted):  # a large checkpoint has very many small files
                 pass
-            except exceptions.BaseError as error:
-                self._fail(key, error)
+
+    def _delete(self, key: str) -> None:
+        try:
+            self._bucket.delete(self._path(key))
+        except FileNotFoundError:
+            pass
+        except exceptions.BaseError as error:
+            self._fail(key, error)
 
     def adopt(self, other: Store, key: str) -> bool:
         """By a copy that the store makes itself, within one bucket."""

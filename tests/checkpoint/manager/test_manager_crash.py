@@ -1,0 +1,74 @@
+"""Kills at the file operations of a manager's save and removals: the newest whole checkpoint is never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import terrazzo
+from terrazzo.checkpoint import CheckpointManager
+
+sys.path.insert(0, str(Path(__file__).parent))
+from manager_lab import KEEP, state
+
+
+def run_lab(folder: Path, every: int) -> list[dict]:
+    with CheckpointManager(folder / "before", keep=KEEP) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), {"loss": float(step)})
+    program = Path(__file__).parent / "manager_lab.py"
+    source = Path(terrazzo.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder), str(every)],
+        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def check(root: Path, trial: dict) -> str:
+    """What is there is whole; the next run goes on from it, and leaves nothing behind.  Says what was found."""
+    victim, ends = trial["victim"], trial["ends"]
+    assert ends[victim] in (-signal.SIGKILL, 0), trial  # 0: it had less to do than where nobody died
+    assert ends[1 - victim] in (0, 7), trial
+    named = (root / "latest").read_text()
+    assert (root / named / "manifest.terrazzo").exists(), f"latest names {named}, which is not whole"
+    with CheckpointManager(root, keep=KEEP) as manager:
+        there = manager.steps()
+        assert there in ([1, 2], [1, 2, 3], [2, 3]), trial
+        assert int(named.removeprefix("global_step")) in there[-2:]
+        if 0 in ends:  # one rank was told that all is well: so the checkpoint is whole
+            assert 3 in there, trial
+        target = state(-1)
+        newest = manager.restore("latest", target)
+        expected = state(newest)
+        assert newest == there[-1] == target["step"]
+        assert all(target[name].equal(expected[name]) for name in "wb")
+        assert {r.step: r.metrics["loss"] for r in manager.records()} == {step: float(step) for step in there}
+        manager.save(newest + 1, state(newest + 1))
+    assert manager.steps() == [newest, newest + 1]
+    left = sorted(os.listdir(root))
+    assert left == sorted([f"global_step{newest}", f"global_step{newest + 1}", "kept.json", "latest"]), (trial, left)
+    for step in manager.steps():
+        names = [name.partition("-")[0] for name in os.listdir(root / f"global_step{step}")]
+        assert set(names) == {"data", "manifest.terrazzo"}, (trial, names)  # no lease, no lock
+    return f"{there} latest {named}"
+
+
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.proof)])
+def test_a_rank_is_killed(tmp_path: Path, every: int) -> None:
+    trials = run_lab(tmp_path, every)
+    assert {trial["victim"] for trial in trials} == {0, 1}
+    assert sum(-signal.SIGKILL in trial["ends"] for trial in trials) >= len(trials) - 2
+    found = {check(tmp_path / trial["name"], trial) for trial in trials}
+    # Deaths before the commit, and after the removal.
+    assert {"[1, 2] latest global_step2", "[2, 3] latest global_step3"} <= found, found
