@@ -159,6 +159,8 @@ def test_ops() -> None:
             file, line = row["where"].split(":")
             source = (Path(__file__).parents[1] / "src" / file).read_text().splitlines()
             assert source[int(line) - 1].lstrip().startswith(("@", "def ")), row
+    views = ("t", "H", "mT", "__getitem__", "view", "transpose", "unbind")
+    assert {rows[name]["alias"] for name in views} == {"view"} and not rows["__getitem__"]["schema"]
     assert run("ops", "no such thing").exit_code == 2
 
 

@@ -9,7 +9,10 @@ and sums of half types it rounds after each rank.  Its all-to-all does no such h
 reductions are built on that.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from terrazzo._torch.groups import (
     backend_of,
     reduce_scatter_flat,
 )
-from terrazzo.comm import captured
+from terrazzo.comm import captured, observe
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.wrapped import each_inner, is_wrapper
 from terrazzo.errors import CommError
@@ -40,6 +43,35 @@ HALF = frozenset([torch.float16, torch.bfloat16])
 _FLOATS = frozenset([torch.float32, torch.float64, torch.float16, torch.bfloat16])
 _INTEGERS = frozenset([torch.int8, torch.uint8, torch.int32, torch.int64])
 _MOVABLE = _FLOATS | _INTEGERS | {torch.bool}
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Sending(threading.local):
+    """Per thread: whether what reaches a process group now comes from here, and observers have been told of it."""
+
+    now = False
+
+
+sending = Sending()
+
+
+def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
+    """Say in `sending`, where somebody observes, that this primitive is at work."""
+
+    @wraps(primitive)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not observe.observers or sending.now:
+            return primitive(*args, **kwargs)
+        sending.now = True
+        try:
+            return primitive(*args, **kwargs)
+        finally:
+            sending.now = False
+
+    return run
 
 
 def _all_reduce_options(op: ReduceOp) -> AllreduceOptions:
@@ -81,6 +113,7 @@ def averages(axis: Axis, x: Tensor) -> bool:
     return backend_of(axis.group, x.device).name() == "nccl"
 
 
+@_tells
 def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
     """Reduce `buffer` in place."""
     if captured.capturing():
@@ -89,6 +122,7 @@ def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
     return _group(axis).allreduce([buffer], _ALL_REDUCE[op])
 
 
+@_tells
 def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | None:
     """Reduce the parts of `buffer`, all as long as `out`, each to the rank at its position."""
     if captured.capturing():
@@ -102,6 +136,7 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
+@_tells
 def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     """Concatenate equally long parts in `out`."""
     if is_wrapper(part):
@@ -115,6 +150,7 @@ def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     return all_gather_flat(_group(axis), out, part)
 
 
+@_tells
 def all_to_all(
     axis: Axis,
     out: Tensor,
@@ -152,6 +188,7 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
     return _group(axis).alltoall_base(out, buffer, [], [])
 
 
+@_tells
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     """Overwrite `buffer` with that of position `src`."""
     if is_wrapper(buffer):
@@ -166,11 +203,13 @@ def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     return _group(axis).broadcast([buffer], options)
 
 
+@_tells
 def send(axis: Axis, buffer: Tensor, to: int, tag: int) -> Work:
     """Send `buffer` to position `to`."""
     return _group(axis).send([buffer], to, tag)
 
 
+@_tells
 def receive(axis: Axis, out: Tensor, source: int, tag: int) -> Work:
     """Overwrite `out` with what position `source` sends."""
     return _group(axis).recv([out], source, tag)

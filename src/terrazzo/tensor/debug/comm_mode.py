@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
@@ -228,7 +227,7 @@ class _LocalOperations(TorchDispatchMode):
             _record(self._tree, func, args, kwargs, distributed=False)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not _asked_for_by_wire():  # those have been observed
+        if not wire.sending.now:  # those have been observed
             self._add_foreign(kind, [*args, *kwargs.values(), result])
         return result
 
@@ -239,14 +238,6 @@ class _LocalOperations(TorchDispatchMode):
         moved = whole * (ranks - 1) // ranks
         name = "" if group is None else group.group_name
         self._add(kind, name, ranks, 2 * moved if kind == "all_reduce" else moved, None)
-
-
-def _asked_for_by_wire() -> bool:
-    """Whether the nearest caller, beyond torch and debug modes inside this one, is `terrazzo.comm.wire`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", __name__)):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == wire.__name__
 
 
 def _group_among(args: Sequence[Any]) -> ProcessGroup | None:

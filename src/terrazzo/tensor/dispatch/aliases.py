@@ -25,6 +25,10 @@ _SAME = frozenset(
 )
 
 
+VIEWS_IN_PYTHON = frozenset({"__getitem__", "H"})
+"""Views that are no operators of C++; what has the name there is something else."""
+
+
 @functools.lru_cache(maxsize=4096)
 def alias_of(name: str, inplace: bool = False) -> Alias:
     """The alias class of an operation by canonical name.
@@ -36,7 +40,7 @@ def alias_of(name: str, inplace: bool = False) -> Alias:
         return "written"
     if name in _SAME:
         return "same"
-    if name == "__getitem__":
+    if name in VIEWS_IN_PYTHON:
         return "view"
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or not hasattr(packet, "overloads"):

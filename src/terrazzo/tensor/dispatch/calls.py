@@ -15,7 +15,6 @@ from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
 from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aliases import alias_of
-from terrazzo.tensor.dispatch.composites import run_composite
 from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
@@ -28,6 +27,7 @@ from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.taken_apart import run_composite
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from terrazzo._torch.dispatching import schema_of
-from terrazzo.tensor.dispatch.aliases import Alias, alias_of
+from terrazzo.tensor.dispatch.aliases import VIEWS_IN_PYTHON, Alias, alias_of
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.ops.table import TABLE, How, Operation, operation
 
@@ -58,12 +58,12 @@ def _row(name: str) -> Row:
     how, otherwise = entry.how, _otherwise(entry)
     if how == "replicate" and _is_python(name):
         how, otherwise = "body", None
-    packet: Any = getattr(torch.ops.aten, name, None)
+    packet: Any = None if name in VIEWS_IN_PYTHON else getattr(torch.ops.aten, name, None)
     schema = [str(schema_of(getattr(packet, o))) for o in packet.overloads()] if hasattr(packet, "overloads") else []
     return Row(
         name,
         how,
-        alias_of(name.removesuffix("_"), inplace),
+        alias_of(name.removesuffix("_") if inplace else name, inplace),
         otherwise,
         _where(entry.function),
         _where(entry.otherwise),

@@ -3,8 +3,8 @@
 The names and behaviours are those of `torch.distributed.tensor.parallel`.
 """
 
-from terrazzo.tensor.parallel.api import parallelize_module
 from terrazzo.tensor.parallel.loss import loss_parallel
+from terrazzo.tensor.parallel.parallelize import parallelize_module
 from terrazzo.tensor.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from terrazzo.tensor.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
