@@ -17,6 +17,7 @@ import terrazzo
 from terrazzo.checkpoint import CheckpointManager, load, save
 from terrazzo.checkpoint.manager import KeepEvery, KeepLast
 from terrazzo.cli import app
+from terrazzo.cli.screen import OUT
 
 STATE = {"model": {"layers.2.w": torch.arange(12.0).reshape(3, 4), "layers.10.w": torch.ones(5).bfloat16()}, "step": 7}
 
@@ -28,7 +29,12 @@ def path(tmp_path: Path) -> str:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    """A command on a wide terminal; the console takes its width when it is imported, perhaps by an earlier test."""
+    before, OUT.width = OUT.width, 200
+    try:
+        return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    finally:
+        OUT.width = before
 
 
 def test_ls(path: str) -> None:

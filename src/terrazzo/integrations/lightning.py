@@ -258,7 +258,7 @@ class FullyShardStrategy(ModelParallelStrategy):
 
 
 def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _is_spread(value: Any) -> bool:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
-
-if TYPE_CHECKING:
-    from terrazzo.tensor.dtensor import DTensor
 
 
 class Links:
@@ -24,12 +21,12 @@ class Links:
     """A call for which no route is known (`dispatch.calls`)."""
     aten: Callable[..., Any]
     """An operator called from C++ (`dispatch.aten`)."""
-    from_local: Callable[..., DTensor]
+    from_local: Callable[..., Any]
     to_local: Callable[..., torch.Tensor]
     full_tensor: Callable[..., torch.Tensor]
-    redistribute: Callable[..., DTensor]
+    redistribute: Callable[..., Any]
     chunk_list: Callable[..., list[Any]]
-    gradient_of: Callable[..., DTensor]
+    gradient_of: Callable[..., Any]
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
     copies: WeakSet[Any] = WeakSet()
