@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -70,21 +71,21 @@ def trial(old: str, path: Path, victim: int, at: int) -> list[int]:
     """One save with one death; how each rank ended: its exit status, minus the signal that killed it, 99 if it hung."""
     if old != "-":
         shutil.copytree(old, path)
+    return fork_ranks(lambda rank: save_as(rank, path, victim, at))
+
+
+def fork_ranks(run: Callable[[int], None]) -> list[int]:
+    """How two processes end that `run` as ranks 0 and 1: exit status, minus the signal of a kill, 99 if one hung."""
     children = []
     for rank in range(2):
         child = os.fork()
         if child == 0:
             try:
-                save_as(rank, path, victim, at)
+                run(rank)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
         children.append(child)
-    return wait_for(children)
-
-
-def wait_for(children: list[int]) -> list[int]:
-    """How processes end: exit status, minus the signal that killed one, 99 if it hung."""
     deadline = time.monotonic() + 30
     return [_end_of(child, deadline) for child in children]
 

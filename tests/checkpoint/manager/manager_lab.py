@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crash_lab import MANY, RAISED, SUCCEEDED, wait_for
+from crash_lab import MANY, RAISED, SUCCEEDED, fork_ranks
 from faults import FaultySystem
 
 from terrazzo.checkpoint import CheckpointManager
@@ -56,17 +55,7 @@ def trial(folder: Path, name: str, victim: int, at: int) -> list[int]:
     """One save with one death, and how each rank ended."""
     path = folder / name
     shutil.copytree(folder / "before", path)
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_as(rank, path, victim, at)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-        children.append(child)
-    return wait_for(children)
+    return fork_ranks(lambda rank: save_as(rank, path, victim, at))
 
 
 if __name__ == "__main__":
