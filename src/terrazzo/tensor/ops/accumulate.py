@@ -45,6 +45,14 @@ def _without_terms(x: Any) -> Any:
     return x.redistribute(placements=x._layout.dual.placements)
 
 
+def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which a product or convolution of `dtype` runs: autocast may have its own."""
+    if not dtype.is_floating_point or dtype is torch.float64 or not torch.is_autocast_enabled(device.type):
+        return dtype
+    own: torch.dtype = torch.get_autocast_dtype(device.type)
+    return own
+
+
 def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype:
     """The type of `func`'s result; autocast may have its own."""
     found = result_type(loc, kw)

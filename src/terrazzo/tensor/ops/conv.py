@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.accumulate import product_type
 from terrazzo.tensor.ops.halo import Halo, Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.table import rule
@@ -108,14 +109,16 @@ def _sliding(
     added = [i for i, o in enumerate(call.operands) if o is bias]
 
     def localize(chosen: Chosen) -> LocalFunction | None:
-        share = groups
+        share, shape = groups, tuple(chosen.outs[0].local_shape)
         for m in chosen.sharded.get(_OUT, ()) if groups > 1 else ():
             share //= chosen.ins[0].mesh_shape[m]
         if with_halo:
             source = chosen.ins[[o is input for o in call.operands].index(True)]
             cut = {first + i: chosen.sharded.get(_SPACE + i, ()) for i in range(n)}
             halo = plan_halo(source, chosen.outs[0], {first + i: w for i, w in enumerate(windows)}, cut)
-            return _with_halo(halo, tuple(chosen.outs[0].local_shape), n, share)
+            return _with_halo(halo, shape, n, share)
+        if not prod(shape) or not all(prod(o.local_shape) for o in chosen.ins[:2]):
+            return _empty(shape, n)
         return None if share == groups else _with_groups(share)
 
     return Spec(
@@ -126,7 +129,7 @@ def _sliding(
         even=even,
         addends=frozenset(added),
         linear=[(i, *added) for i in range(2)],
-        localize=localize if with_halo or groups != 1 else None,
+        localize=localize,
     )
 
 
@@ -155,12 +158,29 @@ def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalF
         padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> torch.Tensor:  # fmt: skip
         x = halo.around(input, 0.0)
-        result: torch.Tensor
         if x.numel() and weight.numel() and prod(shape):
-            result = func(x, weight, bias, stride, 0, dilation, share)
+            result: torch.Tensor = func(x, weight, bias, stride, 0, dilation, share)
             return result
-        # Part of the graph all the same: backward communicates with other ranks.
-        result = x.new_zeros(shape) + 0 * (x.sum() + weight.sum())
-        return result if bias is None else result + bias.view(-1, *(1,) * n)
+        return _nothing(shape, n, x, weight, bias)
 
     return run
+
+
+def _empty(shape: tuple[int, ...], n: int) -> LocalFunction:
+    """The convolution of an empty shard: PyTorch's has no second derivatives, and other ranks' communicate."""
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        named = dict(zip(("input", "weight", "bias"), loc, strict=False)) | kw
+        return _nothing(shape, n, named["input"], named["weight"], named.get("bias"))
+
+    return run
+
+
+def _nothing(
+    shape: tuple[int, ...], n: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Of nothing there is the bias only, but the operands are part of the graph: backward communicates with other ranks."""
+    result = x.new_zeros(shape) + (x.reshape(-1)[:0].sum() + weight.reshape(-1)[:0].sum())
+    if bias is not None:
+        result = result + bias.view(-1, *(1,) * n)
+    return result.to(product_type(x.dtype, x.device))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
+from terrazzo.tensor.ops.accumulate import product_type
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.table import rule
 
@@ -40,10 +41,9 @@ def _product(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
     dtype = result_type(loc, kw)
-    device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
-    if dtype is torch.float32 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    return dtype not in HALF
+    assert dtype is not None
+    device = next(v.device for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
+    return product_type(dtype, device) not in HALF
 
 
 @rule("mm")
@@ -198,10 +198,7 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
 def _as_autocast_has_it(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
     """An einsum in the dtype that a product has under autocast: where a shard has one row it multiplies, in float32."""
     result: torch.Tensor = func(*loc, **kw)
-    device = result.device.type
-    if result.dtype is torch.float32 and torch.is_autocast_enabled(device):
-        return result.to(torch.get_autocast_dtype(device))
-    return result
+    return result.to(product_type(result.dtype, result.device))
 
 
 def _spelled_out(equation: str, ndims: list[int]) -> str | None:
