@@ -709,6 +709,13 @@ def indices_out_of_bounds() -> None:
             nn.functional.cross_entropy(logits, indices)
     ignored = distribute_tensor(torch.tensor([0, 1, -100, 3]), mesh, [R])
     assert nn.functional.cross_entropy(logits, ignored).isfinite()
+    few = torch.randn(3, 2)  # some rank has no row
+    for placement in (R, Shard(0), Shard(1)):
+        with pytest.raises(IndexError, match="out of bounds"):
+            distribute_tensor(few, mesh, [placement])[[0, 5]]
+        nothing = distribute_tensor(few[:, :0], mesh, [placement])[[0, 5]]  # of which PyTorch looks at none
+        assert nothing.shape == few[:, :0][[0, 5]].shape
+        assert distribute_tensor(few, mesh, [placement])[[0, 5], 0:0].shape == few[[0, 5], 0:0].shape
 
 
 def test_indices_that_no_rank_owns_are_refused() -> None:

@@ -179,7 +179,7 @@ def _empty(shape: tuple[int, ...], n: int) -> LocalFunction:
 def _nothing(
     shape: tuple[int, ...], n: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of nothing there is the bias only, but the operands are part of the graph: backward communicates with other ranks."""
+    """Nothing but the bias; the operands are part of the graph, for backward communicates with other ranks."""
     result = x.new_zeros(shape) + (x.reshape(-1)[:0].sum() + weight.reshape(-1)[:0].sum())
     if bias is not None:
         result = result + bias.view(-1, *(1,) * n)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, index = loc
-            if not local.numel():
+            if not local.numel() and chosen.outs[0].shape.numel():
                 _check_bounds(as_tuple(index), layout)
             return _own_strides(local[index])
 
@@ -233,7 +234,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
     if varying and local.requires_grad and torch.is_grad_enabled():
         dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
         local = cast_fresh(local, dims, layout.mesh) if dims else local
-    if not local.numel():
+    if not local.numel() and prod(shape):
         _check_bounds(items, layout)
     picked = _own_strides(local[tuple(items)])
     placed = [type(p)(whole[p.dim]) if isinstance(p, Shard) else p for p in kept.placements]
@@ -241,7 +242,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
 
 
 def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
-    """For a part without elements, of which C++ picks anything."""
+    """For a part without elements, of which C++ picks anything, as it does of a whole tensor without elements."""
     d = 0
     for i in expanded(tuple(items), layout.ndim):
         if isinstance(i, torch.Tensor) and not is_mask(i):
