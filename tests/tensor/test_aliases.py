@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,6 +128,9 @@ def same_objects() -> None:
             assert (function(x) is x) == (function(whole) is whole)
         for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, :3], lambda t: t[:1], lambda t: t[1:2].t()):
             assert view(x).is_contiguous() == view(whole).is_contiguous()
+        line, few = torch.arange(2.0), distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])  # some rank has none
+        for alike in (lambda t: t, lambda t: t.detach(), lambda t: t.data, lambda t: t.view(torch.int32)):
+            assert not alike(line.expand(2, -1)).is_contiguous() and not alike(few.expand(2, -1)).is_contiguous()
         parts = DTensor.from_local(whole.chunk(2, 1)[0], init_device_mesh("cpu", (4,)), [Replicate()])
         assert not parts.is_contiguous() and parts.contiguous() is not parts
 
@@ -149,3 +153,32 @@ def diagonals_of_einsums() -> None:
 
 def test_diagonals_of_einsums() -> None:
     run_ranks(2, diagonals_of_einsums)
+
+
+def expanded_and_written() -> None:
+    """What is expanded may not be written, on any rank: also on those that are too thin to see it."""
+    mesh = init_device_mesh("cpu", (4,))
+    for shape, placement in (((1, 3), Shard(1)), ((3, 1), Shard(0))):
+        whole = torch.zeros(shape)
+        x = distribute_tensor(whole, mesh, [placement])
+        wide = x.expand(3, 3)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            wide[:2, :2] = 1.0
+        plain = whole.clone()
+        plain.expand(3, 3)[:1, :1] = 1.0
+        plain.expand(3, 3)[0:0] = 2.0
+        wide[:1, :1] = 1.0
+        wide[0:0] = 2.0
+        assert torch.equal(x.full_tensor(), plain)
+    # Through a copy it could not be passed on: said before anything is written.
+    copied = distribute_tensor(torch.zeros(1, 3), mesh, [Shard(1)]).expand(4, 3).split([2, 1], dim=-1)[0]
+    with pytest.raises(DTensorError, match="expanded"):
+        copied[0] = 1.0
+    turned = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(0)])
+    turned.swapaxes_(1, 0)
+    turned.detach_()  # it is no view, of which C++ would refuse that
+    assert turned.shape == (4, 2)
+
+
+def test_expanded_and_written() -> None:
+    run_ranks(4, expanded_and_written)

@@ -354,3 +354,26 @@ def test_distribute_module():
 
 def test_local_map_forms():
     run_ranks(4, check_local_map_forms)
+
+
+def outs_of_another_type() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.rand(4, 4)
+    mine = distribute_tensor(whole, mesh, [Shard(0)])
+    for name, of in (("abs", 1), ("round", 1), ("tril", 1), ("mm", 2), ("exp", 1), ("add", 2), ("maximum", 2)):
+        plain, ours = torch.zeros(4, 4, dtype=torch.float64), torch.zeros_like(mine, dtype=torch.float64)
+        try:
+            getattr(torch, name)(*[whole] * of, out=plain)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=str(error).split(",")[0]):
+                getattr(torch, name)(*[mine] * of, out=ours)
+        else:
+            getattr(torch, name)(*[mine] * of, out=ours)
+            torch.testing.assert_close(ours.full_tensor(), plain)
+    numbers = torch.zeros_like(mine, dtype=torch.int32)
+    with pytest.raises(TypeError, match="can't be cast"):  # before the shapes, as on one device
+        torch.cat([numbers, distribute_tensor(torch.zeros(2), mesh, [Replicate()])], out=numbers)
+
+
+def test_outs_of_another_type() -> None:
+    run_ranks(2, outs_of_another_type)

@@ -23,7 +23,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.indices import region_of
 from terrazzo.tensor.links import links
-from terrazzo.tensor.strides import has_view, is_contiguous, no_view
+from terrazzo.tensor.strides import has_view, is_contiguous, no_view, repeats
 
 _local_slot: Any = DTensor.__dict__["_local"]
 # Functions that cut a tensor into parts, with the position of `dim`.
@@ -92,7 +92,11 @@ class Origin:
                 "not reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or "
                 "redistribute it first so that the viewed dimension is not sharded"
             )
-
+        if repeats(self._local, self._base.shape, self._index):
+            raise DTensorError(
+                f"in-place write to a view of which a redistribution made a copy (now {self._layout}): the tensor that "
+                "was viewed is expanded, one element of it stands for several. Please clone() it before"
+            )
         if with_grad:
             local = self._base._local
             if local.requires_grad and base_of(local).is_leaf:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.autograd import run_backward
 from terrazzo._torch.dispatching import without_subclass_functions
+from terrazzo._torch.tensors import is_view
 from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.errors import DTensorError
@@ -41,7 +42,7 @@ from terrazzo.tensor.dispatch.keys import (
 )
 from terrazzo.tensor.links import links
 from terrazzo.tensor.raw_access import NoRawAccess
-from terrazzo.tensor.strides import global_stride, is_contiguous
+from terrazzo.tensor.strides import global_stride, is_contiguous, telling
 
 WRITTEN = "_on_write"
 """An attribute of some DTensors: what to call when they may be written to where no version counter sees it."""
@@ -58,12 +59,18 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
+def _detached(local: torch.Tensor) -> torch.Tensor:
+    return local.detach() if local.numel() else telling(local.detach(), local)
+
+
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
     local = value._local
     # Without a graph, a leaf stays one that wants its gradient; a view that C++ says wants one has nowhere to put it.
     if target.requires_grad and local.grad_fn is None and local is not target._local:
         local = local.detach().requires_grad_()
+    elif not local.requires_grad and is_view(local) and not is_view(target._local):
+        local = _detached(local)  # what changed its shape is no view of itself
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
     target._local, target._layout, target._memo = local, value._layout, value._memo
@@ -464,7 +471,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             written()  # whoever takes it may write where no counter sees it
         local = self._local
         if not local.requires_grad:
-            return wrap(local.detach(), self._layout)  # what is written to it counts as written to this tensor
+            return wrap(_detached(local), self._layout)  # what is written to it counts as written to this tensor
         data = local.data
         for origin in list(links.copies):
             origin.watch(data)  # which counts what is written to it by itself
@@ -493,7 +500,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             pass
 
     def detach(self) -> DTensor:
-        return wrap(self._local.detach(), self._layout)
+        return wrap(_detached(self._local), self._layout)
 
     def detach_(self) -> DTensor:
         self._local.detach_()

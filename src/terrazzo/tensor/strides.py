@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -51,6 +52,13 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
 def _says_nothing(local: torch.Tensor) -> bool:
     """Whether the strides are no more than what C++ happens to give a new tensor without elements, or of such a one."""
     return not local.numel() and 0 in base_of(local).stride()
+
+
+def telling(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`view`, of all of `of`, where C++ forgets that: a rank without elements knows strides by the base alone."""
+    if view.numel() or 0 not in view.stride() or _says_nothing(of):
+        return view
+    return view.new_empty(1).as_strided(view.shape, view.stride())
 
 
 def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
@@ -122,11 +130,23 @@ def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
     return groups
 
 
-def check_no_overlap(local: torch.Tensor, shape: Sequence[int]) -> None:
+def check_no_overlap(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> None:
     """Before an in-place write, on a rank that is too thin to see it: raise where an element stands for several."""
-    repeats = any(step == 0 and n > 1 for step, n in zip(local.stride(), shape, strict=True))
-    if repeats and 0 not in shape and not _says_nothing(local):
+    if repeats(local, shape, index):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
         )
+
+
+def repeats(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> bool:
+    """Whether an element of what a basic index takes of the global tensor stands for several.
+
+    >>> row = torch.zeros(4).expand(3, 4)
+    >>> repeats(row, (3, 4)), repeats(row, (3, 4), (0, slice(2)))
+    (True, False)
+    """
+    if 0 not in local.stride() or _says_nothing(local):
+        return False
+    taken = torch.empty_strided(tuple(shape), local.stride(), device="meta")[index]
+    return taken.numel() > 0 and any(step == 0 and n > 1 for step, n in zip(taken.stride(), taken.shape, strict=True))

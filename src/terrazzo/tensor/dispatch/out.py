@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 
-from terrazzo.errors import DTensorError, MixedTensorError
+from terrazzo.errors import DTensorError, MixedTensorError, TerrazzoError
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.plain import replicated
+from terrazzo.tensor.dispatch.structure import map_tensors, of_one_element
 from terrazzo.tensor.dtensor import DTensor, become
-
-_SAME_TYPE = {"where"}
-"""Functions whose results C++ does not cast."""
 
 
 def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run `func`, whose `out` is given, and return `out`."""
     name, out = canonical_name(func)[0], kwargs["out"]
-    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    try:
+        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if not isinstance(error, TerrazzoError):
+            func(*map_tensors(tuple(args), of_one_element), **map_tensors(dict(kwargs), of_one_element))  # out is first
+        raise
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
     makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and its like
     for target, value in zip(outs, results, strict=True):
@@ -30,8 +33,21 @@ def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 f"{name}: out= and the inputs must all be DTensors, out is {type(target).__name__} and the result "
                 f"{type(value).__name__}"
             )
+        if value.dtype != target.dtype and target is out:
+            _ask_cpp(func, args, kwargs, value.dtype)
         _write(name, target, value)
     return out
+
+
+def _ask_cpp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], type_of_result: torch.dtype) -> None:
+    """Raise what C++ raises for an `out` of another type than the result: most functions cast to none, some to any."""
+    given: list[Any] = map_tensors(list(args), of_one_element)
+    named: dict[str, Any] = map_tensors(dict(kwargs), of_one_element)
+    try:
+        func(*given, **(named | {"out": named["out"].to(type_of_result)}))
+    except Exception:
+        return  # one element is too few for this function
+    func(*given, **named)
 
 
 def _write(name: str, target: DTensor, value: DTensor) -> None:
@@ -40,8 +56,6 @@ def _write(name: str, target: DTensor, value: DTensor) -> None:
             f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
             "arguments requires grad."
         )
-    if name in _SAME_TYPE and value.dtype != target.dtype:
-        raise RuntimeError(f"{name}: out has type {target.dtype} instead of {value.dtype}")
     if not torch.can_cast(value.dtype, target.dtype):
         raise DTensorError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
     if target.shape == value.shape:

@@ -17,6 +17,7 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
+from terrazzo.tensor.dispatch.structure import map_tensors, of_one_element
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -60,18 +61,8 @@ def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype
     device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
     if kw.get("dtype") is not None or not torch.is_autocast_enabled(device):
         return found
-    ones = [_one(v) for v in loc]
-    named = {k: _one(v) for k, v in kw.items()}
-    dtype: torch.dtype = func(*ones, **named).dtype
+    dtype: torch.dtype = func(*map_tensors(list(loc), of_one_element), **map_tensors(kw, of_one_element)).dtype
     return dtype
-
-
-def _one(value: Any) -> Any:
-    """A tensor of the same type with one element, which as an index is in bounds."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    of_one = value.detach().new_ones if value.is_floating_point() else value.detach().new_zeros
-    return of_one((1,) * value.ndim)
 
 
 def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from terrazzo.tensor.dtensor import DTensor, run_again, wrap
 from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.strides import check_no_overlap
 
 
 def index_otherwise(target: Any, index: Any) -> Any:
@@ -234,7 +234,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
     if varying and local.requires_grad and torch.is_grad_enabled():
         dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
         local = cast_fresh(local, dims, layout.mesh) if dims else local
-    if not local.numel() and prod(shape):
+    if not local.numel() and 0 not in shape:
         _check_bounds(items, layout)
     picked = _own_strides(local[tuple(items)])
     placed = [type(p)(whole[p.dim]) if isinstance(p, Shard) else p for p in kept.placements]
@@ -300,7 +300,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
         )
     items = normal(index)
-    _check_index(items, target._layout)  # C++ takes the view first
+    taken = _taken(items, target._layout)  # C++ takes the view first
     check_writable(target)
     check_no_leaf(target)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
@@ -309,18 +309,21 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         value = admitted[0][2]
     terms = any(isinstance(p, Partial) for p in target._layout.placements)
     if is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
+        check_no_overlap(target._local, target.shape, tuple(items))
         with writing(target, items):
             _assign_box(target, items, value)
-        pass_on(target)
+        if taken is None or taken.numel():
+            pass_on(target)
     else:
         plain_index = tuple(_full(i, target._layout) for i in items)
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
 
 
-def _check_index(items: Sequence[Any], layout: Layout) -> None:
-    """Raise what C++ raises for an index that chooses nothing there is; what tensors choose it sees later."""
-    if not any(isinstance(i, torch.Tensor) for i in items):
-        torch.empty(layout.shape, device="meta")[tuple(items)]
+def _taken(items: Sequence[Any], layout: Layout) -> torch.Tensor | None:
+    """What an index without tensors takes of such a tensor, or what C++ raises where there is no such thing."""
+    if any(isinstance(i, torch.Tensor) for i in items):
+        return None
+    return torch.empty(layout.shape, device="meta")[tuple(items)]
 
 
 def _assign(target: torch.Tensor, index: Any, value: Any) -> None:
