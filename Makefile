@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 
-.PHONY: setup deepspeed test proofs demo wheel try-wheel bench lint types format clean
+.PHONY: setup deepspeed test proofs demo docs site wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED)
 
@@ -41,6 +41,16 @@ proofs: $(READY)
 	$(BIN)/python -m tests.checkpoint.failing_matrix
 	$(BIN)/python -m tests.checkpoint.fuzz --cases 20000
 	$(BIN)/python tests/deepspeed/same.py
+
+# The documentation as a site in build/site.  Nothing is fetched; a link that leads nowhere and code that does not do what
+# the page shows are errors.
+docs: site
+	$(BIN)/python -m pytest tests/test_doctests.py -k "pages or names or links"
+
+site: $(READY)
+	$(BIN)/python docs/pictures/draw.py --check
+	$(BIN)/python -m sphinx -b html -n -W --keep-going -q docs build/site
+	@echo "build/site/index.html"
 
 demo: $(READY)
 	$(BIN)/python -m terrazzo demo $(ARGS)
