@@ -74,8 +74,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
+# The package and its tools; then a user's programs, as mypy --strict sees them.
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/typed.ini --cache-dir .mypy_cache/user tests/typed.py tests/fsdp/typed.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
