@@ -55,10 +55,10 @@ site: $(READY)
 demo: $(READY)
 	$(BIN)/python -m terrazzo demo $(ARGS)
 
-# dist/terrazzo-VERSION-py3-none-any.whl, which pip installs.
+# dist/terrazzo-VERSION-py3-none-any.whl, which pip installs, and dist/terrazzo-VERSION.tar.gz, the sources of it.
 wheel: $(READY)
 	rm -rf dist
-	$(BIN)/python -m hatchling build -t wheel -d dist
+	$(BIN)/python -m hatchling build -t sdist -t wheel -d dist
 
 # Does the wheel alone do what the installation instructions say?  In a new environment, away from the sources.
 try-wheel: wheel
