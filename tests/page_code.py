@@ -89,9 +89,14 @@ def complaints_about(blocks: list[Block]) -> list[str]:
     return found
 
 
-def run_page(file: str, folder: str) -> None:
-    """Run a page's blocks, on a rank."""
+def run_page(file: str, folder: str, python: str = sys.executable) -> None:
+    """Run a page's blocks, on a rank; `python` is what `terrazzo` and `torchrun` run on."""
     os.chdir(folder)
+    for command, module in (("terrazzo", "terrazzo"), ("torchrun", "torch.distributed.run")):
+        script = Path(".bin", command)
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/sh\nPYTHON_EXEC="{python}" exec "{python}" -m {module} "$@"\n')
+        script.chmod(0o700)
     shutil.copytree(ROOT / "examples", "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     namespace: dict[str, Any] = {"__name__": "__page__"}
     for block in blocks_of(ROOT / file):
@@ -142,7 +147,7 @@ def _check_command(block: Block, command: str, expected: str) -> None:
         if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+        "PATH": f"{Path.cwd() / '.bin'}:{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
         "COLUMNS": "120",
     }

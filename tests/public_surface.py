@@ -54,6 +54,7 @@ PUBLIC = (
     "terrazzo.tensor.experimental",
     "terrazzo.tensor.parallel",
     "terrazzo.tensor.policy",
+    "terrazzo.testing",
 )
 """Modules whose names users rely on; each has a place in docs/api."""
 

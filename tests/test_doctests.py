@@ -12,6 +12,7 @@ import pytest
 
 from page_code import FLAGS, ROOT, blocks_of, complaints_about, run_page
 from ranks import run_ranks
+from warm_python import warm_python
 
 SOURCES = ROOT / "src"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -45,7 +46,7 @@ def test_examples_in_docstrings(file, tmp_path):
 
 @pytest.mark.parametrize("file", pages_with_code())
 def test_code_on_pages(file, tmp_path):
-    run_ranks(1, run_page, file, str(tmp_path), timeout=900)
+    run_ranks(1, run_page, file, str(tmp_path), warm_python(), timeout=900)
 
 
 def test_every_block_on_every_page_is_run_or_says_why_not():
