@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 
-.PHONY: setup deepspeed test proofs demo wheel try-wheel bench lint types format clean
+.PHONY: setup deepspeed test proofs demo docs site wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED)
 
@@ -42,13 +42,23 @@ proofs: $(READY)
 	$(BIN)/python -m tests.checkpoint.fuzz --cases 20000
 	$(BIN)/python tests/deepspeed/same.py
 
+# The documentation as a site in build/site.  Nothing is fetched; a link that leads nowhere and code that does not do what
+# the page shows are errors.
+docs: site
+	$(BIN)/python -m pytest tests/test_doctests.py -k "pages or names or links"
+
+site: $(READY)
+	$(BIN)/python docs/pictures/draw.py --check
+	$(BIN)/python -m sphinx -b html -n -W --keep-going -q docs build/site
+	@echo "build/site/index.html"
+
 demo: $(READY)
 	$(BIN)/python -m terrazzo demo $(ARGS)
 
-# dist/terrazzo-VERSION-py3-none-any.whl, which pip installs.
+# dist/terrazzo-VERSION-py3-none-any.whl, which pip installs, and dist/terrazzo-VERSION.tar.gz, the sources of it.
 wheel: $(READY)
 	rm -rf dist
-	$(BIN)/python -m hatchling build -t wheel -d dist
+	$(BIN)/python -m hatchling build -t sdist -t wheel -d dist
 
 # Does the wheel alone do what the installation instructions say?  In a new environment, away from the sources.
 try-wheel: wheel
@@ -64,8 +74,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
+# The package and its tools; then a user's programs, as mypy --strict sees them.
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/typed.ini --cache-dir .mypy_cache/user tests/typed.py tests/fsdp/typed.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,36 +1,43 @@
-"""What the fork server of `ranks.py` imports before it forks the first rank.
-
-Ranks are born with it: each of these would otherwise be imported by every rank.  None may start a thread, which a fork
-would not take along.
-"""
+"""What ranks of these tests begin with, beside what `terrazzo.testing` imports for every rank."""
 
 from __future__ import annotations
 
 import gc
-import os
+from datetime import timedelta
+from typing import Any
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo
+import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor
 import torch.testing  # noqa: F401
 
-import rank_process  # noqa: F401
-import terrazzo.checkpoint.state_dict
-import terrazzo.deepspeed
-import terrazzo.engine
-import terrazzo.fsdp
-import terrazzo.tensor.debug
-import terrazzo.tensor.parallel  # noqa: F401
+import terrazzo.deepspeed  # noqa: F401
 
-# So that it found this module; ranks and what they start need not.
-_, _, before = os.environ["PYTHONPATH"].partition(os.pathsep)
-if before:
-    os.environ["PYTHONPATH"] = before
-else:
-    del os.environ["PYTHONPATH"]
 
-# All of it stays for ever.  Without it a collection takes next to no time, and does not make each rank copy the memory.
+def _let_groups_share_a_device() -> None:
+    """Gives all gloo groups of a rank one device, and so one thread that looks for messages.
+
+    Each device's thread wakes up a hundred times a second, whether or not its group is in use.  Ranks live long and
+    make many groups: with a device each they took a fifth of the machine, much of it to find nothing.  The device is
+    made by a rank's first group: a thread of the fork server's would not be in the ranks.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    init, devices = gloo.__init__, []
+
+    def with_the_device(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+        if isinstance(timeout, timedelta):  # not options
+            if not devices:
+                devices.append(gloo.create_default_device())
+            options = gloo._Options()
+            options._devices, options._timeout = devices, timeout
+            timeout = options
+        init(self, store, rank, size, timeout)
+
+    gloo.__init__ = with_the_device
+
+
+_let_groups_share_a_device()
 gc.collect()
 gc.freeze()

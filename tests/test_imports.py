@@ -226,6 +226,8 @@ def assignments_to_torch(source: str) -> list[tuple[int, str]]:
 
 OURS_BY_CHANCE = {"_apply"}  # of parallel styles and schedulers; sharded modules override that of nn.Module
 
+PYTHONS = {"_forkserver_alive_fd", "_forkserver_address"}  # of multiprocessing, by which ranks end with their session
+
 PATCHES_ELSEWHERE = {
     "tensor/experimental/context_parallel.py": "replaces attention within a block, as PyTorch's does",
 }
@@ -237,7 +239,7 @@ def _elsewhere(allowed: dict[str, str]) -> list[Path]:
 
 
 def test_private_names_of_torch_are_used_in_one_package():
-    own, torchs = _own_attributes(), _attributes_of_torch()
+    own, torchs = _own_attributes() | PYTHONS, _attributes_of_torch()
     mine = {name for name in torchs & own if name in vars(DTensor)} | OURS_BY_CHANCE
     found = [
         f"{path.relative_to(PACKAGE)}:{line} {name}"

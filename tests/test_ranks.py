@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import ranks
 from ranks import RanksFailed, run_fresh, run_ranks
+from terrazzo.testing import pool
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def test_a_hang_ends_with_the_stacks():
 
 
 def test_a_hang_in_which_no_stacks_can_be_written_ends_too(monkeypatch):
-    monkeypatch.setattr(ranks, "_DUMP_LIMIT", 0.5)
+    monkeypatch.setattr(pool, "_DUMP_LIMIT", 0.5)
     run_ranks(1, identity)  # the module is loaded, so that the limit is the function's own
     with pytest.raises(RanksFailed, match="did not react"):
         run_ranks(1, stop_oneself, timeout=2)
@@ -168,7 +169,7 @@ def fail_while_others_wait():
 
 
 def test_the_others_need_not_wait_for_the_whole_limit(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE", 0.5)
+    monkeypatch.setattr(pool, "_GRACE", 0.5)
     with pytest.raises(RanksFailed, match="the cause") as caught:
         run_ranks(2, fail_while_others_wait, timeout=3600)
     assert "in fail_while_others_wait" in str(caught.value)
@@ -277,7 +278,7 @@ def test_global_state_is_set_back(tmp_path, capfd):
 def test_ranks_with_many_threads_are_replaced(monkeypatch):
     few = run_ranks(2, make_groups, 1)
     assert run_ranks(2, make_groups, 0) == few
-    monkeypatch.setattr(ranks, "_MAX_THREADS", 8)
+    monkeypatch.setattr(pool, "_MAX_THREADS", 8)
     run_ranks(2, make_groups, 8)
     assert not set(run_ranks(2, make_groups, 0)) & set(few)
 

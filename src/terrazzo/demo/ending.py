@@ -12,7 +12,7 @@ from rich.text import Text
 from terrazzo.demo import text
 from terrazzo.demo.model import GPT, write_on
 from terrazzo.demo.plan import FIRST, SECOND, Plan
-from terrazzo.demo.plot import Chart, Mark, Series, lines_of, png_of
+from terrazzo.demo.plot import Chart, Mark, Series, can_draw, png_of, text_of
 from terrazzo.demo.screen import Screen
 from terrazzo.demo.worker import probe
 
@@ -75,9 +75,11 @@ def compare(
             Mark(max(first), f"killed while saving step {killed_at}", _RED, "right"),
         ),
     )
-    for line in lines_of(chart, columns=min(screen.console.width, 100)):
-        screen.say(line)
-    (plan.folder / "loss.png").write_bytes(png_of(chart))
+    if can_draw():
+        screen.say(text_of(chart, columns=min(screen.console.width, 100)))
+        (plan.folder / "loss.png").write_bytes(png_of(chart))
+    else:
+        screen.say("   the curves are not drawn without matplotlib and plotext: pip install 'terrazzo\\[demo]'")
     _write_table(plan.folder / "loss.csv", alone, first, second)
     steps = [*first.items(), *second.items()]
     worst = max(abs(loss - alone[step]) for step, loss in steps)

@@ -88,7 +88,8 @@ def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
                 run.ranks.kill()
     same_model = check_and_export(plan, resumed_from, alone.probe, screen, terrazzo)
     same_losses = compare(plan, alone.losses, first.losses, second.losses, killed_at, resumed_from, screen)
-    screen.say(f"\nIn {plan.folder}: {', '.join(OUTPUTS)} ({time.monotonic() - began:.0f} s)")
+    written = [name for name in OUTPUTS if (plan.folder / name).exists()]
+    screen.say(f"\nIn {plan.folder}: {', '.join(written)} ({time.monotonic() - began:.0f} s)")
     return same_model and same_losses
 
 

@@ -66,7 +66,11 @@ def summary(reports: Sequence[Report], extent: str, arguments: str) -> str:
         "device of the same dtype, and where these differ with double precision. What is random must not depend on the "
         "placements.",
         "",
-        f"    python -m tests.tensor.sweep{arguments} --write docs/op-sweep.md",
+        "<!-- not run: takes many minutes; tests/tensor/test_sweep.py runs a part -->",
+        "",
+        "```sh",
+        f"python -m tests.tensor.sweep{arguments} --write docs/op-sweep.md",
+        "```",
         "",
         "writes this page. The test suite runs a part of it that meets every entry (`tests/tensor/test_sweep.py`).",
         "",

@@ -1,4 +1,4 @@
-"""What a rank of `ranks.py` is: a process that answers requests to call a function, and the messages it exchanges."""
+"""What a rank is: a process that answers requests to call a function, and the messages that it exchanges."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from _pytest.assertion.rewrite import rewrite_asserts
 
 _SEED = 1234
-_TESTS = Path(__file__).resolve().parent
+PYTHONPATH_BEFORE = "TERRAZZO_TESTING_PYTHONPATH"
+"""An environment variable of the fork server: what PYTHONPATH was before it was started."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Request:
 
     module: str
     file: str
+    is_test: bool  # a module that pytest has loaded
     function: str
     args: bytes
 
@@ -46,12 +46,14 @@ class Request:
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> Request:
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} cannot be sent to ranks: define it at module level")
-        file = getattr(sys.modules[fn.__module__], "__file__", None)
-        return cls(fn.__module__, file or "", fn.__qualname__, pickle.dumps(args))
+        module = sys.modules[fn.__module__]
+        is_test = type(getattr(module, "__loader__", None)).__module__.startswith("_pytest.")
+        file = getattr(module, "__file__", None) or ""
+        return cls(fn.__module__, file, is_test, fn.__qualname__, pickle.dumps(args))
 
     def load(self) -> ModuleType:
-        """The module; one that is a test file is loaded from there, as it is in no package."""
-        if self.module in sys.modules or _TESTS not in Path(self.file).parents:
+        """The module; one that pytest has loaded is loaded from its file, as it may be in no package."""
+        if self.module in sys.modules or not self.is_test:
             return importlib.import_module(self.module)
         loader = _TestLoader(self.module, self.file)
         spec = importlib.util.spec_from_loader(self.module, loader)
@@ -96,7 +98,8 @@ class _TestLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
-        rewrite_asserts(tree, source, self.path)
+        rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")  # the caller's pytest has loaded the module
+        rewrite.rewrite_asserts(tree, source, self.path)
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
@@ -166,29 +169,9 @@ def _set_up(start: Start) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    _let_groups_share_a_device()
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world, timeout=timedelta(minutes=5))
     start.first.load()
-
-
-def _let_groups_share_a_device() -> None:
-    """Gives all gloo groups of this process one device, and so one thread that looks for messages.
-
-    Each device's thread wakes up a hundred times a second, whether or not its group is in use.  Ranks live long and
-    make many groups: with a device each they took a fifth of the machine, much of it to find nothing.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    device, init = gloo.create_default_device(), gloo.__init__
-
-    def with_the_device(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
-        if isinstance(timeout, timedelta):  # not options
-            options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
-            timeout = options
-        init(self, store, rank, size, timeout)
-
-    gloo.__init__ = with_the_device
 
 
 def _set_back(environment: dict[str, str], folder: str) -> None:

@@ -1,0 +1,307 @@
+"""Local ranks, seen from the process that calls functions on them.
+
+* A *fork server* imports torch and terrazzo once (`preloaded`), before it has any thread, and every rank is forked from
+  it: starting or replacing a rank costs no import.
+* A function travels by reference (module, file, qualified name), arguments and results by pickle.  A rank loads a test
+  module from its file under the name that pytest gave it, with pytest's assertion rewriting.
+* This process hosts each world's store, as torchrun's agent does: a rank's death does not take it along.
+* A rank runs one torch thread, has the default gloo group over loopback, and finds RANK, WORLD_SIZE and the like in
+  its environment.  Between calls the seeds, default dtype, grad mode, environment and working directory are set back.
+* No call outlives its time limit.  At the limit every rank writes all its Python stacks, and is killed.
+* After any failure, or once calls have left many threads behind (each process group owns some), the world is replaced.
+* Ranks die with this process, however it ends: they are tied to the fork server, which is tied to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from terrazzo.testing.process import PYTHONPATH_BEFORE, Reply, Request, Start, serve
+
+_START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on a busy machine
+_GRACE = 10.0  # seconds that the others get once one rank has failed: they may be waiting for it for ever
+_DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
+_END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
+_MAX_THREADS = 200  # a rank with more is replaced before the next test
+_MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or hung. The message holds what every rank did."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did with the function: returned `value`, or raised, or died, or hung until the limit."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  # the traceback, if it raised
+    exitcode: int | None = None  # if it died: its exit status, or minus the signal that killed it
+    hung: bool = False
+    stacks: str = ""  # of all its threads, if it hung
+    output: str = ""  # what it wrote to stdout and stderr
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode is None and not self.hung
+
+    @property
+    def signal(self) -> int | None:
+        """The number of the signal that killed the rank."""
+        return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            what = f"failed\n{self.error}"
+        elif self.signal is not None:
+            what = f"was killed by {signal.Signals(self.signal).name}"
+        elif self.exitcode is not None:
+            what = f"exited with status {self.exitcode}"
+        elif self.hung:
+            what = f"had not finished; its stacks:\n{self.stacks or '(none written: the process did not react)'}"
+        else:
+            what = "returned"
+        output = f"\n[its output]\n{self.output[-_MAX_OUTPUT:].rstrip()}" if self.output and not self.ok else ""
+        return f"=== rank {self.rank} {what.rstrip()}{output}"
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Call `fn(*args)` on each of `world` local ranks, and return their results in rank order.
+
+    The ranks stay for further calls with this `world`, which then cost milliseconds. If any rank does not return,
+    `RanksFailed` has the traceback, exit status or stacks of every rank, and the next call gets new processes.
+
+    >>> import torch
+    >>> run_ranks(2, torch.distributed.get_rank)
+    [0, 1]
+    >>> close_all()
+
+    Args:
+        fn: A function at the top of a module. It travels by name, its arguments and results by pickle.
+        timeout: Seconds, after which ranks that have not returned write their stacks and are killed.
+    """
+    __tracebackhide__ = True
+    if world < 1:
+        raise ValueError(f"there is no world of {world} ranks")
+    request = Request.of(fn, args)
+    pool = _pools.get(world)
+    if pool is None:
+        pool = _pools[world] = _World(world, request)
+    intact = False
+    try:
+        outcomes = pool.call(request, timeout, grace=_GRACE)
+        intact = pool.reusable and all(outcome.ok for outcome in outcomes)
+    finally:  # also when interrupted: ranks in the middle of a call are of no use to the next
+        if not intact:
+            _pools.pop(world).close()
+    for outcome in outcomes:
+        if outcome.ok and outcome.output:
+            print(f"[rank {outcome.rank}]", outcome.output, end="")
+    _raise_failures(request, outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Outcome]:
+    """Call `fn(*args)` on `world` new ranks, whose failures and deaths are results like any other.
+
+    Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds.
+
+    >>> import os
+    >>> [outcome.exitcode for outcome in run_fresh(2, os._exit, 3)]
+    [3, 3]
+    """
+    __tracebackhide__ = True
+    request = Request.of(fn, args)
+    ranks = _World(world, request)
+    try:
+        return ranks.call(request, timeout, grace=timeout)
+    finally:
+        ranks.close()
+
+
+def preload(*modules: str) -> None:
+    """Have ranks start with these modules imported, which saves time. Call it before the first rank starts.
+
+    None of them may start a thread when it is imported.
+    """
+    global _preloaded
+    _preloaded = (*_preloaded, *modules)
+    _context.set_forkserver_preload(list(_preloaded))
+
+
+def close_all() -> None:
+    """End all ranks that stay."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _raise_failures(request: Request, outcomes: Sequence[Outcome]) -> None:
+    __tracebackhide__ = True
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        title = f"{len(failed)} of {len(outcomes)} ranks failed in {request.module}.{request.function}"
+        raise RanksFailed("\n".join([title, *map(str, outcomes)]))
+
+
+# ------------------------------------------------------------------ the processes
+
+
+class _World:
+    """The processes of one world, and the store through which they find each other.
+
+    They have loaded the module of the first request before its time limit begins.
+    """
+
+    def __init__(self, size: int, first: Request) -> None:
+        self.reusable = True
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ranks: list[_Rank] = []
+        _start_fork_server()
+        try:
+            for rank in range(size):
+                self._ranks.append(_Rank(rank, size, self._store.port, self._folder, first))
+            _raise_failures(replace(first, function="(at the start)"), self._collect(_START_LIMIT, grace=_GRACE))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, request: Request, timeout: float, grace: float) -> list[Outcome]:
+        for rank in self._ranks:
+            rank.send(request)
+        return self._collect(timeout, grace)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _collect(self, timeout: float, grace: float) -> list[Outcome]:
+        """Waits for every rank's reply or death, at most `timeout` seconds and at most `grace` after a failure."""
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, Outcome] = {}
+        while pending := [rank for rank in self._ranks if rank.index not in outcomes]:
+            ready = wait([source for rank in pending for source in rank.sources], deadline - time.monotonic())
+            if not ready:
+                outcomes |= {outcome.rank: outcome for outcome in _dump_hung(pending)}
+            for rank in pending:
+                if not ready or not any(source in ready for source in rank.sources):
+                    continue
+                outcome, threads = rank.outcome()
+                outcomes[rank.index] = outcome
+                self.reusable = self.reusable and threads <= _MAX_THREADS
+                if not outcome.ok:
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [replace(outcomes[rank.index], output=rank.output()) for rank in self._ranks]
+
+
+class _Rank:
+    """One process, seen from the session."""
+
+    def __init__(self, index: int, world: int, port: int, folder: Path, first: Request) -> None:
+        self.index = index
+        self._log = folder / f"{index}.log"
+        self._stacks = folder / f"{index}.stacks"
+        self._connection, theirs = _context.Pipe()
+        start = Start(index, world, port, str(self._log), str(self._stacks), first)
+        self._process = _context.Process(target=serve, args=(theirs, start), name=f"rank{index}")
+        self._process.start()
+        theirs.close()
+        self.sources: tuple[Connection | int, ...] = (self._connection, self._process.sentinel)
+
+    def send(self, request: Request) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it is dead, which `outcome` reports
+
+    def outcome(self) -> tuple[Outcome, int]:
+        """Of a rank with something to read or that has died: what became of it, and how many threads it now has."""
+        try:
+            if self._connection.poll():
+                reply: Reply = pickle.loads(self._connection.recv_bytes())
+                return Outcome(self.index, reply.value, reply.error), reply.threads
+        except (EOFError, ConnectionResetError):
+            pass  # closed without a reply
+        self._process.join(_END_LIMIT)
+        return Outcome(self.index, exitcode=self._process.exitcode, hung=self._process.exitcode is None), 0
+
+    def ask_for_stacks(self) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def stacks(self) -> str:
+        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def kill(self) -> None:
+        """Ends the process, and those that it started: it leads a process group of its own."""
+        if self._process.is_alive() and self._process.pid is not None:
+            for end in (os.killpg, os.kill):  # the second for a rank too young to lead a group
+                try:
+                    end(self._process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            self._process.join()
+        self._connection.close()
+
+
+def _start_fork_server() -> None:
+    """Starts it unless it runs.
+
+    What it imports before it forks it finds by PYTHONPATH, since sys.path it learns later; `preloaded` sets that back.
+    Ranks share few cores, and a fork server must have no threads, so numerical libraries are told to start none.
+    """
+    before = dict(os.environ)
+    os.environ[PYTHONPATH_BEFORE] = before.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
+    """Makes every rank write its stacks, and waits until they are there and no longer grow."""
+    for rank in ranks:
+        rank.ask_for_stacks()
+    deadline = time.monotonic() + _DUMP_LIMIT
+    before = [""] * len(ranks)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = [rank.stacks() for rank in ranks]
+        if all(now) and now == before:
+            break
+        before = now
+    return [Outcome(rank.index, hung=True, stacks=rank.stacks()) for rank in ranks]
+
+
+_context = multiprocessing.get_context("forkserver")
+# torch._dynamo: every optimizer imports it.
+_preloaded: tuple[str, ...] = ("torch._dynamo", "terrazzo.testing.preloaded")
+_context.set_forkserver_preload(list(_preloaded))
+_pools: dict[int, _World] = {}
+atexit.register(close_all)
