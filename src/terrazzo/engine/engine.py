@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint.manager import Which
 from terrazzo.comm import collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
@@ -30,7 +32,7 @@ from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, resh
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
-from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
+from terrazzo.engine.saving import find_checkpoint, load_engine, load_step, save_engine, save_step
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -392,6 +394,56 @@ class Engine:
             module_only=load_module_only,
         )
         return str(path), client_state
+
+    def save_step(
+        self,
+        manager: CheckpointManager,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        client_state: Mapping[str, Any] | None = None,
+        force: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the run if the manager's policy wants this step; returns whether it does, the same on all ranks.
+
+        To be called after every `step`; gathers the state only for steps that are saved.
+
+        Args:
+            manager: which steps to save, which checkpoints to keep, and where (docs/manager.md).
+            metrics: numbers by name, kept with the checkpoint; those of the first rank.
+            force: save it whatever the policy says.
+            client_state, exclude_frozen_parameters: as for `save_checkpoint`.
+        """
+        return save_step(
+            self, manager, metrics, client_state or {}, force=force, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_step(
+        self,
+        manager: CheckpointManager,
+        step: Which = "latest",
+        *,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[int | None, dict[str, Any]]:
+        """Resume from a checkpoint of a manager's: a step, the "latest" or the "best".  The rest as `load_checkpoint`.
+
+        Returns:
+            The step and the client state; (None, {}) if "latest" was asked for and there is no checkpoint yet.
+        """
+        if step == "latest" and manager.latest_step() is None:
+            return None, {}
+        return load_step(
+            self,
+            manager,
+            step,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            lr_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
 
     # ------------------------------------------------------------------ asking
 

@@ -6,14 +6,33 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint.manager import (
+    Best,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    SaveAny,
+    SaveAt,
+    SaveEvery,
+    SaveFirst,
+    SaveOnStop,
+    SavePolicy,
+)
+from terrazzo.checkpoint.manager.saving import Agreed
+from terrazzo.checkpoint.native.names import named_by_latest
+from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.config import read_config
-from terrazzo.errors import EngineConfigError, RunConfigError
+from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,13 +46,61 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     grace: Count = 120  # seconds in which ranks may save after SIGTERM
 
 
+class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.save`: each step that any of these wants."""
+
+    steps: Count | None = None
+    seconds: Seconds | None = None
+    at: tuple[int, ...] = ()
+    first: bool = False
+
+    def policies(self) -> list[SavePolicy]:
+        """The policies that it stands for."""
+        found: list[SavePolicy] = [SaveEvery(self.steps)] if self.steps else []
+        found += [SaveEvery(seconds=self.seconds)] if self.seconds else []
+        found += [SaveAt(self.at)] if self.at else []
+        return [*found, SaveFirst()] if self.first else found
+
+
+class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.keep`: what any of these keeps."""
+
+    last: Count | None = None
+    best: Count | None = None
+    steps: Count | None = None
+    seconds: Seconds | None = None
+
+    def policies(self) -> list[KeepPolicy]:
+        """The policies that it stands for."""
+        found: list[KeepPolicy] = [KeepLast(self.last)] if self.last else []
+        found += [KeepBest(self.best)] if self.best else []
+        found += [KeepEvery(self.steps)] if self.steps else []
+        return [*found, KeepEvery(seconds=self.seconds)] if self.seconds else found
+
+
+class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.best`: a metric, and whether its smallest or its largest value is best."""
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+
+class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[checkpoints]`: where they are, which steps are saved and which are kept: what a `CheckpointManager` is told."""
+
+    folder: str = "checkpoints"
+    save: Count | SaveConfig | None = None
+    keep: Count | KeepConfig | None = None
+    best: str | BestConfig | None = None
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of the file."""
 
     script: str | None = None  # a Python file,
     entry: str | None = None  # or `module:function`
     arguments: tuple[str, ...] = ()
-    checkpoints: str = "checkpoints"
+    checkpoints: str | CheckpointsConfig = "checkpoints"
     ranks: RanksConfig = RanksConfig()
     engine: dict[str, Any] = {}  # what `terrazzo.engine.initialize` takes
 
@@ -51,9 +118,25 @@ class Run:
         self.config = config
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
-        return self.path.parent / self.config.checkpoints
+    def saving(self) -> CheckpointsConfig:
+        """What the file says of checkpoints."""
+        told = self.config.checkpoints
+        return CheckpointsConfig(folder=told) if isinstance(told, str) else told
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """The folder, or the URL, for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
+        folder = self.saving.folder
+        return folder if is_url(folder) else self.path.parent / folder
+
+    def manager(self, stop: Agreed | None = None, **changes: Any) -> CheckpointManager:
+        """The manager of the run's checkpoints, as the file describes it; all ranks make it together.
+
+        Args:
+            stop: a `StopSignal`: the step in which the job is told to end is saved too.
+            changes: of what `CheckpointManager` is told.
+        """
+        return CheckpointManager(self.checkpoints, **{**_told(self.saving, stop), **changes})
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -68,9 +151,26 @@ class Run:
     def latest(self) -> str | None:
         """The tag of the last whole checkpoint; None if there is none yet."""
         try:
-            return (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+            named = named_by_latest(Place(self.checkpoints))
+        except CheckpointFormatError:  # the ranks will say what is wrong, if they need it
             return None
+        return named[0].name if named else None
+
+
+def _told(saving: CheckpointsConfig, stop: Agreed | None) -> dict[str, Any]:
+    """What `CheckpointManager` is told."""
+    save = SaveConfig(steps=saving.save) if isinstance(saving.save, int) else saving.save
+    keep = KeepConfig(last=saving.keep) if isinstance(saving.keep, int) else saving.keep
+    best = saving.best
+    saves: list[SavePolicy] = [] if save is None else save.policies()
+    if stop is not None:  # without another policy each step is saved, and the signal is asked all the same
+        saves = [*(saves or [SaveEvery(1)]), SaveOnStop(stop)]
+    keeps = [] if keep is None else keep.policies()
+    return {
+        "save": SaveAny(tuple(saves)) if saves else None,
+        "keep": KeepAny(tuple(keeps)) if keeps else None,
+        "best": Best(best.metric, best.mode) if isinstance(best, BestConfig) else best,
+    }
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from terrazzo.checkpoint.manager import (
     SavePolicy,
 )
 from terrazzo.checkpoint.manager.records import read_reasons
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store
 from terrazzo.errors import (
     CheckpointException,
     CheckpointExistsError,
@@ -253,6 +254,49 @@ class Exploding:
 
     def load_state_dict(self, state_dict: dict) -> None:
         raise AssertionError
+
+
+def make_when_saved(root: str, async_op: bool) -> list[int]:
+    made = []
+
+    def make(step: int) -> dict:
+        made.append(step)
+        if step == 4 and dist.get_rank() == 1:
+            raise ValueError("no memory for the copy")
+        return state(step)
+
+    read: list[str] = []
+
+    def read_it(store: Store) -> None:
+        target = state(-1)
+        load(target, store=store)
+        read.append(f"{Path(store.location).name} {target['step']}")
+        if dist.get_rank() == 1 and target["step"] == 2:
+            raise ValueError("it does not fit")
+
+    with CheckpointManager(root, save=2, async_op=async_op, timeout=LIMIT) as manager:
+        assert [step for step in range(1, 4) if manager.save(step, partial(make, step))] == [2]
+        with pytest.raises((CheckpointException, ValueError), match="no memory"):
+            manager.save(4, lambda: make(4))
+            manager.wait()
+        if async_op and dist.get_rank() == 1:
+            with pytest.raises(CheckpointException, match="no memory"):
+                manager.wait()
+        assert manager.save(6, lambda: make(6))
+        assert manager.restore("latest", read_it) == 6
+        with pytest.raises(CheckpointException, match="it does not fit"):
+            manager.restore(2, read_it)
+        assert read == ["global_step6 6", "global_step2 2"]
+        with pytest.raises((CheckpointException, CheckpointManagerError), match="checkpoint_manager"):
+            manager.save(8, lambda: {"checkpoint_manager": 1})
+            manager.wait()
+    assert manager.steps() == [2, 6]
+    return made
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_state_is_made_only_for_steps_that_are_saved(tmp_path: Path, async_op: bool):
+    assert run_ranks(2, make_when_saved, str(tmp_path), async_op) == [[2, 4, 6]] * 2
 
 
 def fail(root: str, async_op: bool) -> list[str]:

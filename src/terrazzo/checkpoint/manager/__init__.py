@@ -1,7 +1,7 @@
 """Which steps of a run are saved, and which checkpoints are kept: `CheckpointManager` and its policies."""
 
 from terrazzo.checkpoint.manager.keeping import Best, KeepAny, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepWhen
-from terrazzo.checkpoint.manager.manager import CheckpointManager
+from terrazzo.checkpoint.manager.manager import CheckpointManager, Which
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.saving import (
     Moment,
@@ -30,4 +30,5 @@ __all__ = [
     "SaveFirst",
     "SaveOnStop",
     "SavePolicy",
+    "Which",
 ]

@@ -21,20 +21,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import msgspec
 
+from terrazzo.checkpoint.manager.committing import Unmade, do_together, reduce_over, save_named
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import VALUE, Catalog, Record, checked_metrics, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, is_held, remove, take_to_read
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
+from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
-from terrazzo.checkpoint.run.coordination import StepFailed, find_place
+from terrazzo.checkpoint.run.coordination import find_place
 from terrazzo.checkpoint.state_dict_loader import load
-from terrazzo.checkpoint.state_dict_saver import async_save, save
 from terrazzo.checkpoint.stores import Lease, Place, Store
 from terrazzo.errors import (
     CheckpointError,
@@ -115,7 +116,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: STATE_DICT_TYPE,
+        state: STATE_DICT_TYPE | Callable[[], STATE_DICT_TYPE],
         metrics: Mapping[str, Any] | None = None,
         *,
         force: bool = False,
@@ -129,7 +130,8 @@ class CheckpointManager:
 
         Args:
             step: Its number.
-            state: What to save, as for `terrazzo.checkpoint.save`.
+            state: What to save, as for `terrazzo.checkpoint.save`; or a function that makes it, which is called if the
+                step is saved.
             metrics: Numbers by name, kept with the checkpoint.
             force: Save it whatever the policy says.
             planner: As for `terrazzo.checkpoint.save`.
@@ -142,28 +144,33 @@ class CheckpointManager:
         record, base = self._begin(step, metrics, state)
         self._since = time.monotonic()
         self._last = step
-        arguments: dict[str, Any] = {
-            "store": self._catalog.store_of(step),
-            "base": None if base is None else self._catalog.store_of(base),
-            "planner": planner,
-            "process_group": self._group,
-            "timeout": self._timeout,
-        }
-        whole = {**state, VALUE: record.value()}
         try:
-            if self._async:
-                saving = async_save(whole, **arguments)
-                self._pending = [saving]
-                self._settle(step, saving)
-                return True
-            save(whole, **arguments)
+            saving = save_named(
+                self._catalog.root,
+                name_of_step(step),
+                self._made(state, record),
+                planner=planner,
+                base=None if base is None else self._catalog.root / name_of_step(base),
+                async_op=self._async,
+                process_group=self._group,
+                timeout=self._timeout,
+            )
         except BaseException:
             self._last = self._settled
             raise
-        self._settle(step, None)
-        moved = self._pending[:1]
-        self._together(f"moving latest of {self.root}", lambda: [future.result() for future in moved])
+        self._pending = [saving]
+        if self._is_first and self._janitor is not None:
+            self._pending.append(self._janitor.submit(self._remove_after, saving))
         return True
+
+    def _made(self, state: STATE_DICT_TYPE | Callable[[], STATE_DICT_TYPE], record: Record) -> STATE_DICT_TYPE:
+        """What to save; what could not be made fails the save, on all ranks."""
+        try:
+            values = state() if callable(state) else state
+            _check_names(values)
+            return {**values, VALUE: record.value()}
+        except BaseException as error:  # noqa: B036  # the save raises it
+            return {"state": Unmade(error)}
 
     def _wants(self, step: int) -> bool:
         """Whether the policy wants the step: the same on all ranks."""
@@ -181,13 +188,13 @@ class CheckpointManager:
 
         return self._reduce(f"asking whether to save step {step}", lambda: b"", ask) == b"yes"
 
-    def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: STATE_DICT_TYPE) -> tuple[Record, int | None]:
+    def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: object) -> tuple[Record, int | None]:
         """Agree on a save: what to say of it, and on which checkpoint it builds."""
 
         def ready() -> bytes:
             self._join()
-            if VALUE in state:
-                raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")
+            if not callable(state):
+                _check_names(state)
             checked_metrics(metrics)
             return msgspec.msgpack.encode(step)
 
@@ -228,21 +235,8 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------ after a save, on the first rank
 
-    def _settle(self, step: int, saving: Future[Any] | None) -> None:
-        """Begin what follows a save: `latest`, and removing what is not kept."""
-        if not self._is_first or self._janitor is None:
-            return
-
-        def move() -> None:
-            if saving is not None:
-                saving.result()
-            name_as_latest(self._catalog.root, name_of_step(step))
-
-        moved = self._janitor.submit(move)
-        self._pending = [moved, self._janitor.submit(self._remove_after, moved)]
-
-    def _remove_after(self, moved: Future[None]) -> None:
-        if moved.exception() is not None:
+    def _remove_after(self, saving: Future[None]) -> None:
+        if saving.exception() is not None:
             return
         try:
             self._remove()
@@ -303,7 +297,9 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------ restoring
 
-    def restore(self, step: Which, state: STATE_DICT_TYPE, *, planner: LoadPlanner | None = None) -> int:
+    def restore(
+        self, step: Which, state: STATE_DICT_TYPE | Callable[[Store], object], *, planner: LoadPlanner | None = None
+    ) -> int:
         """Load a step, the "latest" or the "best" into a state dict, in place; returns the step.
 
         The latest is the newest whole one.  What is being read is not removed.  All ranks load the same, or all raise
@@ -311,7 +307,8 @@ class CheckpointManager:
 
         Args:
             step: Which.
-            state, planner: As for `terrazzo.checkpoint.load`.
+            state: As for `terrazzo.checkpoint.load`; or a function that is given the checkpoint's store, and loads.
+            planner: As for `terrazzo.checkpoint.load`.
         """
         self._check_open()
         leases: list[Lease] = []
@@ -329,14 +326,18 @@ class CheckpointManager:
         try:
             told = self._reduce(f"restoring {step} from {self.root}", ready, choose)
             chosen, self._records = msgspec.msgpack.decode(told, type=tuple[int, list[Record]])
-            load(
-                state,
-                store=self._catalog.store_of(chosen),
-                planner=planner,
-                process_group=self._group,
-                timeout=self._timeout,
-                together=True,
-            )
+            store = self._catalog.store_of(chosen)
+            if callable(state):
+                self._together(f"restoring {step} from {self.root}", partial(state, store))
+            else:
+                load(
+                    state,
+                    store=store,
+                    planner=planner,
+                    process_group=self._group,
+                    timeout=self._timeout,
+                    together=True,
+                )
         finally:
             for lease in leases:
                 lease.release()
@@ -436,16 +437,12 @@ class CheckpointManager:
         return find_place(self._group, alone=True).is_coordinator
 
     def _together(self, doing: str, work: Callable[[], object]) -> None:
-        def run() -> bytes:
-            work()
-            return b""
-
-        self._reduce(doing, run, lambda _: b"")
+        do_together(doing, work, self._group, self._timeout)
 
     def _reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """`step` on every rank, then `combine` on the first, whose result all hear; or its error."""
-        place = find_place(self._group, doing=doing, timeout=self._timeout)
-        try:
-            return place.reduce(step, combine)
-        except StepFailed as failed:
-            raise failed.error from failed.error.__cause__
+        return reduce_over(doing, step, combine, self._group, self._timeout)
+
+
+def _check_names(state: object) -> None:
+    if isinstance(state, Mapping) and VALUE in state:
+        raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")
