@@ -68,6 +68,13 @@ best = { metric = "accuracy", mode = "max" }
         assert manager.save(4, state)
     assert manager.steps() == [4]
     assert read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "s3://b/r"')).checkpoints == "s3://b/r"
+    text = 'script = "train.py"\n[checkpoints]\nfolder = "e"\nlocal = "fast"\ncopy_every = 2\nkeep_local = 1'
+    run = read_run(write(tmp_path, text))
+    with run.manager() as manager:
+        assert all(manager.save(step, state) for step in (1, 2, 3))
+        manager.wait()
+        assert manager.steps() == [2, 3] and run.latest() == "global_step3"
+        assert (tmp_path / "e" / "latest").read_text() == "global_step2"
 
 
 @pytest.mark.parametrize(

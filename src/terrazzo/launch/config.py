@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from terrazzo.checkpoint.manager import (
     SavePolicy,
 )
 from terrazzo.checkpoint.manager.saving import Agreed
-from terrazzo.checkpoint.native.names import named_by_latest
+from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.config import read_config
 from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
@@ -92,6 +93,10 @@ class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     save: Count | SaveConfig | None = None
     keep: Count | KeepConfig | None = None
     best: str | BestConfig | None = None
+    local: str | None = None  # a folder of each host, relative to the file's
+    copy_every: Count = 1
+    keep_local: Count | KeepConfig | None = 2
+    replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +141,12 @@ class Run:
             stop: a `StopSignal`: the step in which the job is told to end is saved too.
             changes: of what `CheckpointManager` is told.
         """
-        return CheckpointManager(self.checkpoints, **{**_told(self.saving, stop), **changes})
+        return CheckpointManager(self.checkpoints, local=self.local, **{**_told(self.saving, stop), **changes})
+
+    @property
+    def local(self) -> Path | None:
+        """The folder of this host in which checkpoints are saved first, if the file names one."""
+        return None if self.saving.local is None else self.path.parent / self.saving.local
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -149,28 +159,34 @@ class Run:
         return None if self.config.script is None else self.path.parent / self.config.script
 
     def latest(self) -> str | None:
-        """The tag of the last whole checkpoint; None if there is none yet."""
-        try:
-            named = named_by_latest(Place(self.checkpoints))
-        except CheckpointFormatError:  # the ranks will say what is wrong, if they need it
-            return None
-        return named[0].name if named else None
+        """The tag of the last whole checkpoint, here or on this host; None if there is none yet."""
+        tags = []
+        for folder in (self.checkpoints, *([] if self.local is None else [self.local])):
+            with suppress(CheckpointFormatError):  # the ranks will say what is wrong, if they need it
+                tags += [place.name for place in named_by_latest(Place(folder))[:1]]
+        return max(tags, key=lambda tag: -1 if (step := step_of_name(tag)) is None else step, default=None)
 
 
 def _told(saving: CheckpointsConfig, stop: Agreed | None) -> dict[str, Any]:
     """What `CheckpointManager` is told."""
     save = SaveConfig(steps=saving.save) if isinstance(saving.save, int) else saving.save
-    keep = KeepConfig(last=saving.keep) if isinstance(saving.keep, int) else saving.keep
     best = saving.best
     saves: list[SavePolicy] = [] if save is None else save.policies()
     if stop is not None:  # without another policy each step is saved, and the signal is asked all the same
         saves = [*(saves or [SaveEvery(1)]), SaveOnStop(stop)]
-    keeps = [] if keep is None else keep.policies()
     return {
         "save": SaveAny(tuple(saves)) if saves else None,
-        "keep": KeepAny(tuple(keeps)) if keeps else None,
+        "keep": _policy(saving.keep),
+        "keep_local": _policy(saving.keep_local),
+        "copy_every": saving.copy_every,
+        "replicas": saving.replicas,
         "best": Best(best.metric, best.mode) if isinstance(best, BestConfig) else best,
     }
+
+
+def _policy(keep: int | KeepConfig | None) -> KeepPolicy | None:
+    found = KeepConfig(last=keep) if isinstance(keep, int) else keep
+    return KeepAny(tuple(found.policies())) if found is not None and found.policies() else None
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -1,7 +1,7 @@
 """Which steps of a run are saved, and which checkpoints are kept: `CheckpointManager` and its policies."""
 
 from terrazzo.checkpoint.manager.keeping import Best, KeepAny, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepWhen
-from terrazzo.checkpoint.manager.manager import CheckpointManager, Which
+from terrazzo.checkpoint.manager.manager import CheckpointManager
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.saving import (
     Moment,
@@ -12,6 +12,7 @@ from terrazzo.checkpoint.manager.saving import (
     SaveOnStop,
     SavePolicy,
 )
+from terrazzo.checkpoint.manager.tiers import Which
 
 __all__ = [
     "Best",
