@@ -25,6 +25,7 @@ from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
+from terrazzo.engine.marks import mark
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
@@ -114,6 +115,7 @@ class Engine:
         self._boundary: bool | None = None  # set by hand
         self._syncing = True  # not inside `no_sync`
         self._overflowed = False
+        self._has_stepped = False
         self._norm: Tensor | None = None
         if self.pipeline is None:
             self.losses.watch(whole)
@@ -297,6 +299,9 @@ class Engine:
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
+        if not self._has_stepped:
+            self._has_stepped = True
+            mark("stepped")
         for told in list(self.watchers):
             told(self)
 
@@ -381,6 +386,7 @@ class Engine:
         Returns:
             The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
         """
+        mark("loading")
         path = find_checkpoint(load_dir, tag)
         if path is None:
             LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
@@ -433,6 +439,7 @@ class Engine:
         Returns:
             The step and the client state; (None, {}) if "latest" was asked for and there is no checkpoint yet.
         """
+        mark("loading")
         if step == "latest" and manager.latest_step() is None:
             return None, {}
         return load_step(

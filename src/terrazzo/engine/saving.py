@@ -19,9 +19,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint import Checkpoint, CheckpointManager, DefaultSavePlanner, LazyTensor, load
+from terrazzo.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LazyTensor,
+    LoadPlan,
+    load,
+)
 from terrazzo.checkpoint.manager.committing import save_named
-from terrazzo.checkpoint.manager.manager import Which
+from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
@@ -36,6 +44,7 @@ from terrazzo.engine import loaders
 from terrazzo.engine.content import OWN_NAMES, check_client_names, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
+from terrazzo.engine.marks import mark
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.engine.saved_keys import keyed_like
@@ -178,7 +187,7 @@ def load_engine(
         live = get_optimizer_state_dict(engine.module, engine.optimizer) if optimizer and not module_only else None
         if live is not None:
             wanted["optimizer"] = {"state": _renamed(live["state"], _tied(engine))}
-        load(wanted, storage_reader=reader)
+        load(wanted, storage_reader=reader, planner=_MarkingPlanner())
         _finish_module(engine, state, copies)
         if live is not None:
             here = {first: name for name, first in _tied(engine).items()}
@@ -195,7 +204,14 @@ def load_engine(
             engine.loss_scale.load_state_dict(values["loss_scaler"])
         _restore_parts(engine, values, position, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
+    mark("read")
     return {name: value for name, value in values.items() if name not in OWN_NAMES}
+
+
+class _MarkingPlanner(DefaultLoadPlanner):
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        mark("planned")
+        return super().finish_plan(new_plan)
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
