@@ -27,7 +27,7 @@ def run_lab(folder: Path, every: int, places: str) -> list[dict]:
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=600 if every > 1 else 7200,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

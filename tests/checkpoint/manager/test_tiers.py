@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
-from terrazzo.checkpoint.manager import SaveEvery
+from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery
 from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
 from terrazzo.errors import CheckpointException, CheckpointManagerError
@@ -266,6 +266,21 @@ def test_keeps_until_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert manager.restore("latest", target) == 7 and target["w"].eq(7).all()
 
 
+def test_keeps_what_another_program_has_not_copied(tmp_path: Path):
+    values = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "run", keep=KeepLast(1) | KeepUntilCopied(tmp_path / "copy")) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, values)
+        manager.wait()
+        assert manager.steps() == [1, 2, 3] and "until copied" in (tmp_path / "run" / "kept.json").read_text()
+        shutil.copytree(tmp_path / "run" / "global_step1", tmp_path / "copy" / "global_step1")
+        shutil.copytree(tmp_path / "run" / "global_step2", tmp_path / "copy" / "global_step2")
+        (tmp_path / "copy" / "global_step2" / "manifest.terrazzo").unlink()  # not whole yet
+        manager.save(4, values)
+        manager.wait()
+        assert manager.steps() == [2, 3, 4]
+
+
 def test_going_back_with_a_local_folder(tmp_path: Path):
     """A step that is saved again replaces what the store has of it, when its turn comes."""
     values = {"w": torch.zeros(3)}
@@ -329,3 +344,46 @@ def test_local_folders_of_other_runs(tmp_path: Path):
     shutil.rmtree(tmp_path / "local")
     with CheckpointManager(tmp_path / "old", local=tmp_path / "local") as manager:
         assert manager.steps() == []
+
+
+def test_who_only_looks_copies_nothing(tmp_path: Path):
+    values = {"w": torch.zeros(3)}
+    with (
+        pytest.raises(ZeroDivisionError),
+        CheckpointManager(tmp_path / "root", local=tmp_path / "local", copy_every=2) as manager,
+    ):
+        manager.save(1, values)
+        raise ZeroDivisionError
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
+        assert manager.latest_step() == 1
+        with manager.hold(1) as store:
+            assert Checkpoint(store)["w"].shape == (3,)
+        manager.wait()
+    assert folders(tmp_path / "root") == []
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
+        manager.restore("latest", values)  # a run that has nothing more to do
+    assert folders(tmp_path / "root") == [1]
+
+
+def ask_little(folder: str) -> list[str]:
+    asked: list[str] = []
+    with CheckpointManager(Path(folder) / "root", local=local_of(folder, 2), keep_local=3, timeout=LIMIT) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.zeros(3)})
+        manager.wait()
+        if dist.get_rank() == 0:
+            call = PeerStore._call
+
+            def told(self: PeerStore, operation: str, *arguments: object, **options: object) -> object:
+                asked.append(operation)
+                return call(self, operation, *arguments, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(PeerStore, "_call", told)
+                assert [record.step for record, _ in manager._tiers.read()] == [1, 2, 3]
+        dist.barrier()
+    return asked
+
+
+def test_what_is_whole_is_looked_at_once(tmp_path: Path):
+    assert run_ranks(2, ask_little, str(tmp_path)) == [["folders"], []]

@@ -73,9 +73,11 @@ class HostsStore(Store):
 
     caps = LocalStore.caps
 
-    def __init__(self, hosts: Hosts, folder: str = "") -> None:
+    def __init__(self, hosts: Hosts, folder: str = "", known: dict[str, Entry] | None = None) -> None:
         self.hosts = hosts
         self._folder = folder
+        # By folder, the manifest of this host of which all files were there: hosts do not leave while a run lives.
+        self._known: dict[str, Entry] = {} if known is None else known
 
     @property
     def location(self) -> str:
@@ -85,7 +87,7 @@ class HostsStore(Store):
         self.hosts.own.prepare()
 
     def beneath(self, name: str) -> HostsStore:
-        return HostsStore(self.hosts.beneath(name), name)
+        return HostsStore(self.hosts.beneath(name), name, self._known)
 
     def folders(self) -> Sequence[str]:
         return sorted({name for host in self.hosts.all for name in host.folders()})
@@ -110,7 +112,17 @@ class HostsStore(Store):
         return list(found.values())
 
     def stat(self, key: str) -> Entry:
-        return (self._whole()[0] if key == MANIFEST else self.holder(key)).stat(key)
+        if key != MANIFEST:
+            return self.holder(key).stat(key)
+        with suppress(FileNotFoundError):
+            entry = self.hosts.own.stat(MANIFEST)
+            if self._known.get(self._folder) == entry:
+                return entry
+        host = self._whole()[0]
+        entry = host.stat(MANIFEST)
+        if host is self.hosts.own:
+            self._known[self._folder] = entry
+        return entry
 
     def holder(self, key: str) -> LocalStore | PeerStore:
         """A host that has a file."""

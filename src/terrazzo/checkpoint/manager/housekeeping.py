@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from terrazzo.checkpoint.manager.copying import copy_checkpoint
 from terrazzo.checkpoint.manager.hosts import HostsStore
+from terrazzo.checkpoint.manager.keeping import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
@@ -79,7 +80,7 @@ class Housekeeping:
         """Remove what is not kept in a tier; of local checkpoints never what is still to be copied."""
         needed: dict[int, str] = {}
         if tier is self._tiers.local:
-            needed = {record.step: "until copied" for record in self._tiers.uncopied() if record.uncopied == 0}
+            needed = {record.step: UNTIL_COPIED for record in self._tiers.uncopied() if record.uncopied == 0}
         tier.remove(needed)
 
     def copy(self, newest: bool = False) -> None:

@@ -114,6 +114,7 @@ class CheckpointManager:
         self._timeout = timeout
         self._since = time.monotonic()
         self._went_back = False  # steps that are there may be saved again
+        self._trains = False  # who only looks or holds copies nothing
         self._records: list[Record] = []
         self._pending: Future[None] | None = None  # the save under way
         self._tiers = open_tiers(
@@ -176,7 +177,7 @@ class CheckpointManager:
         except BaseException:
             self._last = self._settled
             raise
-        self._pending = saving
+        self._pending, self._trains = saving, True
         if self._is_first and self._house is not None:
             self._house.after(step, saving)
         return True
@@ -348,7 +349,7 @@ class CheckpointManager:
             for lease in leases:
                 lease.release()
         self._last = self._settled = chosen
-        self._went_back = True
+        self._went_back = self._trains = True
         self._since = time.monotonic()
         return chosen
 
@@ -390,7 +391,7 @@ class CheckpointManager:
             return b""
 
         def look(_: list[bytes]) -> bytes:
-            if not copying and self._house is not None:
+            if not copying and self._house is not None and self._trains:
                 copying.append(self._house.finish(newest))
             if not self._idle():
                 return b""

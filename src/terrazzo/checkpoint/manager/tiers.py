@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import uuid
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from terrazzo.checkpoint.manager.committing import do_together, reduce_over
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import Connected, connect
-from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, reasons_to_keep, settled
+from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
 from terrazzo.checkpoint.native.names import step_of_name
@@ -100,9 +99,7 @@ class Tiers:
         """The local checkpoints that the root has not, or in an older form; the oldest first."""
         if self.local is None:
             return []
-        there = {record.step: record.saved for record in self.root.catalog.read()}
-        local = self.local.catalog.read()
-        return [record for record in local if there.get(record.step, -math.inf) < record.saved]
+        return not_copied(self.local.catalog.read(), self.root.catalog.read())
 
 
 def open_tiers(
