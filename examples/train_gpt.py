@@ -4,7 +4,8 @@
     terrazzo train examples/train.toml --per-host 2        # go on, with other ranks
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py examples/train.toml    # the same, by hand
 
-What makes it go on is `load_checkpoint` before the loop and `save_checkpoint` in it; all else is an ordinary script.
+What makes it go on is `load_step` before the loop and `save_step` in it; the run's file says which steps are saved and
+which checkpoints are kept.  All else is an ordinary script.
 """
 
 from __future__ import annotations
@@ -61,40 +62,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", help="the run's file")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--text", type=Path, default=Path(__file__), help="what to learn; this script, if nothing else")
     options = parser.parse_args()
     run = read_run(options.run)
 
     torch.manual_seed(0)
     engine = initialize(GPT(), training_data=Text(options.text), config=run.engine)
-    engine.load_checkpoint(run.checkpoints)
+    stop = StopSignal()
     first = dist.get_rank() == 0
-    if first:
-        print(f"{dist.get_world_size()} ranks, from step {engine.global_steps}", flush=True)
-
-    saving, stop = None, StopSignal()
-    for passages in engine.training_dataloader:
-        if engine.global_steps >= options.steps:
-            break
-        passages = passages.to(engine.device)
-        loss = F.cross_entropy(engine(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        ending = stop.agreed()  # the cluster wants the machines back
-        if engine.global_steps % options.save_every == 0 or engine.global_steps == options.steps or ending:
-            if saving is not None:
-                saving.result()  # the save before this one; an error in it comes out here
-            saving = engine.save_checkpoint(run.checkpoints, async_op=True)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            if first:
-                print(f"step {engine.global_steps}: loss {mean / dist.get_world_size():.4f}", flush=True)
-        if ending and saving is not None:
-            saving.result()
-            stop.leave()
-    if saving is not None:
-        saving.result()
+    with run.manager(stop) as manager:
+        engine.load_step(manager)
+        if first:
+            print(f"{dist.get_world_size()} ranks, from step {engine.global_steps}", flush=True)
+        for passages in engine.training_dataloader:
+            if engine.global_steps >= options.steps:
+                break
+            passages = passages.to(engine.device)
+            loss = F.cross_entropy(engine(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
+            engine.backward(loss)
+            engine.step()
+            # In the background; an error of the save before comes out here.
+            if engine.save_step(manager, force=engine.global_steps == options.steps):
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                if first:
+                    print(f"step {engine.global_steps}: loss {mean / dist.get_world_size():.4f}", flush=True)
+            if stop.ending:  # the cluster wants the machines back, and this step is being saved
+                break
+    if stop.ending:
+        stop.leave()
     stop.close()
     dist.destroy_process_group()
 

@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 import terrazzo
 from engine.runs import averaged, config, engine_of, make_model, train, train_plainly, weights
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, PerRank, verify
+from terrazzo.checkpoint import Checkpoint, CheckpointManager, PerRank, verify
 from terrazzo.engine import initialize
+from terrazzo.engine.content import content
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, EngineError, StateNameError
 
 STEPS = 6
@@ -55,6 +56,45 @@ def test_resuming_in_other_stages_and_on_other_worlds(tmp_path):
         for other, next_stage in ((2, 2), (4, 3), (1, 0), (2, 1)):
             for losses in run_ranks(other, resume, str(folder), next_stage):
                 torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def run_with_manager(folder: str, stage: int, last: int) -> tuple[list[float], list[int], int]:
+    """Steps up to `last`, of which a manager saves the even ones; how often the state was made."""
+    engine = engine_of(stage, make_model(seed=0 if last == BEFORE else 5))
+    made = 0
+
+    def counted(*arguments: object, **options: object) -> dict:
+        nonlocal made
+        made += 1
+        return content(*arguments, **options)
+
+    losses = []
+    with (
+        CheckpointManager(folder, save=2, keep=1, best="loss") as manager,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("terrazzo.engine.saving.content", counted)
+        step, client = engine.load_step(manager)
+        assert (step, client) == ((None, {}) if last == BEFORE else (2, {"epoch": 2}))
+        start = engine.global_steps
+        for _ in range(last - start):
+            losses += train(engine, 1, start=engine.global_steps)
+            engine.save_step(manager, {"loss": float(engine.global_steps)}, client_state={"epoch": engine.global_steps})
+        with pytest.raises(StateNameError):
+            engine.save_step(manager, client_state={"rng": 1})
+    return losses, manager.steps(), made
+
+
+def test_a_manager_saves_what_its_policy_wants(tmp_path):
+    """On other ranks and in another stage, the losses are those of a run that nobody stopped."""
+    expected = train_plainly(STEPS)[0]
+    for losses, steps, made in run_ranks(2, run_with_manager, str(tmp_path), 3, BEFORE):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[:BEFORE]), rtol=1e-5, atol=1e-5)
+        assert (steps, made) == ([2], 1), "the state is made for the step that is saved"
+    for losses, steps, made in run_ranks(1, run_with_manager, str(tmp_path), 1, STEPS):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[2:]), rtol=1e-5, atol=1e-5)
+        assert (steps, made) == ([2, 6], 2), "the newest, and the best by loss"
+    assert Checkpoint(tmp_path)["global_steps"] == 6
 
 
 def check_content(folder: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from terrazzo.errors import LaunchError, RunConfigError
 from terrazzo.launch import read_run
@@ -37,6 +38,45 @@ def test_the_same_run_in_toml_and_json(tmp_path):
     assert runs[0].latest() == "global_step3"
 
 
+class Told:
+    """A stop signal that was received before step 5."""
+
+    asked = 0
+
+    def agreed(self) -> bool:
+        self.asked += 1
+        return self.asked == 5
+
+
+def test_the_manager_that_a_file_describes(tmp_path):
+    text = """
+script = "train.py"
+[checkpoints]
+folder = "c"
+save = { steps = 4, at = [2], first = true }
+keep = { last = 1, best = 1, steps = 8 }
+best = { metric = "accuracy", mode = "max" }
+"""
+    state = {"w": torch.zeros(2)}
+    with read_run(write(tmp_path, text)).manager(Told()) as manager:
+        saved = [step for step in range(1, 11) if manager.save(step, state, {"accuracy": -abs(step - 4)})]
+    assert saved == [1, 2, 4, 5, 8] and manager.steps() == [4, 8] and manager.best_step() == 4
+    assert manager.root == str(tmp_path / "c")
+    with read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "d"')).manager(stop := Told()) as manager:
+        assert [step for step in range(1, 4) if manager.save(step, state)] == [1, 2, 3] and stop.asked == 3
+    with read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "d"')).manager(keep=1) as manager:
+        assert manager.save(4, state)
+    assert manager.steps() == [4]
+    assert read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "s3://b/r"')).checkpoints == "s3://b/r"
+    text = 'script = "train.py"\n[checkpoints]\nfolder = "e"\nlocal = "fast"\ncopy_every = 2\nkeep_local = 1'
+    run = read_run(write(tmp_path, text))
+    with run.manager() as manager:
+        assert all(manager.save(step, state) for step in (1, 2, 3))
+        manager.wait()
+        assert manager.steps() == [2, 3] and run.latest() == "global_step3"
+        assert (tmp_path / "e" / "latest").read_text() == "global_step2"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -48,6 +88,9 @@ def test_the_same_run_in_toml_and_json(tmp_path):
         ('script = "train.py"\n[ranks]\nper_host = 0', "per_host"),
         ('script = "train.py"\n[ranks]\nhosts = 2', "ranks.endpoint"),
         ('script = "train.py"\n[ranks]\nendpoint = "host"', "host:port"),
+        ('script = "train.py"\n[checkpoints]\nkeep = 0', "checkpoints.keep"),
+        ('script = "train.py"\n[checkpoints.save]\nstep = 3', "step"),
+        ('script = "train.py"\n[checkpoints]\nbest = { metric = "loss", mode = "low" }', "mode"),
         ('script = "train.py"\n[engine]\ntrain_batch = 2', "engine: .*train_batch"),
         ("script = ", "not TOML"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -84,6 +85,14 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     assert "no checkpoint yet" in once.stderr and f"done; the latest checkpoint is global_step{STEPS}" in once.stderr
     said: list[tuple[int, float]] = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert [step for step, _ in said] == [1, 2, 3, 3, 4, 5], "step 3 had not been saved"
+    number = r"(\d+\.\d)"
+    (told,) = re.findall(
+        rf"went on: {number} s from the fault to the first step: detect {number}, start {number}, plan {number}, "
+        rf"read {number}, first step {number}",
+        once.stderr,
+    )
+    total, *parts = map(float, told)
+    assert total == pytest.approx(sum(parts), abs=0.3) and parts[1] > 0, "each is rounded"
     expected = losses_alone()
     for step, loss in said:
         assert loss == pytest.approx(expected[step - 1], rel=1e-5)
@@ -95,6 +104,7 @@ def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
     assert ended.returncode == 128 + 9, ended.stderr
     assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
+    assert "went on" not in ended.stderr
 
 
 def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
@@ -128,10 +138,9 @@ def example(folder: Path, name: str, steps: int) -> Path:
     shutil.copy(EXAMPLES / "train_gpt.py", folder)
     text = (EXAMPLES / name).read_text()
     for old in ("100", "60"):
-        text = text.replace(
-            f'["--steps", "{old}", "--save-every", "20"]', f'["--steps", "{steps}", "--save-every", "2"]'
-        )
-    assert f'"--steps", "{steps}"' in text
+        text = text.replace(f'["--steps", "{old}"]', f'["--steps", "{steps}"]')
+    text = text.replace("save = 20", "save = 2")
+    assert f'"--steps", "{steps}"' in text and "save = 2" in text
     (folder / name).write_text(text)
     return folder / name
 

@@ -36,7 +36,7 @@ def train(
             return
         latest = run.latest()
         _say(f"{run.checkpoints}: " + ("no checkpoint yet" if latest is None else f"the latest checkpoint is {latest}"))
-        ending = start(run)
+        ending = start(run, lambda recovery: _say(f"went on: {recovery}"))
         _say(f"{ending.why or 'done'}; the latest checkpoint is {run.latest() or 'none'}")
     raise typer.Exit(ending.status)
 

@@ -16,6 +16,7 @@ from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.loaders import StatefulLoader, checked_loader
 from terrazzo.engine.lr import SchedulerLike
+from terrazzo.engine.marks import mark
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import Ranks
@@ -99,6 +100,7 @@ def initialize(
     backend = "inductor" if compile is True else compile or None
     if backend is not None and isinstance(trained, Pipeline):
         raise EngineConfigError("compile= does not compile stages: compile their modules with terrazzo.compile")
+    mark("made")
     engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights, backend)
     curriculum = _curriculum(checked, difficulties)
     if training_dataloader is not None:

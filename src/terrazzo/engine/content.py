@@ -30,6 +30,7 @@ from torch import nn
 import terrazzo
 from terrazzo._torch.modules import buffers_of, is_persistent
 from terrazzo.checkpoint import PerRank
+from terrazzo.checkpoint.manager.records import VALUE
 from terrazzo.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from terrazzo.engine.loaders import position_of
 from terrazzo.engine.placing import reshard
@@ -66,6 +67,7 @@ OWN_NAMES: Final = frozenset(
         "ds_config",
         "version",
         "rng",
+        VALUE,  # what a manager says of the checkpoint
         # DeepSpeed's checkpoints have these too, and a run may be saved in its layout.
         "ds_version",
         "checkpoint_parallel_dimensions",

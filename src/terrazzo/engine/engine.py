@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint.manager import Which
 from terrazzo.comm import collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
@@ -23,6 +25,7 @@ from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
+from terrazzo.engine.marks import mark
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
@@ -30,7 +33,7 @@ from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, resh
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
-from terrazzo.engine.saving import find_checkpoint, load_engine, save_engine
+from terrazzo.engine.saving import find_checkpoint, load_engine, load_step, save_engine, save_step
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -112,6 +115,7 @@ class Engine:
         self._boundary: bool | None = None  # set by hand
         self._syncing = True  # not inside `no_sync`
         self._overflowed = False
+        self._has_stepped = False
         self._norm: Tensor | None = None
         if self.pipeline is None:
             self.losses.watch(whole)
@@ -295,6 +299,9 @@ class Engine:
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
+        if not self._has_stepped:
+            self._has_stepped = True
+            mark("stepped")
         for told in list(self.watchers):
             told(self)
 
@@ -379,6 +386,7 @@ class Engine:
         Returns:
             The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
         """
+        mark("loading")
         path = find_checkpoint(load_dir, tag)
         if path is None:
             LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
@@ -392,6 +400,57 @@ class Engine:
             module_only=load_module_only,
         )
         return str(path), client_state
+
+    def save_step(
+        self,
+        manager: CheckpointManager,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        client_state: Mapping[str, Any] | None = None,
+        force: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the run if the manager's policy wants this step; returns whether it does, the same on all ranks.
+
+        To be called after every `step`; gathers the state only for steps that are saved.
+
+        Args:
+            manager: which steps to save, which checkpoints to keep, and where (docs/manager.md).
+            metrics: numbers by name, kept with the checkpoint; those of the first rank.
+            force: save it whatever the policy says.
+            client_state, exclude_frozen_parameters: as for `save_checkpoint`.
+        """
+        return save_step(
+            self, manager, metrics, client_state or {}, force=force, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_step(
+        self,
+        manager: CheckpointManager,
+        step: Which = "latest",
+        *,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[int | None, dict[str, Any]]:
+        """Resume from a checkpoint of a manager's: a step, the "latest" or the "best".  The rest as `load_checkpoint`.
+
+        Returns:
+            The step and the client state; (None, {}) if "latest" was asked for and there is no checkpoint yet.
+        """
+        mark("loading")
+        if step == "latest" and manager.latest_step() is None:
+            return None, {}
+        return load_step(
+            self,
+            manager,
+            step,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            lr_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
 
     # ------------------------------------------------------------------ asking
 

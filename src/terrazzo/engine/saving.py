@@ -12,13 +12,24 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, LazyTensor, async_save, load, save
+from terrazzo.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LazyTensor,
+    LoadPlan,
+    load,
+)
+from terrazzo.checkpoint.manager.committing import save_named
+from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
@@ -27,12 +38,13 @@ from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.plan.per_rank import as_pattern
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.comm import ControlPlane
 from terrazzo.engine import loaders
-from terrazzo.engine.content import OWN_NAMES, content, frozen_parameters, own_tensors
+from terrazzo.engine.content import OWN_NAMES, check_client_names, content, frozen_parameters, own_tensors
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
+from terrazzo.engine.marks import mark
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.engine.saved_keys import keyed_like
@@ -69,36 +81,43 @@ def save_engine(
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
-    finished: Future[None] = Future()
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' is not written in the background: leave out async_op")
         save_in_deepspeed_layout(engine, folder, tag, client_state, exclude_frozen=exclude_frozen)
         plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
+        finished: Future[None] = Future()
         finished.set_result(None)
         return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
-    # Statistics of the data differ from rank to rank; those of the first rank are kept.
-    buffers = [as_pattern(f"module.{name}") for name in state["buffer_names"]]
-    planner = DefaultSavePlanner(lowest_rank_wins=buffers)
-    if not async_op:
-        save(state, checkpoint_id=(folder / tag).path, planner=planner, timeout=timeout)
-        plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
-        finished.set_result(None)
-        return finished
-    saving = async_save(state, checkpoint_id=(folder / tag).path, planner=planner, timeout=timeout)
+    return save_named(folder, tag, state, planner=_RunPlanner(), latest=save_latest, async_op=async_op, timeout=timeout)
 
-    def committed(done: Future[Any]) -> None:
-        try:
-            done.result()
-            _point(folder, tag, save_latest)
-        except BaseException as error:
-            finished.set_exception(error)
-        else:
-            finished.set_result(None)
 
-    saving.add_done_callback(committed)
-    return finished
+def save_step(
+    engine: Trained,
+    manager: CheckpointManager,
+    metrics: Mapping[str, Any] | None,
+    client_state: Mapping[str, Any],
+    *,
+    force: bool,
+    exclude_frozen: bool,
+) -> bool:
+    """Save the run if a manager's policy wants its step; returns whether it does."""
+    if not engine.between_steps:
+        return False
+    check_client_names(client_state)
+    make = partial(content, engine, client_state, exclude_frozen=exclude_frozen)
+    return manager.save(engine.global_steps, make, metrics, force=force, planner=_RunPlanner())
+
+
+class _RunPlanner(DefaultSavePlanner):
+    """Statistics of the data differ from rank to rank; those of the first rank are kept."""
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.lowest_rank_wins = tuple(as_pattern(f"module.{name}") for name in state_dict["buffer_names"])
+        super().set_up_planner(dict(state_dict), storage_meta, is_coordinator)
 
 
 def _point(folder: Place, tag: str, save_latest: bool) -> None:
@@ -141,6 +160,16 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place 
     return path
 
 
+def load_step(engine: Trained, manager: CheckpointManager, which: Which, **options: bool) -> tuple[int, dict[str, Any]]:
+    """Load a step of a manager's; returns it and the client state."""
+    client_state: dict[str, Any] = {}
+
+    def read(store: Store) -> None:
+        client_state.update(load_engine(engine, Place(store), **options))
+
+    return manager.restore(which, read), client_state
+
+
 @paused_collector()  # once, not for each of the many small values
 def load_engine(
     engine: Trained, path: Place, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
@@ -158,7 +187,7 @@ def load_engine(
         live = get_optimizer_state_dict(engine.module, engine.optimizer) if optimizer and not module_only else None
         if live is not None:
             wanted["optimizer"] = {"state": _renamed(live["state"], _tied(engine))}
-        load(wanted, storage_reader=reader)
+        load(wanted, storage_reader=reader, planner=_MarkingPlanner())
         _finish_module(engine, state, copies)
         if live is not None:
             here = {first: name for name, first in _tied(engine).items()}
@@ -175,7 +204,14 @@ def load_engine(
             engine.loss_scale.load_state_dict(values["loss_scaler"])
         _restore_parts(engine, values, position, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
+    mark("read")
     return {name: value for name, value in values.items() if name not in OWN_NAMES}
+
+
+class _MarkingPlanner(DefaultLoadPlanner):
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        mark("planned")
+        return super().finish_plan(new_plan)
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -5,15 +5,35 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint.manager import (
+    Best,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    SaveAny,
+    SaveAt,
+    SaveEvery,
+    SaveFirst,
+    SaveOnStop,
+    SavePolicy,
+)
+from terrazzo.checkpoint.manager.saving import Agreed
+from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
+from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.config import read_config
-from terrazzo.errors import EngineConfigError, RunConfigError
+from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,13 +47,65 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     grace: Count = 120  # seconds in which ranks may save after SIGTERM
 
 
+class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.save`: each step that any of these wants."""
+
+    steps: Count | None = None
+    seconds: Seconds | None = None
+    at: tuple[int, ...] = ()
+    first: bool = False
+
+    def policies(self) -> list[SavePolicy]:
+        """The policies that it stands for."""
+        found: list[SavePolicy] = [SaveEvery(self.steps)] if self.steps else []
+        found += [SaveEvery(seconds=self.seconds)] if self.seconds else []
+        found += [SaveAt(self.at)] if self.at else []
+        return [*found, SaveFirst()] if self.first else found
+
+
+class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.keep`: what any of these keeps."""
+
+    last: Count | None = None
+    best: Count | None = None
+    steps: Count | None = None
+    seconds: Seconds | None = None
+
+    def policies(self) -> list[KeepPolicy]:
+        """The policies that it stands for."""
+        found: list[KeepPolicy] = [KeepLast(self.last)] if self.last else []
+        found += [KeepBest(self.best)] if self.best else []
+        found += [KeepEvery(self.steps)] if self.steps else []
+        return [*found, KeepEvery(seconds=self.seconds)] if self.seconds else found
+
+
+class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`checkpoints.best`: a metric, and whether its smallest or its largest value is best."""
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+
+class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[checkpoints]`: where they are, which steps are saved and which are kept: what a `CheckpointManager` is told."""
+
+    folder: str = "checkpoints"
+    save: Count | SaveConfig | None = None
+    keep: Count | KeepConfig | None = None
+    best: str | BestConfig | None = None
+    local: str | None = None  # a folder of each host, relative to the file's
+    copy_every: Count = 1
+    keep_local: Count | KeepConfig | None = 2
+    replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of the file."""
 
     script: str | None = None  # a Python file,
     entry: str | None = None  # or `module:function`
     arguments: tuple[str, ...] = ()
-    checkpoints: str = "checkpoints"
+    checkpoints: str | CheckpointsConfig = "checkpoints"
     ranks: RanksConfig = RanksConfig()
     engine: dict[str, Any] = {}  # what `terrazzo.engine.initialize` takes
 
@@ -51,9 +123,30 @@ class Run:
         self.config = config
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
-        return self.path.parent / self.config.checkpoints
+    def saving(self) -> CheckpointsConfig:
+        """What the file says of checkpoints."""
+        told = self.config.checkpoints
+        return CheckpointsConfig(folder=told) if isinstance(told, str) else told
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """The folder, or the URL, for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
+        folder = self.saving.folder
+        return folder if is_url(folder) else self.path.parent / folder
+
+    def manager(self, stop: Agreed | None = None, **changes: Any) -> CheckpointManager:
+        """The manager of the run's checkpoints, as the file describes it; all ranks make it together.
+
+        Args:
+            stop: a `StopSignal`: the step in which the job is told to end is saved too.
+            changes: of what `CheckpointManager` is told.
+        """
+        return CheckpointManager(self.checkpoints, local=self.local, **{**_told(self.saving, stop), **changes})
+
+    @property
+    def local(self) -> Path | None:
+        """The folder of this host in which checkpoints are saved first, if the file names one."""
+        return None if self.saving.local is None else self.path.parent / self.saving.local
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -66,11 +159,34 @@ class Run:
         return None if self.config.script is None else self.path.parent / self.config.script
 
     def latest(self) -> str | None:
-        """The tag of the last whole checkpoint; None if there is none yet."""
-        try:
-            return (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
+        """The tag of the last whole checkpoint, here or on this host; None if there is none yet."""
+        tags = []
+        for folder in (self.checkpoints, *([] if self.local is None else [self.local])):
+            with suppress(CheckpointFormatError):  # the ranks will say what is wrong, if they need it
+                tags += [place.name for place in named_by_latest(Place(folder))[:1]]
+        return max(tags, key=lambda tag: -1 if (step := step_of_name(tag)) is None else step, default=None)
+
+
+def _told(saving: CheckpointsConfig, stop: Agreed | None) -> dict[str, Any]:
+    """What `CheckpointManager` is told."""
+    save = SaveConfig(steps=saving.save) if isinstance(saving.save, int) else saving.save
+    best = saving.best
+    saves: list[SavePolicy] = [] if save is None else save.policies()
+    if stop is not None:  # without another policy each step is saved, and the signal is asked all the same
+        saves = [*(saves or [SaveEvery(1)]), SaveOnStop(stop)]
+    return {
+        "save": SaveAny(tuple(saves)) if saves else None,
+        "keep": _policy(saving.keep),
+        "keep_local": _policy(saving.keep_local),
+        "copy_every": saving.copy_every,
+        "replicas": saving.replicas,
+        "best": Best(best.metric, best.mode) if isinstance(best, BestConfig) else best,
+    }
+
+
+def _policy(keep: int | KeepConfig | None) -> KeepPolicy | None:
+    found = KeepConfig(last=keep) if isinstance(keep, int) else keep
+    return KeepAny(tuple(found.policies())) if found is not None and found.policies() else None
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ from terrazzo.errors import LaunchError
 from terrazzo.launch.cluster import cluster_of
 from terrazzo.launch.config import Run
 from terrazzo.launch.network import address_towards, is_here
+from terrazzo.launch.recovery import Recovery, Watch
 
 ENVIRONMENT: Final = {
     # Ranks share the cores; torchrun would choose the same, and say so each time.
@@ -87,15 +88,17 @@ class Ending:
     why: str = ""
 
 
-def start(run: Run) -> Ending:
+def start(run: Run, tell: Callable[[Recovery], object] = lambda _: None) -> Ending:
     """Train until all ranks have ended.
 
-    Ranks that fail are all started again, as often as the run's file allows.
+    Ranks that fail are all started again, as often as the run's file allows; `tell` hears how long that took, on the
+    host of the first rank.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        run_torchrun(parse_args(torchrun_arguments(run)))
+        with Watch(tell):
+            run_torchrun(parse_args(torchrun_arguments(run)))
     except ChildFailedError as error:
         return _first_failure(error)
     except SignalException as error:

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from terrazzo.checkpoint.manager import (
     SavePolicy,
 )
 from terrazzo.checkpoint.manager.records import read_reasons
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store
 from terrazzo.errors import (
     CheckpointException,
     CheckpointExistsError,
@@ -255,6 +257,49 @@ class Exploding:
         raise AssertionError
 
 
+def make_when_saved(root: str, async_op: bool) -> list[int]:
+    made = []
+
+    def make(step: int) -> dict:
+        made.append(step)
+        if step == 4 and dist.get_rank() == 1:
+            raise ValueError("no memory for the copy")
+        return state(step)
+
+    read: list[str] = []
+
+    def read_it(store: Store) -> None:
+        target = state(-1)
+        load(target, store=store)
+        read.append(f"{Path(store.location).name} {target['step']}")
+        if dist.get_rank() == 1 and target["step"] == 2:
+            raise ValueError("it does not fit")
+
+    with CheckpointManager(root, save=2, async_op=async_op, timeout=LIMIT) as manager:
+        assert [step for step in range(1, 4) if manager.save(step, partial(make, step))] == [2]
+        with pytest.raises((CheckpointException, ValueError), match="no memory"):
+            manager.save(4, lambda: make(4))
+            manager.wait()
+        if async_op and dist.get_rank() == 1:
+            with pytest.raises(CheckpointException, match="no memory"):
+                manager.wait()
+        assert manager.save(6, lambda: make(6))
+        assert manager.restore("latest", read_it) == 6
+        with pytest.raises(CheckpointException, match="it does not fit"):
+            manager.restore(2, read_it)
+        assert read == ["global_step6 6", "global_step2 2"]
+        with pytest.raises((CheckpointException, CheckpointManagerError), match="checkpoint_manager"):
+            manager.save(8, lambda: {"checkpoint_manager": 1})
+            manager.wait()
+    assert manager.steps() == [2, 6]
+    return made
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_state_is_made_only_for_steps_that_are_saved(tmp_path: Path, async_op: bool):
+    assert run_ranks(2, make_when_saved, str(tmp_path), async_op) == [[2, 4, 6]] * 2
+
+
 def fail(root: str, async_op: bool) -> list[str]:
     told = []
     with CheckpointManager(root, async_op=async_op, timeout=LIMIT) as manager:
@@ -354,3 +399,131 @@ def test_what_dead_runs_have_left(tmp_path: Path):
         assert manager.steps() == [2]
         manager.save(3, state(3))
     assert folders(tmp_path) == [3] and manager.steps() == [3]
+
+
+def test_a_reader_renews_its_hold(monkeypatch: pytest.MonkeyPatch):
+    """In a store as object stores are, where whether a holder lives is judged by the age of its lease."""
+    monkeypatch.setattr(MemoryStore, "lease_seconds", 0.4)
+    store = MemoryStore()
+    with CheckpointManager(store, keep=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with manager.hold(1) as held:
+            names = {entry.key for entry in held.list("read-")}
+            time.sleep(1.0)  # more than twice what a lease is good for
+            manager.save(2, state(2))
+            manager.wait()
+            assert manager.steps() == [1, 2] and Checkpoint(held)["model.w"][...].eq(1).all()
+            assert {entry.key for entry in held.list("read-")} == names, "the same lease, of a new date"
+        assert held.list("read-") == []
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.steps() == [3] and store.folders() == ["global_step3"]
+
+
+def test_a_hold_that_cannot_be_renewed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(LocalStore, "lease_seconds", 0.4)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with manager.hold(1) as held:
+            lease = next(iter(tmp_path.glob("global_step1/read-*")))
+            before = lease.stat()
+            time.sleep(0.3)
+            assert lease.stat().st_mtime > before.st_mtime and lease.stat().st_ino == before.st_ino, "still locked"
+            assert not held.lease_ended(lease.name, 0.0)
+            lease.unlink()
+            time.sleep(0.3)
+        assert "could not be renewed" in caplog.text
+
+
+class SlowDisk:
+    """`os`, but removing takes long."""
+
+    def __getattr__(self, name: str):
+        return getattr(os, name)
+
+    def unlink(self, path: object) -> None:
+        if "data-" in str(path) and dist.get_rank() == 0:
+            time.sleep(3.0)
+        os.unlink(path)
+
+
+def remove_slowly(root: str) -> list[int]:
+    with CheckpointManager(LocalStore(root, SlowDisk()), keep=1, timeout=timedelta(seconds=2)) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step))
+    return manager.steps()
+
+
+def test_a_removal_may_take_longer_than_the_time_limit(tmp_path: Path):
+    assert run_ranks(2, remove_slowly, str(tmp_path)) == [[4], [4]]
+    assert folders(tmp_path) == [4]
+
+
+def trained(optimizer_of: Callable, folder: Path, first: int, last: int) -> list[float]:
+    """The losses of some steps; a new process would have the same objects."""
+    torch.manual_seed(first)
+    model = torch.nn.Linear(4, 3)
+    unused = torch.nn.Linear(2, 2)
+    optimizer = optimizer_of([*model.parameters(), *unused.parameters()])
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    losses = []
+    with CheckpointManager(folder) as manager:
+        run = {"model": model, "parts": {"optimizer": optimizer}}
+        if first > 1:
+            assert manager.restore("latest", run) == first - 1
+        for step in range(first, last + 1):
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            manager.save(step, run)
+    return losses
+
+
+@pytest.mark.parametrize("momentum", ["AdamW", "SGD", "plain"])
+def test_a_new_optimizer_gets_its_state(tmp_path: Path, momentum: str, caplog: pytest.LogCaptureFixture):
+    """Its first step has not made it yet, so it does not name it."""
+
+    def optimizer_of(parameters: list) -> torch.optim.Optimizer:
+        if momentum == "AdamW":
+            return torch.optim.AdamW(parameters, lr=0.1)
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if momentum == "SGD" else 0.0)
+
+    expected = trained(optimizer_of, tmp_path / "alone", 1, 6)
+    assert trained(optimizer_of, tmp_path / "two", 1, 3) + trained(optimizer_of, tmp_path / "two", 4, 6) == expected
+    assert caplog.text == ""
+
+
+class Notes:
+    """Something whose dict grows."""
+
+    def __init__(self) -> None:
+        self.notes: dict = {}
+
+    def state_dict(self) -> dict:
+        return {"notes": self.notes}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.notes = state_dict["notes"]
+
+
+def test_what_is_not_restored_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Keys that are numbers come back as numbers where the target has them; two that look the same are refused."""
+    said = Notes()
+    said.notes = {1: "one", 2: "two"}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"notes": said, "other": 1})
+        manager.wait()
+        known, new = Notes(), Notes()
+        known.notes = {1: "", 2: ""}
+        manager.restore(1, {"notes": known})
+        assert known.notes == {1: "one", 2: "two"} and caplog.text == ""
+        manager.restore(1, {"notes": new})
+        assert new.notes == {} and "notes.notes.1, notes.notes.2" in caplog.text
+        with pytest.raises(CheckpointException, match="notes.notes.1"):
+            said.notes = {1: "one", "1": "text"}
+            manager.save(2, {"notes": said})
+            manager.wait()

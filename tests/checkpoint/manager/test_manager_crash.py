@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,24 +13,21 @@ from pathlib import Path
 import pytest
 
 import terrazzo
-from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint import CheckpointManager, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from manager_lab import KEEP, state
 
 
-def run_lab(folder: Path, every: int) -> list[dict]:
-    with CheckpointManager(folder / "before", keep=KEEP) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step), {"loss": float(step)})
+def run_lab(folder: Path, every: int, places: str) -> list[dict]:
     program = Path(__file__).parent / "manager_lab.py"
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, str(program), str(folder), str(every)],
+        [sys.executable, str(program), str(folder), str(every), places],
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=600 if every > 1 else 7200,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -66,9 +64,54 @@ def check(root: Path, trial: dict) -> str:
 
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_rank_is_killed(tmp_path: Path, every: int) -> None:
-    trials = run_lab(tmp_path, every)
+    trials = run_lab(tmp_path, every, "one")
     assert {trial["victim"] for trial in trials} == {0, 1}
     assert sum(-signal.SIGKILL in trial["ends"] for trial in trials) >= len(trials) - 2
     found = {check(tmp_path / trial["name"], trial) for trial in trials}
     # Deaths before the commit, and after the removal.
     assert {"[1, 2] latest global_step2", "[2, 3] latest global_step3"} <= found, found
+
+
+def check_without(path: Path, lost: int, trial: dict) -> str:
+    """The same where one host is lost: all of the newest step is on the other, or it is in the root."""
+    root, local = path / "root", path / f"host{1 - lost}"
+    shutil.rmtree(path / f"host{lost}")
+    victim, ends = trial["victim"], trial["ends"]
+    assert ends[victim] in (-signal.SIGKILL, 0) and ends[1 - victim] in (0, 7), trial
+    named = (root / "latest").read_text()
+    assert verify(root / named) == [], f"latest names {named}, which is not whole"
+    with CheckpointManager(root, keep=KEEP, local=local, keep_local=1) as manager:
+        there = manager.steps()
+        assert there in ([1, 2], [1, 2, 3], [2, 3]), trial
+        if 0 in ends:
+            assert 3 in there, trial
+        target = state(-1)
+        newest = manager.restore("latest", target)
+        expected = state(newest)
+        assert newest == there[-1] == target["step"], trial
+        assert all(target[name].equal(expected[name]) for name in "wb")
+        manager.save(newest + 1, state(newest + 1))
+    assert manager.steps() == [newest, newest + 1], trial
+    for folder, steps in ((root, [newest, newest + 1]), (local, [newest + 1])):
+        left, there_now = set(os.listdir(folder)), {f"global_step{step}" for step in steps}
+        assert left == there_now | {"kept.json", "latest", "run.id"}, (trial, left)
+        assert (folder / "latest").read_text() == f"global_step{newest + 1}"
+        for step in steps:
+            names = [name.partition("-")[0] for name in os.listdir(folder / f"global_step{step}")]
+            assert set(names) == {"data", "manifest.terrazzo"}, (trial, names)  # no lease, no lock
+    return f"{there} latest {named}"
+
+
+@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.proof)])
+def test_a_host_is_killed_with_its_disk(tmp_path: Path, every: int) -> None:
+    trials = run_lab(tmp_path, every, "tiers")
+    assert {trial["victim"] for trial in trials} == {0, 1}
+    assert sum(-signal.SIGKILL in trial["ends"] for trial in trials) >= len(trials) * 0.9
+    found = set()
+    for trial in trials:
+        for lost in range(2):
+            path = tmp_path / f"{trial['name']}-{lost}"
+            shutil.copytree(tmp_path / trial["name"], path)
+            found.add(check_without(path, lost, trial))
+    # Deaths before the commit, between the local commit and the copy's, and after the removal.
+    assert {"[1, 2] latest global_step2", "[1, 2, 3] latest global_step2", "[2, 3] latest global_step3"} <= found, found

@@ -36,7 +36,7 @@ def live(url: str, environment: dict[str, str]) -> tuple:
         manager.wait()
         with pytest.raises(CheckpointNotFoundError, match="it has 2, 8"):
             manager.restore(4, state(-1))
-    store = manager._catalog.root.store
+    store = manager._tiers.root.root.store
     # The server may list a folder for a while after its last object is gone.
     left = [name for name in store.folders() if store.beneath(name).list()]
     return manager.steps(), sorted(left), bytes(store.get("latest")[0])

@@ -1,6 +1,15 @@
 """Which steps of a run are saved, and which checkpoints are kept: `CheckpointManager` and its policies."""
 
-from terrazzo.checkpoint.manager.keeping import Best, KeepAny, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepWhen
+from terrazzo.checkpoint.manager.keeping import (
+    Best,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepUntilCopied,
+    KeepWhen,
+)
 from terrazzo.checkpoint.manager.manager import CheckpointManager
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.saving import (
@@ -12,6 +21,7 @@ from terrazzo.checkpoint.manager.saving import (
     SaveOnStop,
     SavePolicy,
 )
+from terrazzo.checkpoint.manager.tiers import Which
 
 __all__ = [
     "Best",
@@ -21,6 +31,7 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "KeepPolicy",
+    "KeepUntilCopied",
     "KeepWhen",
     "Moment",
     "Record",
@@ -30,4 +41,5 @@ __all__ = [
     "SaveFirst",
     "SaveOnStop",
     "SavePolicy",
+    "Which",
 ]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import abc
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.records import Catalog, Record
 from terrazzo.checkpoint.manager.saving import check_period
+from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointManagerError
 
 NEWEST = "newest"
+UNTIL_COPIED = "until copied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,27 @@ class KeepWhen(KeepPolicy):
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
         return {record.step: self.why for record in records if self.function(record)}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepUntilCopied(KeepPolicy):
+    """What another place does not have yet, for a program of yours that copies; `local=` of the manager needs it not.
+
+    Args:
+        to: the folder, URL or store that gets the copies, of the same names.
+    """
+
+    to: str | os.PathLike[str] | Store
+
+    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
+        there = Catalog(Place(self.to)).read()
+        return {record.step: UNTIL_COPIED for record in not_copied(records, there)}
+
+
+def not_copied(records: Sequence[Record], there: Sequence[Record]) -> list[Record]:
+    """The checkpoints that another place has not, or in an older form."""
+    saved = {record.step: record.saved for record in there}
+    return [record for record in records if saved.get(record.step, -math.inf) < record.saved]
 
 
 def _check_count(policy: object, count: int) -> None:

@@ -6,7 +6,10 @@ A save, on all ranks:
     3. the checkpoint is saved and committed, in the background
 and then on the first rank alone, still in the background:
     4. `latest` moves to it
-    5. what no policy keeps is removed, unless somebody reads it
+    5. what is to be copied is copied, and what no policy keeps is removed, unless somebody reads it (`housekeeping`)
+
+With a local folder there are two places (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
+copied to the root (`copying`).
 
 At every moment the newest whole checkpoint is there, and `latest` names a whole one.
 """
@@ -18,35 +21,40 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Literal, Self
+from functools import partial
+from typing import Any, Final, Self
 
 import msgspec
+import torch.distributed as dist
 
-from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, reasons_to_keep, settled
-from terrazzo.checkpoint.manager.records import VALUE, Catalog, Record, checked_metrics, checked_step, write_reasons
-from terrazzo.checkpoint.manager.removing import clear_all, is_held, remove, take_to_read
+from terrazzo.checkpoint.manager.committing import Unmade, do_together, reduce_over, save_named
+from terrazzo.checkpoint.manager.housekeeping import Housekeeping
+from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
+from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
+from terrazzo.checkpoint.manager.removing import is_held, take_to_read
+from terrazzo.checkpoint.manager.restoring import RestorePlanner
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
+from terrazzo.checkpoint.manager.tiers import Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
+from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
-from terrazzo.checkpoint.run.coordination import StepFailed, find_place
+from terrazzo.checkpoint.run.coordination import find_place
 from terrazzo.checkpoint.state_dict_loader import load
-from terrazzo.checkpoint.state_dict_saver import async_save, save
-from terrazzo.checkpoint.stores import Lease, Place, Store
+from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
+from terrazzo.comm.control import time_limit_of
 from terrazzo.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointManagerError,
-    CheckpointNotFoundError,
     DivergentValueError,
 )
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
-Which = int | Literal["latest", "best"]
+_PATIENCE: Final = 5.0  # seconds after which the first rank, when it is busy, lets the others hear of it
 
 
 class CheckpointManager:
@@ -63,6 +71,10 @@ class CheckpointManager:
         best: Which is best: a metric whose smallest value is best, or a `Best`.  That one is kept.
         async_op: Save in the background.
         reuse: Do not write again what has not changed since the last checkpoint: see `base` of `save`.
+        local: A folder of each host, where steps are saved first; `root` gets copies, in the background.
+        copy_every: Of the checkpoints saved locally every so many is copied, and at the end the newest.
+        keep_local: Which local checkpoints to keep, besides those that are still to be copied: as `keep`.
+        replicas: On how many other hosts each local file is as well: that many may be lost.
         process_group: The ranks that save together; default: all.
         timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.
 
@@ -83,39 +95,46 @@ class CheckpointManager:
         best: Best | str | None = None,
         async_op: bool = True,
         reuse: bool = False,
+        local: str | os.PathLike[str] | LocalStore | None = None,
+        copy_every: int = 1,
+        keep_local: KeepPolicy | int | None = 2,
+        replicas: int = 1,
         process_group: Any = None,
         timeout: timedelta | None = None,
     ) -> None:
         policy = SaveEvery(save) if isinstance(save, int) else save
         self._save_policies = () if policy is None else save_policies(policy)
         self._best = Best(best) if isinstance(best, str) else best
-        keep = KeepLast(keep) if isinstance(keep, int) else keep
-        self._keep = None if keep is None else settled(keep, self._best)
         self._async = async_op
         self._reuse = reuse
+        self._copy_every = int(copy_every)
+        if self._copy_every < 1:
+            raise CheckpointManagerError(f"copy_every={copy_every}: pass one or more; each so many-th is copied")
         self._group = process_group
         self._timeout = timeout
-        self._catalog = Catalog(Place(root))
-        self._janitor: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "terrazzo-manager")
-        self._pending: list[Future[Any]] = []  # what has to end before the next save begins
         self._since = time.monotonic()
         self._went_back = False  # steps that are there may be saved again
-        self._cleared = False
+        self._trains = False  # who only looks or holds copies nothing
         self._records: list[Record] = []
+        self._pending: Future[None] | None = None  # the save under way
+        self._tiers = open_tiers(
+            Place(root), local, keep, keep_local, self._best, replicas, process_group=process_group, timeout=timeout
+        )
+        self._house: Housekeeping | None = Housekeeping(self._tiers)
         self.reload()
         self._last = self._settled = self._records[-1].step if self._records else None
 
     @property
     def root(self) -> str:
         """Where the checkpoints are."""
-        return str(self._catalog.root)
+        return str(self._tiers.root.root)
 
     # ------------------------------------------------------------------ saving
 
     def save(
         self,
         step: int,
-        state: STATE_DICT_TYPE,
+        state: STATE_DICT_TYPE | Callable[[], STATE_DICT_TYPE],
         metrics: Mapping[str, Any] | None = None,
         *,
         force: bool = False,
@@ -129,7 +148,8 @@ class CheckpointManager:
 
         Args:
             step: Its number.
-            state: What to save, as for `terrazzo.checkpoint.save`.
+            state: What to save, as for `terrazzo.checkpoint.save`; or a function that makes it, which is called if the
+                step is saved.
             metrics: Numbers by name, kept with the checkpoint.
             force: Save it whatever the policy says.
             planner: As for `terrazzo.checkpoint.save`.
@@ -142,28 +162,34 @@ class CheckpointManager:
         record, base = self._begin(step, metrics, state)
         self._since = time.monotonic()
         self._last = step
-        arguments: dict[str, Any] = {
-            "store": self._catalog.store_of(step),
-            "base": None if base is None else self._catalog.store_of(base),
-            "planner": planner,
-            "process_group": self._group,
-            "timeout": self._timeout,
-        }
-        whole = {**state, VALUE: record.value()}
+        place = self._tiers.fast.root
         try:
-            if self._async:
-                saving = async_save(whole, **arguments)
-                self._pending = [saving]
-                self._settle(step, saving)
-                return True
-            save(whole, **arguments)
+            saving = save_named(
+                place,
+                name_of_step(step),
+                self._made(state, record),
+                planner=planner,
+                base=None if base is None else place / name_of_step(base),
+                async_op=self._async,
+                process_group=self._group,
+                timeout=self._timeout,
+            )
         except BaseException:
             self._last = self._settled
             raise
-        self._settle(step, None)
-        moved = self._pending[:1]
-        self._together(f"moving latest of {self.root}", lambda: [future.result() for future in moved])
+        self._pending, self._trains = saving, True
+        if self._is_first and self._house is not None:
+            self._house.after(step, saving)
         return True
+
+    def _made(self, state: STATE_DICT_TYPE | Callable[[], STATE_DICT_TYPE], record: Record) -> STATE_DICT_TYPE:
+        """What to save; what could not be made fails the save, on all ranks."""
+        try:
+            values = state() if callable(state) else state
+            _check_names(values)
+            return {**values, VALUE: record.value()}
+        except BaseException as error:  # noqa: B036  # the save raises it
+            return {"state": Unmade(error)}
 
     def _wants(self, step: int) -> bool:
         """Whether the policy wants the step: the same on all ranks."""
@@ -181,13 +207,13 @@ class CheckpointManager:
 
         return self._reduce(f"asking whether to save step {step}", lambda: b"", ask) == b"yes"
 
-    def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: STATE_DICT_TYPE) -> tuple[Record, int | None]:
+    def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: object) -> tuple[Record, int | None]:
         """Agree on a save: what to say of it, and on which checkpoint it builds."""
 
         def ready() -> bytes:
             self._join()
-            if VALUE in state:
-                raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")
+            if not callable(state):
+                _check_names(state)
             checked_metrics(metrics)
             return msgspec.msgpack.encode(step)
 
@@ -198,74 +224,56 @@ class CheckpointManager:
                 raise DivergentValueError(
                     f"ranks save different steps ({said}); call save with the same step everywhere"
                 )
-            records = self._catalog.read()
-            self._check_replacing(step, records)
+            records = [record for record, _ in self._tiers.read()]
+            fast = self._tiers.fast
+            if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
+                return b""  # it may be being removed, or copied
+            if any(record.step == step for record in records):
+                self._check_replacing(step)
+            fast.being_saved.add(step)
             now = time.time()
             if records and now <= records[-1].saved:  # clocks differ, and the newest has to be the newest
                 now = math.nextafter(records[-1].saved, math.inf)
-            base = records[-1].step if records and self._reuse else None
-            return msgspec.msgpack.encode((Record(step, now, checked_metrics(metrics)), base))
+            copied = 0 if self._tiers.local is None else (records[-1].uncopied if records else 0) + 1
+            record = Record(step, now, checked_metrics(metrics), copied % self._copy_every)
+            bases = fast.catalog.read() if self._reuse else []
+            return msgspec.msgpack.encode((record, bases[-1].step if bases else None))
 
         try:
-            told = self._reduce(f"saving step {step} to {self.root}", ready, decide)
+            told = self._patiently(f"saving step {step} to {self.root}", ready, decide)
         except CheckpointError:
             self._last = self._settled
             raise
         self._settled = self._last
         return msgspec.msgpack.decode(told, type=tuple[Record, int | None])
 
-    def _check_replacing(self, step: int, records: list[Record]) -> None:
-        if all(record.step != step for record in records):
-            return
-        store = self._catalog.store_of(step)
-        if not self._went_back:
-            raise CheckpointExistsError(
-                f"{store.location} is there already, and this run has not restored a checkpoint: restore one first to "
-                f"go on from it, or use another folder"
-            )
-        if is_held(store):
-            raise CheckpointExistsError(f"{store.location} would be replaced, but somebody is reading it; save later")
-
-    # ------------------------------------------------------------------ after a save, on the first rank
-
-    def _settle(self, step: int, saving: Future[Any] | None) -> None:
-        """Begin what follows a save: `latest`, and removing what is not kept."""
-        if not self._is_first or self._janitor is None:
-            return
-
-        def move() -> None:
-            if saving is not None:
-                saving.result()
-            name_as_latest(self._catalog.root, name_of_step(step))
-
-        moved = self._janitor.submit(move)
-        self._pending = [moved, self._janitor.submit(self._remove_after, moved)]
-
-    def _remove_after(self, moved: Future[None]) -> None:
-        if moved.exception() is not None:
-            return
-        try:
-            self._remove()
-        except (CheckpointError, OSError) as error:  # the next save tries again
-            LOGGER.warning("%s: checkpoints that are not kept could not be removed: %s", self.root, error)
-
-    def _remove(self) -> None:
-        """Remove what no policy keeps and nobody reads."""
-        records = self._catalog.read()
-        reasons = reasons_to_keep(self._keep, self._best, records)
-        for record in records:
-            if record.step not in reasons and not remove(self._catalog, record.step):
-                reasons[record.step] = ["somebody reads it"]
-        write_reasons(self._catalog.root, reasons)
-        if not self._cleared:  # once: what runs that were killed have left
-            self._cleared = True
-            clear_all(self._catalog)
+    def _check_replacing(self, step: int) -> None:
+        for tier in self._tiers.all:
+            store = tier.catalog.store_of(step)
+            if not self._went_back:
+                raise CheckpointExistsError(
+                    f"{store.location} is there already, and this run has not restored a checkpoint: restore one first "
+                    f"to go on from it, or use another folder"
+                )
+            if is_held(store):
+                raise CheckpointExistsError(
+                    f"{store.location} would be replaced, but somebody is reading it; save later"
+                )
 
     def _join(self) -> None:
-        """Wait for what is under way here, and raise what went wrong."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        """Wait for the save under way, and raise what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _idle(self) -> bool:
+        """On the first rank: whether nothing follows a save any more; waits less long than the others would."""
+        limit, group = self._timeout, self._group
+        if limit is None and len(find_place(group, alone=True).ranks) > 1:
+            world: Any = dist.group.WORLD
+            limit = time_limit_of(world if group is None else group)
+        seconds = _PATIENCE if limit is None else min(_PATIENCE, limit.total_seconds() / 4)
+        return self._house is None or self._house.idle(seconds)
 
     # ------------------------------------------------------------------ finding
 
@@ -283,35 +291,31 @@ class CheckpointManager:
 
     def best_step(self) -> int | None:
         """The best of `steps`."""
-        found = self._in_order_of_merit(self._records)
+        found = in_order_of_merit(self._best, self._records)
         return found[0].step if found else None
 
     def reload(self) -> None:
         """See what is there now."""
-        self._hear_records(f"looking at {self.root}", lambda: b"")
-
-    def _hear_records(self, doing: str, ready: Callable[[], bytes]) -> None:
-        told = self._reduce(doing, ready, lambda _: msgspec.msgpack.encode(self._catalog.read()))
+        told = self._reduce(f"looking at {self.root}", lambda: b"", lambda _: self._encoded_records())
         self._records = msgspec.msgpack.decode(told, type=list[Record])
 
-    def _in_order_of_merit(self, records: list[Record]) -> list[Record]:
-        if self._best is None:
-            raise CheckpointManagerError(
-                "which checkpoint is best? Make the manager with best=, a metric's name or a Best"
-            )
-        return self._best.order(records)
+    def _encoded_records(self) -> bytes:
+        return msgspec.msgpack.encode([record for record, _ in self._tiers.read()])
 
     # ------------------------------------------------------------------ restoring
 
-    def restore(self, step: Which, state: STATE_DICT_TYPE, *, planner: LoadPlanner | None = None) -> int:
+    def restore(
+        self, step: Which, state: STATE_DICT_TYPE | Callable[[Store], object], *, planner: LoadPlanner | None = None
+    ) -> int:
         """Load a step, the "latest" or the "best" into a state dict, in place; returns the step.
 
         The latest is the newest whole one.  What is being read is not removed.  All ranks load the same, or all raise
-        the same error.
+        the same error.  An optimizer that has not stepped yet gets the state that it had.
 
         Args:
             step: Which.
-            state, planner: As for `terrazzo.checkpoint.load`.
+            state: As for `terrazzo.checkpoint.load`; or a function that is given the checkpoint's store, and loads.
+            planner: As for `terrazzo.checkpoint.load`.
         """
         self._check_open()
         leases: list[Lease] = []
@@ -320,45 +324,34 @@ class CheckpointManager:
             self._join()
             return b""
 
-        def choose(_: list[bytes]) -> bytes:
-            records = self._catalog.read()
-            chosen = self._chosen(step, records)
-            leases.append(take_to_read(self._catalog, chosen))
-            return msgspec.msgpack.encode((chosen, records))
+        def take(_: list[bytes]) -> bytes:
+            found = self._tiers.read()
+            chosen, tier = choose(step, found, self._best, self.root)
+            leases.append(take_to_read(tier.catalog, chosen))
+            return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), [record for record, _ in found]))
 
         try:
-            told = self._reduce(f"restoring {step} from {self.root}", ready, choose)
-            chosen, self._records = msgspec.msgpack.decode(told, type=tuple[int, list[Record]])
-            load(
-                state,
-                store=self._catalog.store_of(chosen),
-                planner=planner,
-                process_group=self._group,
-                timeout=self._timeout,
-                together=True,
-            )
+            told = self._reduce(f"restoring {step} from {self.root}", ready, take)
+            chosen, number, self._records = msgspec.msgpack.decode(told, type=tuple[int, int, list[Record]])
+            store = self._tiers.all[number].catalog.store_of(chosen)
+            if callable(state):
+                self._together(f"restoring {step} from {self.root}", partial(state, store))
+            else:
+                load(
+                    state,
+                    store=store,
+                    planner=planner or RestorePlanner(state),
+                    process_group=self._group,
+                    timeout=self._timeout,
+                    together=True,
+                )
         finally:
             for lease in leases:
                 lease.release()
         self._last = self._settled = chosen
-        self._went_back = True
+        self._went_back = self._trains = True
         self._since = time.monotonic()
         return chosen
-
-    def _chosen(self, step: Which, records: list[Record]) -> int:
-        if step == "latest":
-            found = records[-1:]
-        elif step == "best":
-            found = self._in_order_of_merit(records)[:1]
-        elif isinstance(step, str):
-            raise CheckpointManagerError(f"{step!r} is neither a step nor 'latest' nor 'best'")
-        else:
-            number = checked_step(step)
-            found = [record for record in records if record.step == number]
-        if not found:
-            there = ", ".join(map(str, sorted(record.step for record in records)))
-            raise CheckpointNotFoundError(f"{self.root} has no checkpoint {step}; it has " + (there or "none"))
-        return found[0].step
 
     @contextmanager
     def hold(self, step: Which) -> Iterator[Store]:
@@ -376,42 +369,58 @@ class CheckpointManager:
         ...         Checkpoint(store)["w"][...]
         tensor([1., 1.])
         """
-        chosen = self._chosen(step, self._catalog.read())
-        lease = take_to_read(self._catalog, chosen)
+        chosen, tier = choose(step, self._tiers.read(), self._best, self.root)
+        lease = take_to_read(tier.catalog, chosen)
         try:
-            yield self._catalog.store_of(chosen)
+            yield tier.catalog.store_of(chosen)
         finally:
             lease.release()
 
     # ------------------------------------------------------------------ the end, and all ranks together
 
     def wait(self) -> None:
-        """Wait until the last save is whole, `latest` names it, and what is not kept is removed; raise its error."""
+        """Wait until the last save is whole, `latest` names it, what is to be copied is copied, and what is not kept is
+        removed; raise its error.  The others wait for the first rank however long that takes."""
+        self._finish(newest=False)
+
+    def _finish(self, newest: bool) -> None:
+        copying: list[Future[None]] = []
 
         def ready() -> bytes:
             self._join()
             return b""
 
+        def look(_: list[bytes]) -> bytes:
+            if not copying and self._house is not None and self._trains:
+                copying.append(self._house.finish(newest))
+            if not self._idle():
+                return b""
+            for future in copying:
+                future.result()
+            return self._encoded_records()
+
         try:
-            self._hear_records(f"waiting for the last save to {self.root}", ready)
+            told = self._patiently(f"waiting for the last save to {self.root}", ready, look)
         except CheckpointError:
             self._last = self._settled
             raise
+        self._records = msgspec.msgpack.decode(told, type=list[Record])
         self._settled = self._last
 
     def close(self) -> None:
-        """`wait`, and use the manager no more, but for what it knows of the checkpoints."""
-        if self._janitor is None:
+        """`wait`, copy the newest local checkpoint, and use the manager no more, but for what it knows of them."""
+        if self._house is None:
             return
         try:
-            self.wait()
+            self._finish(newest=True)
         finally:
             self._stop()
 
     def _stop(self) -> None:
-        janitor, self._janitor = self._janitor, None
-        if janitor is not None:
-            janitor.shutdown(wait=True)
+        house, self._house = self._house, None
+        if house is not None:
+            house.close()
+        self._tiers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -428,7 +437,7 @@ class CheckpointManager:
             self._stop()
 
     def _check_open(self) -> None:
-        if self._janitor is None:
+        if self._house is None:
             raise CheckpointManagerError(f"the manager of {self.root} is closed; make another")
 
     @property
@@ -436,16 +445,19 @@ class CheckpointManager:
         return find_place(self._group, alone=True).is_coordinator
 
     def _together(self, doing: str, work: Callable[[], object]) -> None:
-        def run() -> bytes:
-            work()
-            return b""
+        do_together(doing, work, self._group, self._timeout)
 
-        self._reduce(doing, run, lambda _: b"")
+    def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """As `_reduce`, as often as `combine` returns nothing because the first rank is busy."""
+        while True:
+            told = self._reduce(doing, step, combine)
+            if told:
+                return told
 
     def _reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """`step` on every rank, then `combine` on the first, whose result all hear; or its error."""
-        place = find_place(self._group, doing=doing, timeout=self._timeout)
-        try:
-            return place.reduce(step, combine)
-        except StepFailed as failed:
-            raise failed.error from failed.error.__cause__
+        return reduce_over(doing, step, combine, self._group, self._timeout)
+
+
+def _check_names(state: object) -> None:
+    if isinstance(state, Mapping) and VALUE in state:
+        raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")

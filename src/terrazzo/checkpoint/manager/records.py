@@ -26,6 +26,7 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 VALUE: Final = "checkpoint_manager"  # the name, among a checkpoint's values, of what its manager says of it
 KEPT: Final = "kept.json"  # in the folder of a run: why each step is kept, for people
+RUN: Final = "run.id"  # there and in its local folders: which run they are of
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -35,15 +36,19 @@ class Record(msgspec.Struct, frozen=True):
         step: its step.
         saved: when it was begun, in seconds since 1970; no two of a run have the same.
         metrics: what was said of it when it was saved.
+        uncopied: of a run with a local folder, how many were saved there since the last that is to be copied; 0 for
+            one that is.
     """
 
     step: int
     saved: float
     metrics: dict[str, float] = {}
+    uncopied: int = 0
 
     def value(self) -> str:
         """What is stored in the checkpoint: JSON, in which metrics may be NaN."""
-        return json.dumps({"saved": self.saved, "metrics": self.metrics})
+        said = {"saved": self.saved, "metrics": self.metrics}
+        return json.dumps({**said, "uncopied": self.uncopied} if self.uncopied else said)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -4,18 +4,22 @@ A reader puts its lease in the checkpoint's folder and then looks whether somebo
 own lease there and then looks whether somebody reads.  Of two that come in the same moment at least one sees the other
 and gives way, so nothing is removed that is being read.
 
+Where there are no locks a lease is judged by its age, so a reader renews its own for as long as it reads.
+
 A removal takes the manifest away first: from then on there is no checkpoint, and what is left of its files is removed
 as what dead saves leave is, now or, if this process dies, by a later one.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from terrazzo.checkpoint.manager.records import KEPT, Catalog
+from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
 from terrazzo.checkpoint.native.cleaning import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
@@ -23,6 +27,9 @@ from terrazzo.checkpoint.stores import Entry, Lease, Store
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
 from terrazzo.errors import CheckpointNotFoundError
 
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+
+_SOONEST: Final = 0.1  # seconds between two renewals
 _READER: Final = "read-"
 _REMOVER: Final = "remove-"
 _LEASE: Final = ".lease"
@@ -34,7 +41,7 @@ def take_to_read(catalog: Catalog, step: int) -> Lease:
     gone = CheckpointNotFoundError(f"there is no whole checkpoint at {store.location}, or it is being removed")
     if not store.exists(MANIFEST):
         raise gone
-    lease = _leased(store, _READER)
+    lease: Lease = _Renewed(store, _READER)
     if is_held(store, _REMOVER) or not store.exists(MANIFEST):
         lease.release()
         catalog.root.store.remove_folder(name_of_step(step))
@@ -45,7 +52,7 @@ def take_to_read(catalog: Catalog, step: int) -> Lease:
 @contextmanager
 def removing(store: Store) -> Iterator[bool]:
     """Whether a checkpoint may be removed, and that nobody begins to read it meanwhile."""
-    lease = _leased(store, _REMOVER)
+    lease = _Renewed(store, _REMOVER)
     try:
         yield not is_held(store)
     finally:
@@ -75,24 +82,52 @@ def clear(catalog: Catalog, step: int) -> None:
     store = catalog.store_of(step)
     remove_leftovers(store)
     left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
+    left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # copies of files, half made
     store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
     if not store.exists(MANIFEST):
         catalog.root.store.remove_folder(name_of_step(step))
 
 
-def clear_all(catalog: Catalog) -> None:
-    """The same for every step of a run, and files that were to become `latest` and the like."""
+def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
+    """The same for every other step of a run, and files that were to become `latest` and the like.
+
+    The folder of one that is being saved may still be empty.
+    """
     root = catalog.root.store
-    files = [entry for name in (LATEST[0], KEPT) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)]
+    files = [
+        entry for name in (LATEST[0], KEPT, RUN) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)
+    ]
     root.delete([entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
     for step in catalog.steps():
-        clear(catalog, step)
+        if step not in spared:
+            clear(catalog, step)
 
 
-def _leased(store: Store, kind: str) -> Lease:
-    while True:
-        with suppress(FileExistsError):  # somebody who looked at it took it for one that has ended
-            return store.lease(f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}")
+class _Renewed(Lease):
+    """A lease that stays young while it is held."""
+
+    def __init__(self, store: Store, kind: str) -> None:
+        while True:
+            self._key = f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}"
+            with suppress(FileExistsError):  # somebody who looked at it took it for one that has ended
+                self._lease = store.lease(self._key)
+                break
+        self._store = store
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="terrazzo-lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._over.wait(max(self._store.lease_seconds / 4, _SOONEST)):
+            try:
+                self._store.renew_lease(self._key)
+            except OSError as error:  # three more tries are left
+                LOGGER.warning("%s: the lease %s could not be renewed: %s", self._store.location, self._key, error)
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join()  # what it writes now would stay
+        self._lease.release()
 
 
 def _leases(store: Store, kind: str) -> list[Entry]:

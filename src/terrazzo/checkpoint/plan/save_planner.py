@@ -92,7 +92,7 @@ class DefaultSavePlanner(SavePlanner):
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
         self._per_rank = tuple(per_rank)
-        self._lowest_rank_wins = tuple(lowest_rank_wins)
+        self.lowest_rank_wins = tuple(lowest_rank_wins)
         self._split_from = split_from
         self._holdings: dict[MetadataIndex, _Holding] = {}
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
@@ -260,7 +260,7 @@ class DefaultSavePlanner(SavePlanner):
             identity = checksum(described.encode())
         if holding is None:  # an item that a subclass has made
             return Claim(name, identity, nbytes, None)
-        lowest = bool(self._lowest_rank_wins) and matches_any(name, self._lowest_rank_wins)
+        lowest = bool(self.lowest_rank_wins) and matches_any(name, self.lowest_rank_wins)
         content, lenient = None, False
         if holding.holders is None and not lowest and len(self.ranks) > 1:
             content = _digest_of(holding.value)

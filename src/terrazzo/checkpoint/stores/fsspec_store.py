@@ -7,7 +7,6 @@ it saved if it did not.  For S3, Google and Azure there is `ObjectStore`, which 
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -43,7 +42,7 @@ class FsspecStore(Store):
 
     def __init__(self, url: str, fs: Any = None, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
         if fs is None:
             import fsspec  # type: ignore[import-untyped]  # it has no types
 
@@ -84,7 +83,7 @@ class FsspecStore(Store):
         return [self._name(info) for info in self._listing() if info["type"] == "directory"]
 
     def beneath(self, name: str) -> FsspecStore:
-        return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self._lease_seconds)
+        return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self.lease_seconds)
 
     def remove_folder(self, name: str) -> None:
         with suppress(OSError):  # there is something in it, or it is gone already
@@ -157,9 +156,6 @@ class FsspecStore(Store):
                 self._fs.rm_file(self._path(key))
             except FileNotFoundError:
                 pass
-
-    def lease_ended(self, key: str, last_sign: float) -> bool:
-        return time.time() - last_sign > self._lease_seconds
 
 
 class _Opened:

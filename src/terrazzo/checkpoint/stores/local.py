@@ -32,7 +32,6 @@ import xxhash
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
-    LEASE_SECONDS,
     Absent,
     Capabilities,
     Entry,
@@ -312,6 +311,9 @@ class LocalStore(Store):
         _, fd = self._create_locked(lambda: key)
         return _LocalLease(self, fd, key)
 
+    def renew_lease(self, key: str) -> None:
+        self.touch(key)  # another file in its place would not be locked
+
     def touch(self, key: str) -> None:
         """Make a file as young as one that is written now."""
         os.utime(self._path / key)
@@ -325,7 +327,7 @@ class LocalStore(Store):
             locked = self._try_lock(fd)
         finally:
             self._os.close(fd)
-        return time.time() - last_sign > LEASE_SECONDS if locked is None else locked
+        return time.time() - last_sign > self.lease_seconds if locked is None else locked
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in `folder` survive a loss of power."""

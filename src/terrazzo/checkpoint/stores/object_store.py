@@ -71,13 +71,13 @@ class ObjectStore(Store):
     def __init__(self, url: str, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
         self._settings = settings
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
         parts = urlsplit(self._url)
         self._prefix = parts.path.strip("/")
         self._bucket: Any = from_url(f"{parts.scheme}://{parts.netloc}", **_with_plain_http(settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._url, self._lease_seconds, self._settings)
+        return _rebuilt, (self._url, self.lease_seconds, self._settings)
 
     @property
     def location(self) -> str:
@@ -227,9 +227,6 @@ class ObjectStore(Store):
             except exceptions.BaseError as error:
                 self._fail(key, error)
         return True
-
-    def lease_ended(self, key: str, last_sign: float) -> bool:
-        return time.time() - last_sign > self._lease_seconds
 
     def _tried(self, key: str, read: Callable[[], T]) -> T:
         """Something that can be done again: a reply may also break off when the client has begun to read it."""

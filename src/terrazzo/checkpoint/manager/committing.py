@@ -1,0 +1,111 @@
+"""A checkpoint under a name in the folder of a run, and `latest`, which moves to it once it is committed.
+
+`CheckpointManager` and `Engine.save_checkpoint` both save by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.names import name_as_latest
+from terrazzo.checkpoint.planner import SavePlanner
+from terrazzo.checkpoint.run.coordination import StepFailed, find_place
+from terrazzo.checkpoint.state_dict_saver import async_save, save
+from terrazzo.checkpoint.stores import Place
+
+
+class Unmade:
+    """Stands in a state for what could not be made: the save asks for it, fails, and tells the other ranks."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise the error."""
+        raise self._error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing is loaded into it."""
+
+
+def save_named(
+    root: Place,
+    name: str,
+    state: STATE_DICT_TYPE,
+    *,
+    planner: SavePlanner | None = None,
+    base: Place | None = None,
+    latest: bool = True,
+    async_op: bool = False,
+    process_group: Any = None,
+    timeout: timedelta | None = None,
+) -> Future[None]:
+    """Save from all ranks together; the future is done once the checkpoint is committed and `latest` names it.
+
+    Args:
+        root: The folder of the run.
+        name: The checkpoint's, in it.
+        state, planner, process_group, timeout: As for `terrazzo.checkpoint.save`.
+        base: A checkpoint whose unchanged tensors are not written again.
+        latest: Whether `latest` is to name it.
+        async_op: Return as soon as the state has been copied.
+    """
+    place = root / name
+    arguments: dict[str, Any] = {"checkpoint_id": place.path} if place.is_named else {"store": place.store}
+    arguments |= {"planner": planner, "process_group": process_group, "timeout": timeout}
+    arguments["base"] = None if base is None else base.store
+
+    def move() -> None:
+        if latest and find_place(process_group, alone=True).is_coordinator:
+            name_as_latest(root, name)
+
+    finished: Future[None] = Future()
+    if async_op:
+        saving = async_save(state, **arguments)
+
+        def committed(done: Future[Any]) -> None:
+            try:
+                done.result()
+                move()
+            except BaseException as error:  # kept for whoever asks
+                finished.set_exception(error)
+            else:
+                finished.set_result(None)
+
+        saving.add_done_callback(committed)
+        return finished
+    save(state, **arguments)
+    do_together(f"moving latest of {root}", move, process_group, timeout)
+    finished.set_result(None)
+    return finished
+
+
+def do_together(
+    doing: str, work: Callable[[], object], process_group: Any = None, timeout: timedelta | None = None
+) -> None:
+    """Work on every rank; returns when all are done, and raises the same error on all if one fails."""
+
+    def run() -> bytes:
+        work()
+        return b""
+
+    reduce_over(doing, run, lambda _: b"", process_group, timeout)
+
+
+def reduce_over(
+    doing: str,
+    step: Callable[[], bytes],
+    combine: Callable[[list[bytes]], bytes],
+    process_group: Any = None,
+    timeout: timedelta | None = None,
+) -> bytes:
+    """`step` on every rank, then `combine` on the first, whose result all hear; or its error."""
+    place = find_place(process_group, doing=doing, timeout=timeout)
+    try:
+        return place.reduce(step, combine)
+    except StepFailed as failed:
+        raise failed.error from failed.error.__cause__

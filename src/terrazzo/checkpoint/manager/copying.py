@@ -1,0 +1,78 @@
+"""A whole checkpoint from the local folders of a run's hosts to its store: each host sends what it has.
+
+The copy is file by file the same, and becomes a checkpoint by its manifest, which comes last, as in a save.  A copy
+that was killed is gone on with: files that are there have arrived whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
+from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
+from terrazzo.checkpoint.native.cleaning import decode_manifest, remove_leftovers
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.leases import SaveLease
+from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
+from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.errors import CheckpointIOError
+
+
+def copy_checkpoint(source: HostsStore, target: Store) -> None:
+    """Copy the checkpoint of a step; what is at the target is valid until the copy is."""
+    data, _ = source.get(MANIFEST)
+    manifest = decode_manifest(data, source.location)
+    files = dict(needed_files(manifest))
+    target.prepare()
+    replacing: Absent | Version = ABSENT
+    with suppress(FileNotFoundError):
+        replacing = target.get(MANIFEST)[1]
+    remove_leftovers(target)
+    lease = SaveLease()
+    lease.take(target, manifest.head.save_id)
+    try:
+        work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
+        loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
+        host: LocalStore | PeerStore
+        for key, holders in source.hosts.holders(sorted(files, key=lambda key: -files[key])).items():
+            host = min(holders, key=loads.__getitem__)  # of those that have it, who has least to do
+            loads[host] += files[key]
+            work[host].append(key)
+        with ThreadPoolExecutor(max(len(work), 1), "terrazzo-copy") as pool:
+            list(pool.map(lambda host: _send(host, target, work[host]), work))
+        there = {entry.key: entry.size for entry in target.list()}
+        missing = [key for key, size in files.items() if there.get(key) != size]
+        if missing:
+            raise CheckpointIOError(f"{target.location}: {missing[0]} has been copied, but is not there as it was sent")
+        target.put(MANIFEST, memoryview(data), only_if=replacing)
+    finally:
+        lease.release()
+    remove_leftovers(target)
+
+
+def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> None:
+    for key in keys:
+        if isinstance(host, PeerStore):
+            host.send_on(key)
+        else:
+            copy_file(host, target, key)
+
+
+def copy_file(source: Store, target: Store, key: str) -> None:
+    """Copy a file, unless it is there."""
+    with closing(source.open(key)) as file:
+        with suppress(FileNotFoundError):
+            if target.stat(key).size == file.size:
+                return
+        upload = target.stream(key)
+        try:
+            for start in range(0, file.size, PIECE):
+                piece = bytearray(min(PIECE, file.size - start))
+                file.read_into(start, [memoryview(piece)])
+                upload.write(start, [memoryview(piece)])
+        except BaseException:
+            upload.abort()
+            raise
+        upload.finish()

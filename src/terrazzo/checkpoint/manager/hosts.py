@@ -1,0 +1,365 @@
+"""The local folders of all hosts of a run as one store.
+
+Every rank writes to its own host, and each file has a replica on the next one, made before the file counts as written.
+The manifest is on all hosts.  Reads, whatever rank asks, go to its own host if the file is there, else to one that has
+it: so any number of ranks, on other hosts too, can load what is left when a host is lost.
+
+A disk may come back empty, or with what an older run has left.  So a manifest counts only if all files that it names
+are somewhere; of several, the one that was committed last.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from terrazzo.checkpoint.manager.committing import reduce_over
+from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
+from terrazzo.checkpoint.native.cleaning import decode_manifest
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Request, Store, Upload, Version
+from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.errors import CheckpointError, CheckpointManagerError, ConflictError
+
+_MARK: Final = "host-"
+_PATIENCE: Final = 60.0  # seconds without a sign of life of another host
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The local folders of a run.
+
+    Attributes:
+        own: of this rank's host.
+        others: of the other hosts, the next one first.
+        replicas: on how many of these each file is as well.
+    """
+
+    own: LocalStore
+    others: tuple[PeerStore, ...]
+    replicas: int
+
+    def beneath(self, name: str) -> Hosts:
+        """The same folder in each."""
+        others = tuple(other.beneath(name) for other in self.others)
+        return Hosts(self.own.beneath(name), others, self.replicas)
+
+    @property
+    def all(self) -> tuple[LocalStore | PeerStore, ...]:
+        """This rank's host first."""
+        return (self.own, *self.others)
+
+    def holders(self, keys: Iterable[str]) -> dict[str, list[LocalStore | PeerStore]]:
+        """The hosts that have each of these files."""
+        there = [(host, {entry.key for entry in host.list()}) for host in self.all]
+        return {key: [host for host, names in there if key in names] for key in keys}
+
+
+class HostsStore(Store):
+    """One store of the local folders."""
+
+    caps = LocalStore.caps
+
+    def __init__(self, hosts: Hosts, folder: str = "", known: dict[str, Entry] | None = None) -> None:
+        self.hosts = hosts
+        self._folder = folder
+        # By folder, the manifest of this host of which all files were there: hosts do not leave while a run lives.
+        self._known: dict[str, Entry] = {} if known is None else known
+
+    @property
+    def location(self) -> str:
+        return self.hosts.own.location
+
+    def prepare(self) -> None:
+        self.hosts.own.prepare()
+
+    def beneath(self, name: str) -> HostsStore:
+        return HostsStore(self.hosts.beneath(name), name, self._known)
+
+    def folders(self) -> Sequence[str]:
+        return sorted({name for host in self.hosts.all for name in host.folders()})
+
+    def upload(self, key: str, size: int) -> Upload:
+        own = self.hosts.own.upload(key, size)
+        path = os.path.join(self.hosts.own.location, key)
+
+        def replicate() -> None:
+            for other in self.hosts.others[: self.hosts.replicas]:
+                other.send(key, path)
+
+        return _Replicated(own, replicate)
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        found: dict[str, Entry] = {}
+        for host in self.hosts.all:
+            for entry in host.list(prefix):
+                known = found.get(entry.key)
+                if known is None or known.modified < entry.modified:
+                    found[entry.key] = entry
+        return list(found.values())
+
+    def stat(self, key: str) -> Entry:
+        if key != MANIFEST:
+            return self.holder(key).stat(key)
+        with suppress(FileNotFoundError):
+            entry = self.hosts.own.stat(MANIFEST)
+            if self._known.get(self._folder) == entry:
+                return entry
+        host = self._whole()[0]
+        entry = host.stat(MANIFEST)
+        if host is self.hosts.own:
+            self._known[self._folder] = entry
+        return entry
+
+    def holder(self, key: str) -> LocalStore | PeerStore:
+        """A host that has a file."""
+        found = next((host for host in self.hosts.all if host.exists(key)), None)
+        if found is None:
+            raise FileNotFoundError(f"no host has {self._folder}/{key}")
+        return found
+
+    def get(self, key: str) -> tuple[bytes | bytearray, Version]:
+        if key == MANIFEST:
+            data = self._whole()[1]
+        else:
+            data = self.holder(key).get(key)[0]
+        return data, _version_of(data)
+
+    def _whole(self) -> tuple[LocalStore | PeerStore, bytearray]:
+        """The manifest that counts, and a host that has it."""
+        found: list[tuple[float, str, LocalStore | PeerStore, bytearray]] = []
+        files: set[tuple[str, int]] | None = None
+        errors: list[CheckpointError] = []
+        for host in self.hosts.all:
+            try:
+                data = host.get(MANIFEST)[0]
+                manifest = decode_manifest(data, host.location)
+            except FileNotFoundError:
+                continue
+            except CheckpointError as error:  # damaged on this host
+                errors.append(error)
+                continue
+            if files is None:
+                files = {(entry.key, entry.size) for each in self.hosts.all for entry in each.list()}
+            if all(named in files for named in needed_files(manifest)):
+                found.append((manifest.head.created, manifest.head.save_id, host, data))
+        if found:
+            newest = max(found, key=lambda each: each[:2])
+            return newest[2], newest[3]
+        if errors:
+            raise errors[0]
+        raise FileNotFoundError(f"no host has a whole checkpoint in {self._folder or self.location}")
+
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        if only_if is not None and self._present(key) != only_if:
+            raise ConflictError(f"{self.location}/{key} has been replaced by somebody else since this save began")
+        self.hosts.own.put(key, data)
+        for other in self.hosts.others:
+            other.put(key, data)
+        return _version_of(data)
+
+    def _present(self, key: str) -> Absent | Version:
+        try:
+            return self.get(key)[1]
+        except FileNotFoundError:
+            return ABSENT
+
+    def delete(self, keys: Iterable[str]) -> None:
+        named = list(keys)
+        for host in self.hosts.all if named else ():
+            host.delete(named)
+
+    def remove_folder(self, name: str) -> None:
+        folder = self.beneath(name)
+        with suppress(CheckpointError):  # of a damaged one nothing is touched
+            if not folder.exists(MANIFEST):  # of one that lost files with a host, the manifest is left
+                folder.delete([MANIFEST])
+        for host in self.hosts.all:
+            host.remove_folder(name)
+
+    def sync(self) -> None:
+        for host in self.hosts.all:
+            host.sync()
+
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        known: dict[str, LocalStore | PeerStore] = {}
+
+        def host_of(request: Request) -> LocalStore | PeerStore:
+            if request.key not in known:
+                known[request.key] = self.holder(request.key)
+            return known[request.key]
+
+        for host, several in groupby(requests, host_of):
+            yield from host.read(several, in_flight_bytes=in_flight_bytes)
+
+    def lease(self, key: str) -> Lease:
+        self.hosts.own.prepare()  # the files may be on other hosts
+        return self.hosts.own.lease(key)
+
+    def renew_lease(self, key: str) -> None:
+        self.hosts.own.renew_lease(key)
+
+    def lease_ended(self, key: str, last_sign: float) -> bool:
+        return all(host.lease_ended(key, last_sign) for host in self.hosts.all if host.exists(key))
+
+    def adopt(self, other: Store, key: str) -> bool:
+        if not isinstance(other, HostsStore):
+            return False
+        found = False
+        for here, there in zip(self.hosts.all, other.hosts.all, strict=True):
+            if not there.exists(key):
+                continue
+            if isinstance(here, PeerStore):
+                found = here.adopt_from(other._folder, key) or found
+            else:
+                here.prepare()
+                found = here.adopt(there, key) or found
+        return found
+
+
+class _Replicated(Upload):
+    """A file of this host, which is sent to others when it is complete."""
+
+    def __init__(self, own: Upload, replicate: Callable[[], object]) -> None:
+        self._own = own
+        self._replicate = replicate
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._own.write(offset, buffers)
+
+    def truncate(self, size: int) -> None:
+        self._own.truncate(size)
+
+    def finish(self) -> None:
+        self._own.finish()
+        self._replicate()
+
+    def abort(self) -> None:
+        self._own.abort()
+
+
+def needed_files(manifest: Manifest | Root) -> list[tuple[str, int]]:
+    """The names and sizes of the files that a checkpoint needs."""
+    if isinstance(manifest, Manifest):
+        return [(file.name, file.size) for file in manifest.head.files]
+    files = []
+    for part in manifest.head.parts:
+        files += [(file.name, file.size) for file in part.files]
+        if part.index_file:
+            files.append((part.index_file, part.index_size))
+    return files
+
+
+def _version_of(data: bytes | bytearray | memoryview) -> Version:
+    return Version(xxhash.xxh3_128_hexdigest(data))
+
+
+# ------------------------------------------------------------------ finding each other
+
+
+class Connected:
+    """The hosts of a run that have found each other, and this host's server.
+
+    Attributes:
+        store: the local folders of all of them as one.
+    """
+
+    def __init__(self, store: HostsStore, server: PeerServer | None) -> None:
+        self.store = store
+        self._server = server
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._server is not None:
+            self._server.close()
+        for other in self.store.hosts.others:
+            other.close()
+
+
+class _Home(msgspec.Struct, frozen=True):
+    """A host, by the first of its ranks."""
+
+    rank: int
+    address: Address | None = None
+
+
+def connect(
+    own: LocalStore,
+    send_on: Callable[[str, str], None],
+    replicas: int,
+    process_group: Any = None,
+    timeout: timedelta | None = None,
+) -> Connected:
+    """Find the hosts of a run: ranks that see the same folder are on one.  Collective.
+
+    Args:
+        own: the folder of this rank's host.
+        send_on: carries a file in the folder of a step to where checkpoints are copied.
+        replicas: on how many other hosts each file is as well.
+    """
+    rank = find_place(process_group, alone=True).rank
+    name = f"{_MARK}{uuid.uuid4().hex[:12]}"
+    doing = f"looking for the other hosts of {own.location}"
+    home = rank
+    server: PeerServer | None = None
+
+    def mark() -> bytes:
+        own.prepare()
+        own.put(name, b"")
+        return name.encode()
+
+    def look() -> bytes:
+        nonlocal home, server
+        seen = {entry.key for entry in own.list(_MARK)}
+        home = min(position for position, mark in enumerate(marks) if mark in seen)
+        if home != rank:
+            return b""
+        own.delete(seen - set(marks))  # of runs that were killed
+        if any(mark not in seen for mark in marks):
+            server = PeerServer(own, _own_address(), _PATIENCE, send_on)
+        return msgspec.msgpack.encode(_Home(rank, None if server is None else server.address))
+
+    def gather(parts: list[bytes]) -> bytes:
+        return msgspec.msgpack.encode([msgspec.msgpack.decode(part, type=_Home) for part in parts if part])
+
+    try:
+        told = reduce_over(doing, mark, msgspec.msgpack.encode, process_group, timeout)
+        marks = [each.decode() for each in msgspec.msgpack.decode(told, type=list[bytes])]
+        homes = msgspec.msgpack.decode(reduce_over(doing, look, gather, process_group, timeout), type=list[_Home])
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    finally:
+        own.delete([name])
+    place = [each.rank for each in homes].index(home)
+    addresses = [each.address for each in (*homes[place + 1 :], *homes[:place])]  # the next one first
+    others = tuple(PeerStore(address, _PATIENCE) for address in addresses if address is not None)
+    if not 0 <= replicas:
+        raise CheckpointManagerError(f"replicas={replicas}: on how many other hosts each file is as well, 0 or more")
+    return Connected(HostsStore(Hosts(own, others, replicas)), server)
+
+
+def _own_address() -> str:
+    """By which other hosts reach this one: that from which it reaches the first."""
+    master = os.environ.get("MASTER_ADDR", "")
+    for name in filter(None, (master, socket.gethostname())):
+        with suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing: it only chooses a route
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"

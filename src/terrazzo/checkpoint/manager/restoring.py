@@ -1,0 +1,82 @@
+"""What `CheckpointManager.restore` asks of a checkpoint beyond what the state names.
+
+A new process has new objects, and what they have not made yet they do not name: an optimizer has no state before its
+first step.  What a checkpoint has of an optimizer is restored all the same; what it has of other objects that these do
+not name is said in a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.state_dict.lazy_state import complete_state
+from terrazzo.checkpoint.stateful import Stateful
+from terrazzo.errors import CheckpointError
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+_TOLD: Final = 5  # names in a warning
+
+
+class RestorePlanner(DefaultLoadPlanner):
+    """Plans the loading of a state whose objects are new."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._objects = list(_objects(given, ()))
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        stored = {} if metadata is None else metadata.state_dict_metadata
+        for path, found in self._objects:
+            if isinstance(found, torch.optim.Optimizer):
+                _complete(found, _at(state_dict, path), ".".join(path), stored)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        beneath = tuple(".".join(path) + "." for path, _ in self._objects)
+        # Of what each rank has of its own, names end in the rank.
+        left = [name for name in stored if name.startswith(beneath) and name not in self.state_dict and "@" not in name]
+        if left and beneath:
+            names = ", ".join(left[:_TOLD]) + (f" and {len(left) - _TOLD} more" if left[_TOLD:] else "")
+            LOGGER.warning("not restored, because the objects of the state do not name it: %s", names)
+
+
+def _objects(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Stateful]]:
+    """The stateful objects in a state, and where they are."""
+    for key, value in state.items():
+        here = (*path, str(key))
+        if type(value) is dict:
+            yield from _objects(value, here)
+        elif not isinstance(value, (torch.Tensor, type)) and isinstance(value, Stateful):
+            yield here, value
+
+
+def _at(state: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = state
+    for key in path:
+        value = {str(name): each for name, each in value.items()}[key]
+    return value
+
+
+def _complete(
+    optimizer: torch.optim.Optimizer, target: dict[str, Any], name: str, stored: Mapping[str, object]
+) -> None:
+    """Have an optimizer's state name what the checkpoint has of parameters that it has not stepped."""
+    prefix = f"{name}.state."
+    there = {each for each in stored if each.startswith(prefix)}
+    if not there:
+        return
+    try:
+        whole = complete_state(optimizer)["state"]
+    except CheckpointError as error:  # a warning will say what is not restored
+        LOGGER.warning("%s: %s", name, error)
+        return
+    for number, entry in whole.items():
+        wanted = {key: value for key, value in entry.items() if f"{prefix}{number}.{key}" in there}
+        if wanted and not target["state"].get(number):
+            target["state"][number] = wanted

@@ -1,0 +1,389 @@
+"""Two places: fast local folders of the hosts, and the store that some checkpoints are copied to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
+from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery
+from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
+from terrazzo.errors import CheckpointException, CheckpointManagerError
+from terrazzo.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+LIMIT = timedelta(seconds=60)
+ROWS = 50_000
+
+
+def whole(step: int) -> torch.Tensor:
+    return torch.arange(ROWS * 2.0).reshape(ROWS, 2) + step
+
+
+def state(step: int) -> dict:
+    """A tensor that is cut among the ranks, one that all have, and a value."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(whole(step), mesh, [Shard(0)]), "b": torch.full((9,), float(step)), "step": step}
+
+
+def check_restored(manager: CheckpointManager, which: int | str, expected: int) -> None:
+    target = state(-5)
+    assert manager.restore(which, target) == target["step"] == expected
+    weight = target["w"]
+    assert isinstance(weight, DTensor) and torch.equal(weight.full_tensor(), whole(expected))
+    assert torch.equal(target["b"], torch.full((9,), float(expected)))
+
+
+def local_of(folder: str, hosts: int) -> Path:
+    """The local folder of this rank's host: ranks are dealt to hosts in blocks."""
+    return Path(folder) / f"host{dist.get_rank() * hosts // dist.get_world_size()}"
+
+
+def folders(path: Path) -> list[int]:
+    return sorted(int(each.name.removeprefix("global_step")) for each in path.glob("global_step*"))
+
+
+def live(folder: str, hosts: int) -> None:
+    root = Path(folder) / "root"
+    options = {"local": local_of(folder, hosts), "copy_every": 3, "keep_local": 2, "keep": 2, "timeout": LIMIT}
+    with CheckpointManager(root, save=SaveEvery(10), best="loss", **options) as manager:
+        for step in range(1, 81):
+            manager.save(step, lambda step=step: state(step), {"loss": abs(step - 20.0)})
+        manager.wait()
+        # The last two and the best are local; of 30 and 60, which were copied, the root keeps the last two.
+        assert manager.steps() == [20, 30, 60, 70, 80], manager.steps()
+        check_restored(manager, "latest", 80)
+        check_restored(manager, "best", 20)
+        check_restored(manager, 60, 60)
+    dist.barrier()
+    assert folders(root) == [30, 60, 80], "every third, and the newest at the end; the best and the last two are kept"
+    assert (root / "latest").read_text() == "global_step80" and verify(root / "global_step80") == []
+    assert [Checkpoint(root / f"global_step{step}")["step"] for step in (60, 80)] == [60, 80]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_every_third_is_copied(tmp_path: Path, hosts: int):
+    run_ranks(2, live, str(tmp_path), hosts)
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not any(name.endswith((".lease", ".tmp", ".lock")) or name.startswith("host-") for name in names), names
+    for host in range(hosts):
+        assert (tmp_path / f"host{host}" / "latest").read_text() == "global_step80"
+        assert len(list((tmp_path / f"host{host}" / "global_step80").glob("data-*"))) == 2, "its own and a replica"
+
+
+def save_two(folder: str, hosts: int, replicas: int) -> None:
+    local = local_of(folder, hosts)
+    with CheckpointManager(
+        Path(folder) / "root", local=local, copy_every=2, replicas=replicas, timeout=LIMIT
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager.wait()
+        manager.save(3, state(3))
+        manager.wait()
+        raise ZeroDivisionError("the run dies here, and copies nothing more")
+
+
+def save_and_die(folder: str, hosts: int, replicas: int = 1) -> None:
+    with pytest.raises(ZeroDivisionError):
+        save_two(folder, hosts, replicas)
+
+
+def resume(folder: str, hosts: int, expected: int) -> None:
+    with CheckpointManager(
+        Path(folder) / "root", local=local_of(folder, hosts), copy_every=2, timeout=LIMIT
+    ) as manager:
+        assert manager.latest_step() == expected
+        check_restored(manager, "latest", expected)
+        manager.save(expected + 1, state(expected + 1))
+    assert manager.latest_step() == expected + 1
+
+
+def test_a_host_is_lost(tmp_path: Path):
+    """What was on its disk is on that of the next host; other worlds resume from it, and go on."""
+    run_ranks(4, save_and_die, str(tmp_path / "before"), 2)
+    assert folders(tmp_path / "before" / "root") == [2], "step 3 is local only"
+    for lost in (0, 1):
+        for world, hosts in ((4, 2), (2, 2), (1, 1), (2, 1)):
+            now = tmp_path / f"{lost}-{world}-{hosts}"
+            shutil.copytree(tmp_path / "before", now)
+            shutil.rmtree(now / f"host{lost}")
+            if hosts == 1 and lost == 0:
+                os.rename(now / "host1", now / "host0")
+            run_ranks(world, resume, str(now), hosts, 3)
+            assert (now / "root" / "latest").read_text() == "global_step4"
+
+
+def test_what_is_not_whole_is_not_used(tmp_path: Path):
+    """Without replicas a lost host takes its part of a local checkpoint along: the newest is the copy in the store."""
+    run_ranks(2, save_and_die, str(tmp_path), 2, 0)
+    shutil.rmtree(tmp_path / "host1")
+    run_ranks(2, resume, str(tmp_path), 2, 2)
+    assert folders(tmp_path / "host0") == [3], "of the damaged step 3 nothing stays but what has replaced it"
+    assert (tmp_path / "root" / "latest").read_text() == "global_step3"
+
+
+def connect_pair(tmp_path: Path) -> tuple[PeerServer, PeerStore]:
+    sent: list[str] = []
+    server = PeerServer(LocalStore(tmp_path), "127.0.0.1", 5.0, lambda folder, key: sent.append(f"{folder}/{key}"))
+    return server, PeerStore(server.address, 5.0)
+
+
+def test_a_peer_is_a_store(tmp_path: Path):
+    """What another host's folder says and does is what a local store says and does."""
+    server, peer = connect_pair(tmp_path / "there")
+    there = LocalStore(tmp_path / "there")
+    step = peer.beneath("global_step1")
+    assert peer.list() == [] and list(peer.folders()) == []
+    data = os.urandom(9_000_000)  # of several pieces
+    (tmp_path / "here").write_bytes(data)
+    step.send("data-1", str(tmp_path / "here"))
+    step.put("latest", b"x")
+    assert list(peer.folders()) == ["global_step1"]
+    assert sorted(step.list(), key=lambda e: e.key) == sorted(there.beneath("global_step1").list(), key=lambda e: e.key)
+    assert bytes(step.get("data-1")[0]) == data and step.stat("latest").size == 1 and not step.exists("absent")
+    ends = [bytearray(5_000_000), bytearray(7)]
+    for _ in step.read([Request("data-1", 3, [memoryview(end) for end in ends])]):
+        pass
+    assert bytes(ends[0] + ends[1]) == data[3:5_000_010]
+    assert peer.beneath("global_step2").adopt_from("global_step1", "data-1")
+    with pytest.raises(FileNotFoundError):
+        step.get("absent")
+    with pytest.raises(OSError, match="ends"):
+        list(step.read([Request("latest", 0, [memoryview(bytearray(5))])]))
+    step.delete(["data-1", "latest", "absent"])
+    peer.remove_folder("global_step1")
+    assert list(peer.folders()) == ["global_step2"]
+    server.close()
+    with pytest.raises(OSError, match="does not answer"):
+        for _ in range(3):  # the first may meet a connection that is just being closed
+            step.list()
+
+
+@pytest.mark.parametrize(
+    ("folder", "operation", "arguments"),
+    [
+        ("..", "list", ("",)),
+        ("global_step1/..", "list", ("",)),
+        ("", "get", ("../secret",)),
+        ("global_step1", "get", ("../../secret",)),
+        ("global_step1", "put", ("/tmp/x",)),
+        ("global_step1", "adopt", ("../..", "secret")),
+        ("", "remove_folder", (7,)),
+        ("", "exec", ("ls",)),
+        ("", "read", ("secret", "0", 5)),
+    ],
+)
+def test_a_peer_serves_nothing_else(tmp_path: Path, folder: str, operation: str, arguments: tuple):
+    (tmp_path / "secret").write_bytes(b"mine")
+    server, peer = connect_pair(tmp_path / "there")
+    with pytest.raises(OSError, match=r"Error: "):
+        peer.beneath(folder)._call(operation, *arguments)
+    assert peer.list() == [] and (tmp_path / "secret").read_bytes() == b"mine"
+    server.close()
+
+
+def test_a_peer_wants_the_secret(tmp_path: Path):
+    server, _ = connect_pair(tmp_path)
+    stranger = PeerStore(Address(server.address.host, server.address.port, b"0" * 32), 5.0)
+    with pytest.raises(OSError, match="does not answer"):
+        stranger.list()
+    for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, server.address.secret + b"\xff" * 64):
+        with socket.create_connection((server.address.host, server.address.port)) as connection:
+            with suppress(OSError):  # it is closed, which may show at once
+                connection.sendall(noise)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
+    server.close()
+
+
+def fail_on_a_peer(folder: str) -> str:
+    """The disk of the next host is full."""
+    local = Path(folder) / f"host{dist.get_rank()}"
+    with CheckpointManager(Path(folder) / "root", local=local, copy_every=1, timeout=LIMIT) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+
+                def full(self: LocalStore, key: str) -> None:
+                    raise OSError(28, "No space left on device")
+
+                patch.setattr(LocalStore, "stream", full)
+            with pytest.raises(CheckpointException, match="No space left") as failed:
+                manager.save(2, state(2))
+                manager.wait()
+        assert manager.save(3, state(3))
+        check_restored(manager, "latest", 3)
+    return str(failed.value)
+
+
+def test_a_replica_that_cannot_be_made_fails_the_save(tmp_path: Path):
+    told = run_ranks(2, fail_on_a_peer, str(tmp_path))
+    assert all("rank 0" in each for each in told)
+    for name in ("host0", "host1", "root"):
+        assert folders(tmp_path / name)[-1] == 3
+        for step in folders(tmp_path / name):
+            assert verify(tmp_path / name / f"global_step{step}") == [] if name == "root" else True
+
+
+def test_keeps_until_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store that cannot be reached costs local space and nothing else."""
+    down = threading.Event()
+    store, stream = MemoryStore(), MemoryStore.stream
+
+    def unreachable(self: MemoryStore, key: str):
+        if down.is_set():
+            raise OSError(110, "Connection timed out")
+        return stream(self, key)
+
+    monkeypatch.setattr(MemoryStore, "stream", unreachable)
+    with CheckpointManager(store, local=tmp_path, copy_every=2, keep_local=1) as manager:
+        down.set()
+        for step in range(1, 8):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+        with pytest.raises(CheckpointException, match="timed out"):
+            manager.wait()
+        assert folders(tmp_path) == [2, 4, 6, 7] and list(store.folders()) == []
+        assert "until copied" in (tmp_path / "kept.json").read_text()
+        down.clear()
+        manager.wait()
+        assert folders(tmp_path) == [7] and sorted(store.folders()) == ["global_step2", "global_step4", "global_step6"]
+        assert bytes(store.get("latest")[0]) == b"global_step6"
+    assert sorted(store.folders())[-1] == "global_step7" and bytes(store.get("latest")[0]) == b"global_step7"
+    target = {"w": torch.zeros(3)}
+    with CheckpointManager(store) as manager:
+        assert manager.restore("latest", target) == 7 and target["w"].eq(7).all()
+
+
+def test_keeps_what_another_program_has_not_copied(tmp_path: Path):
+    values = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "run", keep=KeepLast(1) | KeepUntilCopied(tmp_path / "copy")) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, values)
+        manager.wait()
+        assert manager.steps() == [1, 2, 3] and "until copied" in (tmp_path / "run" / "kept.json").read_text()
+        shutil.copytree(tmp_path / "run" / "global_step1", tmp_path / "copy" / "global_step1")
+        shutil.copytree(tmp_path / "run" / "global_step2", tmp_path / "copy" / "global_step2")
+        (tmp_path / "copy" / "global_step2" / "manifest.terrazzo").unlink()  # not whole yet
+        manager.save(4, values)
+        manager.wait()
+        assert manager.steps() == [2, 3, 4]
+
+
+def test_going_back_with_a_local_folder(tmp_path: Path):
+    """A step that is saved again replaces what the store has of it, when its turn comes."""
+    values = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local", keep_local=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local", keep_local=1) as manager:
+        assert manager.steps() == [1, 2, 3] and manager.restore(2, values) == 2 and values["w"].eq(2).all()
+        assert manager.save(3, {"w": torch.full((3,), -3.0)})
+        manager.wait()
+        assert manager.restore("latest", values) == 3 and values["w"].eq(-3).all()
+        assert manager.steps() == [1, 2, 3] and folders(tmp_path / "local") == [3]
+    assert Checkpoint(tmp_path / "root")["w"][...].eq(-3).all()
+    assert verify(tmp_path / "root" / "global_step3") == []
+    with pytest.raises(CheckpointManagerError, match="a folder of this host"):
+        CheckpointManager(tmp_path / "root", local="s3://bucket/run")
+    with pytest.raises(CheckpointManagerError, match="copy_every"):
+        CheckpointManager(tmp_path / "root", local=tmp_path / "local", copy_every=0)
+
+
+def build_on(folder: str) -> None:
+    frozen = torch.randn(200, 1000, generator=torch.Generator().manual_seed(3))
+    local = Path(folder) / f"host{dist.get_rank()}"
+    with CheckpointManager(
+        Path(folder) / "root", local=local, reuse=True, keep=1, keep_local=1, timeout=LIMIT
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"frozen": frozen, "w": state(step)["w"]})
+            manager.wait()
+        target = {"frozen": torch.zeros(200, 1000), "w": state(0)["w"]}
+        assert manager.restore("latest", target) == 3
+        assert torch.equal(target["frozen"], frozen) and torch.equal(target["w"].full_tensor(), whole(3))
+
+
+def test_unchanged_tensors_are_not_written_again(tmp_path: Path):
+    run_ranks(2, build_on, str(tmp_path))
+    for name in ("host0", "host1", "root"):
+        assert folders(tmp_path / name) == [3]
+    assert verify(tmp_path / "root" / "global_step3") == []
+    target = Checkpoint(tmp_path / "root")
+    assert torch.equal(target["w"][...], whole(3)) and target["frozen"].shape == (200, 1000)
+
+
+def test_local_folders_of_other_runs(tmp_path: Path):
+    """A run that is begun anew does not resume from what an older one has left on its hosts."""
+    values = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "old", local=tmp_path / "local") as manager:
+        manager.save(1000, values)
+    shutil.copytree(tmp_path / "local", tmp_path / "plain")
+    (tmp_path / "plain" / "run.id").unlink()
+    for local in ("local", "plain"):
+        with pytest.raises(CheckpointException, match="of another run than"):
+            CheckpointManager(tmp_path / "new", local=tmp_path / local)
+    with pytest.raises(CheckpointManagerError, match="the root itself"):
+        CheckpointManager(tmp_path / "new", local=f"{tmp_path}/./new")
+    with CheckpointManager(tmp_path / "old", local=tmp_path / "local") as manager:
+        assert manager.steps() == [1000]
+    shutil.rmtree(tmp_path / "old")
+    with pytest.raises(CheckpointException, match="of another run than"):
+        CheckpointManager(tmp_path / "old", local=tmp_path / "local")
+    shutil.rmtree(tmp_path / "local")
+    with CheckpointManager(tmp_path / "old", local=tmp_path / "local") as manager:
+        assert manager.steps() == []
+
+
+def test_who_only_looks_copies_nothing(tmp_path: Path):
+    values = {"w": torch.zeros(3)}
+    with (
+        pytest.raises(ZeroDivisionError),
+        CheckpointManager(tmp_path / "root", local=tmp_path / "local", copy_every=2) as manager,
+    ):
+        manager.save(1, values)
+        raise ZeroDivisionError
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
+        assert manager.latest_step() == 1
+        with manager.hold(1) as store:
+            assert Checkpoint(store)["w"].shape == (3,)
+        manager.wait()
+    assert folders(tmp_path / "root") == []
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
+        manager.restore("latest", values)  # a run that has nothing more to do
+    assert folders(tmp_path / "root") == [1]
+
+
+def ask_little(folder: str) -> list[str]:
+    asked: list[str] = []
+    with CheckpointManager(Path(folder) / "root", local=local_of(folder, 2), keep_local=3, timeout=LIMIT) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.zeros(3)})
+        manager.wait()
+        if dist.get_rank() == 0:
+            call = PeerStore._call
+
+            def told(self: PeerStore, operation: str, *arguments: object, **options: object) -> object:
+                asked.append(operation)
+                return call(self, operation, *arguments, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(PeerStore, "_call", told)
+                assert [record.step for record, _ in manager._tiers.read()] == [1, 2, 3]
+        dist.barrier()
+    return asked
+
+
+def test_what_is_whole_is_looked_at_once(tmp_path: Path):
+    assert run_ranks(2, ask_little, str(tmp_path)) == [["folders"], []]
