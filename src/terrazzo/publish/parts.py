@@ -85,7 +85,7 @@ class Parts:
 def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike | None) -> Parts:
     """What this rank has of a model, or of tensors by name; their memory is the model's."""
     tensors, known_as = _named(model)
-    shapes = {name: tuple(tensors[first].shape) for first in tensors for name in (first, *known_as[first])}
+    shapes = {name: tuple(tensors[first].size()) for first in tensors for name in (first, *known_as[first])}
     by_model: dict[str, list[LinkLike]] = {name: [] for name in shapes}
     for link in _Same().links(shapes) if rename is None else rename.links(shapes):
         by_model[link.model].append(link)

@@ -80,7 +80,7 @@ def share_of(descriptions: Sequence[bytes], me: int) -> Share:
         for place, row in enumerate(table.rows):
             key = table.tensors[row.tensor][0], Box(row.offsets, row.lengths)
             holders.setdefault(key, []).append((rank, place))
-    _check_whole(abouts, [key for key in holders])
+    _check_whole(abouts, list(holders))
     load = [0] * len(tables)
     own: list[int] = []
     compared: list[tuple[int, str]] = []
@@ -125,7 +125,7 @@ def _check_whole(abouts: dict[str, About], keys: Sequence[tuple[str, Box]]) -> N
     for name in names:
         rows.setdefault(len(abouts[name].shape), []).extend((box.offsets, box.lengths) for box in by_name[name])
     highest = max(rows, default=0)
-    boxes = [np.array(rows.get(d, []), dtype=np.int64).reshape(-1, 2, d) for d in range(highest + 1)]
+    boxes = [np.array(rows.get(d, []), dtype=np.int64).reshape(len(rows.get(d, [])), 2, d) for d in range(highest + 1)]
     try:
         check_coverage(entries, np.array([len(by_name[name]) for name in names], dtype=np.int64), boxes)
     except CheckpointError as error:
