@@ -282,6 +282,26 @@ def test_rename_maps_on_either_side():
     assert all(back[letter].weight.equal(model[letter].weight) for letter in "qkv")
 
 
+def test_a_model_that_has_moved_gets_what_is_new():
+    model, served, publisher, receiver = pair()
+    publisher.publish()
+    publisher.wait()
+    receiver.poll(), receiver.apply()
+    served.weight = nn.Parameter(torch.zeros(5, 6))  # as after `to` another device and back
+    with torch.no_grad():
+        model.bias[0] += 1
+    publisher.publish()
+    publisher.wait()
+    receiver.poll(), receiver.apply()
+    assert served.weight.equal(model.weight) and served.bias.equal(model.bias)
+    served.weight = nn.Parameter(torch.zeros(6, 5))
+    publisher.publish()
+    publisher.wait()
+    receiver.poll()
+    with pytest.raises(PublishError, match="another Receiver"):
+        receiver.apply()
+
+
 def test_what_does_not_fit_is_refused():
     store = MemoryStore()
     model, served, publisher, receiver = pair(store)

@@ -15,9 +15,11 @@ from torch import nn
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
+from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
 from terrazzo.publish.parts import About, Parts, RenameLike, parts_of
 from terrazzo.publish.shares import Share, described, refuse_differences, share_of
 from terrazzo.publish.snapshot import Snapshot, published_dtype
+from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender
 from terrazzo.publish.versions import Version, Versions
 from terrazzo.publish.working import Side, raise_if_any, told
@@ -33,11 +35,13 @@ class Publisher:
     Into a folder, behind a URL or into a store go versions: each is full, or has what changed since the one before,
     exactly.  A version is there, whole, or it is not, whatever dies.
 
-    Memory: two copies of what this rank publishes, in the published dtype, on the host (one with `sparse=False`), and
-    what a version writes while it is written.
+    Through a `Channel` the last version is sent directly to the receivers that ask for it, all of it each time.
+
+    Memory: two copies of what this rank publishes, in the published dtype, on the host (one with `sparse=False`, or
+    through a channel), and what a version writes while it is written, or the channel's `bucket_bytes`.
 
     Args:
-        to: Where to: a folder, a URL or a store.
+        to: Where to: a folder, a URL, a store, or a `Channel`.
         model: The model, or tensors by name; of any layout.
         dtype: What floating-point tensors are published in; None: as they are.
         rename: Other names for publishing, as `terrazzo.integrations.huggingface.Rename` gives them.
@@ -47,7 +51,8 @@ class Publisher:
             half of the memory.
         keep: So many versions stay, and those that they are based on.  What a receiver reads stays until it is read.
         process_group: The ranks that have the model; default: all.
-        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.
+        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.  Of
+            a channel also how long a receiver is waited for; default: 2 minutes.
 
     >>> import tempfile
     >>> from terrazzo.publish import Receiver
@@ -64,7 +69,7 @@ class Publisher:
 
     def __init__(
         self,
-        to: str | os.PathLike[str] | Store,
+        to: str | os.PathLike[str] | Store | Channel,
         model: nn.Module | Mapping[str, torch.Tensor],
         *,
         dtype: torch.dtype | None = None,
@@ -79,18 +84,23 @@ class Publisher:
         policy = Policy(anchor_every, dense_above, keep, sparse)
         self._model = model
         self._rename = rename
-        versions = Versions(Place(to))
-        self._side: Side[Version] = Side(process_group, timeout, f"publishing to {versions.location}")
-        place = self._side.place()
+        self._side: Side[Version] = Side(
+            process_group, timeout, f"publishing to {to if isinstance(to, Channel) else Place(to)}"
+        )
+        self._sender: StoreSender | ChannelSender
         with told():
+            place = self._side.place()
             parts, self._described, self._share = self._agreed_share(place)
             abouts = {
                 name: About(published_dtype(about.dtype, dtype), about.shape) for name, about in parts.abouts.items()
             }
-            self._sender = StoreSender(versions, policy, abouts, self._share.aliases)
-            self._number = self._sender.begin(place)
-        own = [parts.parts[number] for number in self._share.own]
-        self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
+            if isinstance(to, Channel):
+                self._sender = ChannelSender(to, abouts, self._share.aliases, timeout or TRANSFER_LIMIT)
+            else:
+                self._sender = StoreSender(Versions(Place(to)), policy, abouts, self._share.aliases)
+            own = [parts.parts[number] for number in self._share.own]
+            self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
+            self._number = self._sender.begin(place, self._snapshots[0])
         self._last: Version | None = None
         self._open = True
 
@@ -119,6 +129,7 @@ class Publisher:
             version: Its number, the training step for instance; None: one more than the last.
         """
         self._check_open()
+        self._sender.settle()
         result, earlier = self._side.outcome()
         self._last = result or self._last
         with told():
@@ -136,18 +147,35 @@ class Publisher:
             mine = dict(zip(self._share.peers, digests, strict=True))
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
 
+        def announce(parts: list[bytes]) -> bytes:
+            _refuse_differences(parts)
+            self._sender.announce(number)
+            return b""
+
         with told():
-            place.reduce(take, _all_alike)
+            place.reduce(take, announce)
             beside = self._side.place_beside()
         self._number = number
         old = self._snapshots[0] if len(self._snapshots) > 1 else None
         self._snapshots.reverse()
+        self._sender.starting()
         self._side.start(lambda: self._sender.send(beside, number, snapshot, old))
         return number
 
     def wait(self) -> Version | None:
-        """Wait until what was published last is there for receivers, and say what it took; on all ranks together."""
+        """Wait until what was published last is there for receivers, and say what it took; on all ranks together.
+
+        Directly: until all receivers that have come have it; `CommTimeout` if one does not take it in time.
+        """
         self._check_open()
+        running = self._side.running
+        if isinstance(self._sender, ChannelSender) and running is not None:
+            sender = self._sender
+            with told():
+                self._side.place().together(lambda: sender.wait_until_taken(running.done))
+            if not running.done():
+                self._last = sender.last
+                return self._last
         result, error = self._side.outcome()
         self._last = result or self._last
         with told():
@@ -155,15 +183,19 @@ class Publisher:
         return self._last
 
     def close(self) -> None:
-        """Wait for the last version, and end."""
-        if not self._open:
-            return
-        try:
-            self.wait()
-        finally:
-            self._open = False
-            self._sender.close()
-            self._side.close()
+        """Wait for the last version as `wait` does, and end."""
+        if self._open:
+            try:
+                self.wait()
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        self._open = False
+        self._sender.settle()
+        self._side.outcome()
+        self._sender.close()
+        self._side.close()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -178,15 +210,12 @@ class Publisher:
         if error is None:
             self.close()
         else:  # the other ranks may not come
-            self._open = False
-            self._side.outcome()
-            self._side.close()
+            self._end()
 
 
-def _all_alike(parts: list[bytes]) -> bytes:
+def _refuse_differences(parts: list[bytes]) -> None:
     said = [msgspec.msgpack.decode(part, type=tuple[int, bytes]) for part in parts]
     numbers = [number for number, _ in said]
     if len(set(numbers)) > 1:
         raise DivergentValueError(f"ranks publish different versions: {numbers}")
     refuse_differences([digests for _, digests in said])
-    return b""

@@ -14,6 +14,8 @@ from torch.distributed import ProcessGroup
 
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import PublishError
+from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
+from terrazzo.publish.from_channel import ChannelSource
 from terrazzo.publish.from_store import StoreSource
 from terrazzo.publish.parts import About, RenameLike, parts_of
 from terrazzo.publish.shadow import Shadow, sources_of
@@ -34,13 +36,14 @@ class Receiver:
     Memory: this rank's part once more on the host, and 64 MB.
 
     Args:
-        source: Where the versions are: a folder, a URL or a store.
+        source: Where the versions are: a folder, a URL or a store; or the publisher's `Channel`.
         model: The model, or tensors by name; of any layout.  Its memory is filled where it is.
         rename: The published names, where they are others: as `terrazzo.integrations.huggingface.Rename` gives them.
         strict: Whether every tensor of the model has to be published.  What is published beside that is left.
         allow_lossy_dtype: Round floating-point numbers to the model's dtype, where it is shorter than the published.
         process_group: The ranks that have the model; default: all.
-        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.
+        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.  Of
+            a channel also how long the publisher is waited for; default: 2 minutes.
 
     >>> import tempfile
     >>> receiver = Receiver(tempfile.mkdtemp(), nn.Linear(2, 1))
@@ -50,7 +53,7 @@ class Receiver:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | Store,
+        source: str | os.PathLike[str] | Store | Channel,
         model: nn.Module | Mapping[str, torch.Tensor],
         *,
         rename: RenameLike | None = None,
@@ -63,8 +66,11 @@ class Receiver:
         self._rename = rename
         self._strict = strict
         self._lossy = allow_lossy_dtype
-        versions = Versions(Place(source))
-        self._source = StoreSource(versions, self._match)
+        self._source: StoreSource | ChannelSource
+        if isinstance(source, Channel):
+            self._source = ChannelSource(source, self._match, timeout or TRANSFER_LIMIT)
+        else:
+            self._source = StoreSource(Versions(Place(source)), self._match)
         self._side: Side[Version | None] = Side(process_group, timeout, self._source.doing)
         self._ready: Version | None = None  # here, and not applied
         self._applied: Version | None = None
@@ -123,6 +129,7 @@ class Receiver:
         shadow = self._source.shadow
         if self._ready is None or shadow is None or self._side.running is not None:
             raise PublishError("there is nothing to apply: call poll first, on all ranks, until it returns a version")
+        shadow.follow(parts_of(self._model, self._rename))
         ready, self._ready, self._applied = self._ready, None, None
         shadow.apply()
         self._applied = ready

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from terrazzo.checkpoint.native.dtypes import as_bytes, is_lossless
+from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
-from terrazzo.errors import CheckpointMismatchError
+from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.parts import About, Parts
+from terrazzo.publish.parts import About, Part, Parts
 
 _NAMED = 50
 
@@ -74,15 +75,16 @@ def sources_of(
     return found
 
 
+_Key = tuple[str, Box, torch.dtype]
+
+
 class Shadow:
     """Memory for all of this rank's part that is published."""
 
     def __init__(self, parts: Parts, sources: Mapping[str, str]) -> None:
-        slots: dict[tuple[str, Box, torch.dtype], Slot] = {}
-        for part in parts.parts:
-            if part.name not in sources:
-                continue
-            key = sources[part.name], part.box, part.data.dtype
+        self._sources = sources
+        slots: dict[_Key, Slot] = {}
+        for key, part in self._keyed(parts):
             if key not in slots:
                 data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=part.data.device.type == "cuda")
                 slots[key] = Slot(key[0], part.box, data, [])
@@ -91,6 +93,27 @@ class Shadow:
         self._by_source: dict[str, list[Slot]] = {}
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)
+
+    def _keyed(self, parts: Parts) -> list[tuple[_Key, Part]]:
+        return [
+            ((self._sources[part.name], part.box, part.data.dtype), part)
+            for part in parts.parts
+            if part.name in self._sources
+        ]
+
+    def follow(self, parts: Parts) -> None:
+        """The model may have moved to other memory, or another device, since: this is what it has now."""
+        lives: dict[_Key, list[torch.Tensor]] = {}
+        for key, part in self._keyed(parts):
+            lives.setdefault(key, []).append(part.data)
+        slots = {(slot.source, slot.box, slot.data.dtype): slot for slot in self.slots}
+        if lives.keys() != slots.keys():
+            raise PublishError(
+                "the model has other tensors, dtypes or another layout than when a version came; make another Receiver"
+            )
+        for key, slot in slots.items():
+            if not _same_memory(lives[key], slot.lives):
+                slot.lives, slot.is_dirty = lives[key], True
 
     @property
     def nbytes(self) -> int:
@@ -141,3 +164,7 @@ class Shadow:
             if device.type == "cuda":  # the copies are under way, and the memory may be filled again
                 torch.cuda.synchronize(device)
         return copied
+
+
+def _same_memory(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(same_memory(a, b) for a, b in zip(one, other, strict=True))

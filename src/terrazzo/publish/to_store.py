@@ -76,11 +76,7 @@ class StoreSender:
         self._sums: list[int] = []
         self.snapshots = 2 if policy.sparse and policy.anchor_every > 1 else 1
 
-    @property
-    def doing(self) -> str:
-        return f"publishing to {self._versions.location}"
-
-    def begin(self, place: Place) -> int | None:
+    def begin(self, place: Place, snapshot: Snapshot) -> int | None:
         """Be the publisher from now on.  Returns the number of the newest version."""
 
         def take_over(_: list[bytes]) -> bytes:
@@ -194,6 +190,15 @@ class StoreSender:
         with told():
             answer = place.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
         return msgspec.msgpack.decode(answer, type=Version)
+
+    def announce(self, number: int) -> None:
+        """Nobody hears of a version before it is there."""
+
+    def starting(self) -> None:
+        """`send` follows."""
+
+    def settle(self) -> None:
+        """A version that is being written ends by itself."""
 
     def close(self) -> None:
         """Nothing is held between versions."""
