@@ -122,8 +122,8 @@ class Publisher:
     def publish(self, version: int | None = None) -> int:
         """Publish what the model has now, and return the version's number.
 
-        An error in the background comes out of the next call, or of `wait`, on every rank; the version after it is
-        full.
+        One version is under way at a time: a call waits until the one before is written.  An error in the background
+        comes out of the next call, or of `wait`, on every rank; the version after it is full.
 
         Args:
             version: Its number, the training step for instance; None: one more than the last.
