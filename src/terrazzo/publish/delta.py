@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout import Box
@@ -144,10 +144,13 @@ def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, t
 
 
 def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:
-    """Changes that lie together, in groups of at most `limit` bytes where one alone has not more."""
+    """Changes that lie near each other, in groups of at most `limit` bytes where one alone has not more.
+
+    What is between them has to be read anyway, where it is of a block that has one checksum.
+    """
     group: list[Change] = []
     for change in sorted(changes, key=lambda change: change.start):
-        together = group and change.start - (group[-1].start + group[-1].nbytes) < _ALIGNED
+        together = group and change.start - (group[-1].start + group[-1].nbytes) < BLOCK
         if group and (not together or change.start + change.nbytes - group[0].start > limit):
             yield group
             group = []
