@@ -49,6 +49,7 @@ PUBLIC = (
     "terrazzo.launch",
     "terrazzo.layout",
     "terrazzo.optim",
+    "terrazzo.publish",
     "terrazzo.tensor",
     "terrazzo.tensor.debug",
     "terrazzo.tensor.experimental",

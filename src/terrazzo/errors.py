@@ -275,6 +275,17 @@ class UnsafePickleError(UnsupportedValueError, pickle.UnpicklingError):
     """A pickle refers to a class or function that is not known to be plain data; nothing of it was run."""
 
 
+# ------------------------------------------------------------------ publishing weights
+
+
+class PublishError(TerrazzoError, RuntimeError):
+    """Weights that cannot be published or received as they are, or a publisher or receiver that cannot work."""
+
+
+class PublishValueError(PublishError, ValueError):
+    """An argument that a publisher or a receiver cannot take."""
+
+
 # ------------------------------------------------------------------ the training engine
 
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.state_dict.interop import wrapper_of
+from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError, UnsupportedValueError
 from terrazzo.integrations.huggingface.load import fill
 from terrazzo.integrations.huggingface.rename import Link
 from terrazzo.integrations.huggingface.save import save_links
-from terrazzo.integrations.huggingface.state import ModelState, state_of
 from terrazzo.layout.box import Box
 
 _STEM: Final = "adapter_model"

@@ -13,12 +13,12 @@ from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import is_lossless
+from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError
 from terrazzo.integrations.huggingface.families import family_of
 from terrazzo.integrations.huggingface.meta import initialise_buffers, materialised, put_in_place
 from terrazzo.integrations.huggingface.rename import Link, Rename, Rule, file_shape
-from terrazzo.integrations.huggingface.state import ModelState, state_of
 from terrazzo.integrations.huggingface.views import views_of
 
 _NAMED: Final = 50

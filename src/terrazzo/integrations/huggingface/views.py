@@ -1,8 +1,4 @@
-"""A tensor of a file, as a distributed tensor whose chunks are views of the model's own memory.
-
-Checkpoints save and load anything that says which chunks it has (`__create_chunk_list__`), so with these the whole
-engine is that of checkpoints: planning, who writes what, reading in ranges, filling in place.
-"""
+"""A tensor of a file, as a distributed tensor (`ChunkedTensor`) whose chunks are views of the model's own memory."""
 
 from __future__ import annotations
 
@@ -11,48 +7,10 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.checkpoint.plan.sharded import Holders, ShardView, Viewer, local_chunks
 from terrazzo.integrations.huggingface.rename import Link, file_shape
 from terrazzo.layout.box import Box
-
-
-class FileTensor:
-    """What this rank has of a tensor of a file."""
-
-    def __init__(
-        self,
-        size: torch.Size,
-        dtype: torch.dtype,
-        chunks: Mapping[tuple[int, ...], tuple[Box, torch.Tensor]],
-        holders: Holders | None,
-    ) -> None:
-        self._size = size
-        self.dtype = dtype
-        self._chunks = chunks
-        self.holders = holders
-
-    def size(self) -> torch.Size:
-        """The shape of all of it."""
-        return self._size
-
-    def to_local(self) -> torch.Tensor:
-        """The data, of the only chunk."""
-        ((_, data),) = self._chunks.values()
-        return data
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self._chunks.values()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._chunks[tuple(index.offset or ())][1]
-
-    @property
-    def chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
-        """The boxes that this rank has, and their elements."""
-        return list(self._chunks.values())
 
 
 @torch.no_grad()
@@ -84,7 +42,7 @@ def views_of(links: Sequence[Link], tensors: Mapping[str, torch.Tensor]) -> dict
                 )
         same = all(each is not None and each == holders[0] for each in holders)
         size = torch.Size(file_shape(parts))
-        views[file] = FileTensor(size, tensors[parts[0].model].dtype, chunks, holders[0] if same else None)
+        views[file] = ChunkedTensor(size, tensors[parts[0].model].dtype, chunks, holders[0] if same else None)
     return views
 
 

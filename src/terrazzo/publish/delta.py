@@ -1,0 +1,186 @@
+"""What has changed from one snapshot to the next, exactly: every bit that differs, and nothing else.
+
+A window that has not changed is left out.  Of one that has, either all elements are written (dense), or those that
+differ and where they are (sparse), whichever is shorter.  Elements are compared as bits, so NaN and -0.0 are what they
+are.  A change carries new values, never differences, so that applying it rounds nothing.
+
+The bytes of a sparse window are, one after the other: the new elements; for each, the lower 16 bits of its place in the
+window; for each run of 65536 places, how many elements in it have changed (4 bytes each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from terrazzo.checkpoint.native.format import BLOCK, checksum
+from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.errors import CheckpointCorruptError
+from terrazzo.layout import Box
+from terrazzo.publish.snapshot import Snapshot, Window
+
+_RUN: Final = 1 << 16
+_ALIGNED: Final = 16
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """A window that has changed, and where its bytes are among those of its rank.
+
+    `count` is how many elements are written, of a sparse one; -1 of a dense one.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    start: int
+    nbytes: int
+    count: int
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.lengths)
+
+
+def sums_of(snapshot: Snapshot, windows: Sequence[Window]) -> list[int]:
+    """The checksum of each window."""
+    return [checksum(bytes_of(snapshot.data(window))) for window in windows]
+
+
+def changes_from(
+    snapshot: Snapshot, windows: Sequence[Window], old: Snapshot | None, old_sums: Sequence[int], sums: Sequence[int]
+) -> list[tuple[Window, Change]]:
+    """The windows that differ from those of `old`; without one, those whose checksums do, as dense ones."""
+    found: list[tuple[Window, Change]] = []
+    start = 0
+    for number, window in enumerate(windows):
+        new = snapshot.data(window)
+        if old is None:
+            count = 0 if old_sums[number] == sums[number] else -1
+        else:
+            count = _differing(new, old.data(window))
+        if count == 0:
+            continue
+        nbytes = new.nbytes if count < 0 else _sparse_bytes(count, new)
+        if nbytes >= new.nbytes:
+            count, nbytes = -1, new.nbytes
+        name = snapshot.names[window.part]
+        found.append((window, Change(name, window.box.offsets, window.box.lengths, start, nbytes, count)))
+        start += -(-nbytes // _ALIGNED) * _ALIGNED
+    return found
+
+
+def written(changes: Sequence[tuple[Window, Change]], snapshot: Snapshot, old: Snapshot | None) -> torch.Tensor:
+    """The bytes of these changes."""
+    _, last = changes[-1]
+    data = torch.zeros(last.start + last.nbytes, dtype=torch.uint8)
+    for window, change in changes:
+        target = data[change.start : change.start + change.nbytes]
+        new = snapshot.data(window)
+        if change.count < 0:
+            target.copy_(new.reshape(-1).view(torch.uint8))
+            continue
+        assert old is not None
+        places = (_bits(new) != _bits(old.data(window))).nonzero().view(-1)
+        low = (places & (_RUN - 1)).to(torch.int32).numpy().astype("<u2")
+        counts = torch.bincount(places >> 16, minlength=_runs(new.numel())).numpy().astype("<u4")
+        values = _bits(new)[places].view(torch.uint8)
+        at = 0
+        for piece in (values, torch.from_numpy(low.view(np.uint8)), torch.from_numpy(counts.view(np.uint8))):
+            target[at : at + piece.numel()] = piece
+            at += piece.numel()
+    return data
+
+
+def read(change: Change, data: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Places in the window and the elements there, from a change's bytes; of a dense one None and the whole window."""
+    box = change.box
+    if change.count < 0:
+        if change.nbytes != box.numel * dtype.itemsize:
+            raise _wrong(change)
+        return None, data.view(dtype).view(box.lengths)
+    runs, count = _runs(box.numel), change.count
+    if change.nbytes != count * (dtype.itemsize + 2) + 4 * runs:
+        raise _wrong(change)
+    split = count * dtype.itemsize
+    values = data[:split].view(dtype)
+    low = data[split : split + 2 * count].numpy().view("<u2").astype(np.int64)
+    counts = data[split + 2 * count :].numpy().copy().view("<u4")
+    if int(counts.sum()) != count:
+        raise _wrong(change)
+    places = low + np.repeat(np.arange(runs, dtype=np.int64) << 16, counts)
+    if count and int(places.max()) >= box.numel:
+        raise _wrong(change)
+    return torch.from_numpy(places), values
+
+
+def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, torch.Tensor | slice]:
+    """Places in a window as places in another box of the tensor, and which of them lie in it.
+
+    >>> in_box(torch.tensor([0, 3]), Box((0, 0), (2, 2)), Box((1, 0), (1, 2)))
+    (tensor([1]), tensor([False,  True]))
+    """
+    if window.lengths[1:] == box.lengths[1:] and window.offsets[1:] == box.offsets[1:] and box.contains(window):
+        row = 1
+        for length in box.lengths[1:]:
+            row *= length
+        first = (window.offsets[0] - box.offsets[0]) * row if box.ndim else 0
+        return places + first, slice(None)
+    inside = torch.ones(len(places), dtype=torch.bool)
+    rest = places
+    position = torch.zeros_like(places)
+    stride = 1
+    for dim in reversed(range(box.ndim)):
+        at = rest % window.lengths[dim] + (window.offsets[dim] - box.offsets[dim])
+        rest = rest // window.lengths[dim]
+        inside &= (at >= 0) & (at < box.lengths[dim])
+        position += at * stride
+        stride *= box.lengths[dim]
+    return position[inside], inside
+
+
+def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:
+    """Changes that lie near each other, in groups of at most `limit` bytes where one alone has not more.
+
+    What is between them has to be read anyway, where it is of a block that has one checksum.
+    """
+    group: list[Change] = []
+    for change in sorted(changes, key=lambda change: change.start):
+        together = group and change.start - (group[-1].start + group[-1].nbytes) < BLOCK
+        if group and (not together or change.start + change.nbytes - group[0].start > limit):
+            yield group
+            group = []
+        group.append(change)
+    if group:
+        yield group
+
+
+def total_bytes(changes: Sequence[tuple[Window, Change]]) -> int:
+    """What they take to write."""
+    return sum(change.nbytes for _, change in changes)
+
+
+def _differing(new: torch.Tensor, old: torch.Tensor) -> int:
+    if new.dtype.itemsize not in _BITS:  # of elements of 16 bytes, all are written
+        return 0 if torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)) else -1
+    return int((_bits(new) != _bits(old)).sum())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(_BITS[tensor.dtype.itemsize])
+
+
+def _sparse_bytes(count: int, tensor: torch.Tensor) -> int:
+    return count * (tensor.dtype.itemsize + 2) + 4 * _runs(tensor.numel())
+
+
+def _runs(numel: int) -> int:
+    return -(-numel // _RUN)
+
+
+def _wrong(change: Change) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{change.name}: what is said of the window {change.box} does not fit its bytes")

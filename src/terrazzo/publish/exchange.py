@@ -1,0 +1,120 @@
+"""Carrying out a transfer: messages over connections that both groups of ranks share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.errors import CommError, CommTimeout
+from terrazzo.publish.shadow import Slot
+from terrazzo.publish.snapshot import Snapshot
+from terrazzo.publish.transfer import IN_FLIGHT, Message, Piece
+
+
+class Header(NamedTuple):
+    """What a transfer begins with."""
+
+    sequence: int
+    number: int
+
+
+class Connections:
+    """The connections of all senders and all receivers, senders first."""
+
+    def __init__(self, store: Store, name: str, rank: int, senders: int, receivers: int, timeout: timedelta) -> None:
+        self._senders = senders
+        self._timeout = timeout
+        with _explained(f"connecting publisher and receivers as {name}", timeout):
+            self._gloo: Any = ProcessGroupGloo(PrefixStore(name, store), rank, senders + receivers, timeout)
+
+    def send(self, messages: Sequence[Message], header: Header, receivers: Sequence[int], snapshot: Snapshot) -> int:
+        """This sender's part: its messages, and of the first sender, a header for each of these receivers."""
+        under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        sent = 0
+        with _explained("sending weights", self._timeout):
+            for receiver in receivers:
+                data = torch.tensor(header)
+                under_way.append((self._gloo.send([data], self._senders + receiver, 0), data))
+            for message in messages:
+                while len(under_way) >= IN_FLIGHT:
+                    under_way.popleft()[0].wait(self._timeout)
+                data = _packed(message, snapshot)
+                sent += data.numel()
+                work = self._gloo.send([data], self._senders + message.receiver, message.number + 1)
+                under_way.append((work, data))
+            while under_way:
+                under_way.popleft()[0].wait(self._timeout)
+        return sent
+
+    def close(self) -> None:
+        """Close them, which the other side sees; whoever still refers to this, an error for instance."""
+        self._gloo = None
+
+    def receive_header(self) -> Header:
+        """What the first sender says of the transfer that begins."""
+        data = torch.empty(len(Header._fields), dtype=torch.int64)
+        with _explained("waiting for the publisher", self._timeout):
+            self._gloo.recv([data], 0, 0).wait(self._timeout)
+        return Header(*data.tolist())
+
+    def receive(self, messages: Sequence[Message], slots: Sequence[Slot]) -> int:
+        """This receiver's part: every message, and what is in it to where it belongs."""
+        under_way: deque[tuple[Any, Message, torch.Tensor]] = deque()
+        received = 0
+
+        def finish() -> None:
+            work, message, data = under_way.popleft()
+            work.wait(self._timeout)
+            for piece in message.pieces:
+                slot = slots[piece.target]
+                target = slot.data[piece.box.relative_to(slot.box).slices()]
+                as_bytes(target).copy_(as_bytes(_view(data, piece)))
+                slot.is_dirty = True
+
+        with _explained("receiving weights", self._timeout), torch.no_grad():
+            for message in messages:
+                while len(under_way) >= IN_FLIGHT:
+                    finish()
+                data = torch.empty(message.nbytes, dtype=torch.uint8)
+                received += message.nbytes
+                under_way.append((self._gloo.recv([data], message.sender, message.number + 1), message, data))
+            while under_way:
+                finish()
+        return received
+
+
+@torch.no_grad()
+def _packed(message: Message, snapshot: Snapshot) -> torch.Tensor:
+    data = torch.empty(message.nbytes, dtype=torch.uint8)
+    for piece in message.pieces:
+        box, tensor = snapshot.boxes[piece.source], snapshot.tensors[piece.source]
+        as_bytes(_view(data, piece)).copy_(as_bytes(tensor[piece.box.relative_to(box).slices()]))
+    return data
+
+
+def _view(data: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The bytes of a piece as what they are."""
+    return data[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(piece.box.lengths)
+
+
+@contextmanager
+def _explained(what: str, timeout: timedelta) -> Iterator[None]:
+    """Gloo's errors as terrazzo's."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        raise (CommTimeout if late else CommError)(
+            f"{what} failed: {text.partition('. ')[0] or 'a connection broke'}; a rank of the other side has "
+            f"died or is late (the time limit is {timeout.total_seconds():g} s)"
+        ) from error

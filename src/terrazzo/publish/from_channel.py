@@ -1,0 +1,171 @@
+"""Receiving directly: ask the publisher for what it has, and get the boxes of one's own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import msgspec
+
+from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.errors import CommError
+from terrazzo.publish.channel import Board, Channel
+from terrazzo.publish.exchange import Connections, Header
+from terrazzo.publish.parts import About
+from terrazzo.publish.shadow import Shadow
+from terrazzo.publish.to_channel import Offer, PublisherParts, ReceiverParts
+from terrazzo.publish.transfer import IN_FLIGHT, Message, Wanted, plan_messages
+from terrazzo.publish.versions import Version
+from terrazzo.publish.working import told
+
+Match = Callable[[Mapping[str, About], Mapping[str, str]], Shadow]
+
+
+class ChannelSource:
+    """One rank's side of receiving through a channel."""
+
+    def __init__(self, channel: Channel, match: Match, timeout: timedelta) -> None:
+        self._channel = channel
+        self._match = match
+        self._timeout = timeout
+        self._board: Board | None = None
+        self._publisher = ""  # with whom this group is registered
+        self._group = 0
+        self._asked = 0
+        self._messages: tuple[Message, ...] = ()
+        self._sizes = (0, 0)  # ranks of the publisher, of this side
+        self._connections: Connections | None = None
+        self._held: Version | None = None
+        self.shadow: Shadow | None = None
+        self.bytes_read = 0
+
+    @property
+    def doing(self) -> str:
+        return f"receiving at {self._channel}"
+
+    def fetch(self, place: Place) -> Version | None:
+        """Bring the shadow to the version that the publisher has, on all ranks together; returns it, or None."""
+        with told():
+            found = place.reduce(lambda: b"", lambda _: self._look())
+            if not found:
+                return self._held
+            offer = msgspec.msgpack.decode(found, type=Offer)
+            if offer.publisher != self._publisher:
+                self._register(place, offer.publisher)
+            held = self._held
+            if held is not None and (held.id, held.place) == (offer.publisher, offer.sequence):
+                return held
+            self._held = None
+            try:
+                place.reduce(lambda: b"", lambda _: self._ask())
+                answers: list[Header] = []
+                place.together(lambda: answers.append(self._receive(place)))
+            except BaseException:
+                self._leave()
+                raise
+            assert self.shadow is not None
+            self._held = Version(
+                answers[0].number, answers[0].sequence, offer.publisher, None, self.shadow.nbytes, self.shadow.nbytes
+            )
+        return self._held
+
+    def _look(self) -> bytes:
+        """On the first rank: what the publisher has; nothing, where there is none."""
+        if self._board is None:
+            if not self._channel.answers():
+                return b""
+            self._board = self._channel.connect(self._timeout)
+        try:
+            return self._board.value("current") or b""
+        except CommError:  # whoever hosted the store has ended
+            self._board = None
+            return b""
+
+    def _register(self, place: Place, publisher: str) -> None:
+        """Say what this side wants of a publisher, and plan what it will get."""
+        self._leave()
+
+        def tell(_: list[bytes]) -> bytes:
+            assert self._board is not None
+            data = self._board.value(f"{publisher}/parts")
+            if data is None:
+                raise CommError(f"the publisher at {self._channel} has not said what it has")
+            return data
+
+        parts = msgspec.msgpack.decode(place.reduce(lambda: b"", tell), type=PublisherParts)
+        abouts = {name: About(dtype_from_name(dtype), shape) for name, (dtype, shape) in parts.abouts.items()}
+        own: list[Wanted] = []
+
+        def want() -> bytes:
+            if self._board is None or not place.is_coordinator:  # a store may be another than the last
+                self._board = self._channel.connect(self._timeout)
+            self.shadow = self._match(abouts, parts.aliases)
+            own.extend(
+                Wanted(slot.source, slot.box.offsets, slot.box.lengths, dtype_name(slot.data.dtype))
+                for slot in self.shadow.slots
+            )
+            return msgspec.msgpack.encode(own)
+
+        def register(said: list[bytes]) -> bytes:
+            assert self._board is not None
+            number = self._board.count("receivers", 1)
+            wanted = [msgspec.msgpack.decode(each, type=list[Wanted]) for each in said]
+            packed = msgspec.msgpack.encode(ReceiverParts(publisher, wanted))
+            self._board.put(f"receiver/{number}", packed)
+            return b"%d" % number
+
+        self._held = None
+        self._group, self._asked = int(place.reduce(want, register)), 0
+        self._publisher = publisher
+        dtypes = {name: about.dtype for name, about in abouts.items()}
+        nobody: list[list[Wanted]] = [[] for _ in place.ranks]
+        nobody[place.rank] = own
+        size = self._channel.bucket_bytes // IN_FLIGHT
+        self._sizes = len(parts.held), len(place.ranks)
+
+        def plan() -> None:
+            self._messages = plan_messages(parts.held, nobody, dtypes, size, receiver=place.rank)
+
+        try:
+            place.together(plan)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _ask(self) -> bytes:
+        assert self._board is not None
+        self._board.put(f"ask/{self._group}/{self._asked}", b"")
+        return b""
+
+    def _receive(self, place: Place) -> Header:
+        self._asked += 1
+        senders, receivers = self._sizes
+        if self._connections is None:
+            assert self._board is not None
+            name = f"{self._publisher}/{self._group}"
+            self._connections = Connections(
+                self._board.store, name, senders + place.rank, senders, receivers, self._timeout
+            )
+        header = self._connections.receive_header()
+        assert self.shadow is not None
+        self.bytes_read += self._connections.receive(self._messages, self.shadow.slots)
+        return header
+
+    def _leave(self) -> None:
+        """Be no receiver of this publisher any more; who comes again comes as another."""
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
+        if self._board is not None and self._publisher:
+            with suppress(CommError):  # whoever hosts the store may have ended
+                self._board.put(f"gone/{self._publisher}/{self._group}", b"")
+        self._publisher = ""
+
+    def close(self) -> None:
+        """Tell the publisher that nobody will ask any more."""
+        self._leave()
+        if self._board is not None:
+            self._board.close()
+            self._board = None

@@ -1,0 +1,142 @@
+"""Receiving from a store: the full version and the changes since, each rank only the bytes of its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.default_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.storage import NativeReader
+from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.state_dict_loader import load
+from terrazzo.checkpoint.tools.lazy import Checkpoint
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.layout import Box
+from terrazzo.publish.delta import Change, in_box, read, runs_of
+from terrazzo.publish.parts import RESERVED, About
+from terrazzo.publish.shadow import Shadow
+from terrazzo.publish.to_store import CHANGES, DATA, RECORD, Record
+from terrazzo.publish.versions import Version, Versions
+from terrazzo.publish.working import told
+
+_AT_ONCE: Final = 32 << 20  # bytes of changes that are in memory
+
+Match = Callable[[Mapping[str, About], Mapping[str, str]], Shadow]
+
+
+class StoreSource:
+    """One rank's side of receiving from a store.
+
+    `match` makes the memory for what a full version has, or raises for what does not fit.
+    """
+
+    def __init__(self, versions: Versions, match: Match) -> None:
+        self._versions = versions
+        self._match = match
+        self._held: Version | None = None  # what the shadow has, whole
+        self._published: Mapping[str, About] = {}
+        self.shadow: Shadow | None = None
+        self.bytes_read = 0
+
+    @property
+    def doing(self) -> str:
+        return f"receiving from {self._versions.location}"
+
+    def fetch(self, place: Place) -> Version | None:
+        """Bring the shadow to the newest version, on all ranks together; returns it, or None if there is none."""
+        with ExitStack() as holding, told():
+            held = self._held
+
+            def find(_: list[bytes]) -> bytes:
+                return msgspec.msgpack.encode(list(holding.enter_context(self._versions.hold_way(held))))
+
+            way = msgspec.msgpack.decode(place.reduce(lambda: b"", find), type=list[Version])
+            if way:
+                self._held = None  # until all ranks have read all of it
+                place.together(lambda: self._read(way))
+                self._held = way[-1]
+        return self._held
+
+    def _read(self, way: Sequence[Version]) -> None:
+        for version in way:
+            if version.is_full:
+                self._read_full(version)
+            else:
+                self._read_changes(version)
+
+    def _opened(self, version: Version) -> tuple[Checkpoint, NativeReader, Record]:
+        reader = NativeReader(self._versions.store_of(version.place))
+        opened = Checkpoint(reader)
+        meta = opened.metadata.storage_meta
+        if meta is None or meta.save_id != version.id:
+            raise CheckpointNotFoundError(f"{reader.store.location} is not the version {version.number} of the list")
+        try:
+            record = msgspec.json.decode(opened[RECORD], type=Record)
+        except (KeyError, TypeError, msgspec.MsgspecError) as error:
+            raise CheckpointCorruptError(
+                f"{reader.store.location}: what the version says of itself cannot be read: {error!r}"
+            ) from error
+        return opened, reader, record
+
+    def _read_full(self, version: Version) -> None:
+        opened, reader, record = self._opened(version)
+        published = {
+            name: About(entry.properties.dtype, tuple(entry.size))
+            for name, entry in opened.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(RESERVED)
+        }
+        self.shadow = self._match(published, record.aliases)
+        self._published = published
+        for state in self.shadow.targets(published):
+            load(dict(state), storage_reader=reader, planner=DefaultLoadPlanner(allow_lossy_dtype=True), no_dist=True)
+            self.bytes_read += reader.bytes_read
+        self.shadow.all_dirty()
+
+    def _read_changes(self, version: Version) -> None:
+        opened, _, _ = self._opened(version)
+        assert self.shadow is not None
+        for name in list(opened):
+            if not name.startswith(CHANGES):
+                continue
+            try:
+                changes = msgspec.msgpack.decode(opened[name], type=list[Change])
+            except (msgspec.MsgspecError, TypeError) as error:
+                raise CheckpointCorruptError(f"version {version.number}: {name} cannot be read: {error}") from error
+            wanted = [
+                change
+                for change in changes
+                if any(slot.box.intersect(change.box) is not None for slot in self.shadow.of(change.name))
+            ]
+            data = opened.tensor(DATA + name.removeprefix(CHANGES))
+            assert data is not None
+            for group in runs_of(wanted, _AT_ONCE):
+                start, end = group[0].start, group[-1].start + group[-1].nbytes
+                piece = data.read(Box((start,), (end - start,)))
+                for change in group:
+                    self._patch(change, piece[change.start - start :][: change.nbytes])
+        self.bytes_read += opened.bytes_read
+
+    @torch.no_grad()
+    def _patch(self, change: Change, data: torch.Tensor) -> None:
+        assert self.shadow is not None
+        places, values = read(change, data, self._published[change.name].dtype)
+        window = change.box
+        for slot in self.shadow.of(change.name):
+            common = slot.box.intersect(window)
+            if common is None:
+                continue
+            if places is None:
+                target = slot.data[common.relative_to(slot.box).slices()]
+                target.copy_(values[common.relative_to(window).slices()])
+            else:
+                where, inside = in_box(places, window, slot.box)
+                slot.data.view(-1)[where] = values[inside].to(slot.data.dtype)
+            slot.is_dirty = True
+
+    def close(self) -> None:
+        """Nothing is held between polls."""

@@ -1,0 +1,209 @@
+"""Publishing into a store: a version is a checkpoint, full or of what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.default_planner import DefaultSavePlanner
+from terrazzo.checkpoint.native.storage import NativeWriter
+from terrazzo.checkpoint.plan.chunked import ChunkedTensor
+from terrazzo.checkpoint.plan.sharded import Holders
+from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.run.save_session import SaveSession
+from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
+from terrazzo.layout import Box
+from terrazzo.publish.delta import Change, changes_from, sums_of, total_bytes, written
+from terrazzo.publish.parts import RESERVED, About
+from terrazzo.publish.snapshot import Snapshot, Window
+from terrazzo.publish.versions import Published, Version, Versions
+from terrazzo.publish.working import doing, told
+
+RECORD: Final = f"{RESERVED}record"
+CHANGES: Final = f"{RESERVED}changes/"  # and the rank's position
+DATA: Final = f"{RESERVED}data/"
+_TRIES: Final = 5
+
+_Changes = list[tuple[Window, Change]]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a version says of itself."""
+
+    number: int
+    base: str | None  # the id of the version whose changes these are
+    aliases: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When a version is full: every `anchor_every`-th, and where more than `dense_above` of all bytes would be written.
+
+    With `sparse` single elements are compared, else checksums of windows; `keep` versions stay, and what they need.
+    """
+
+    anchor_every: int = 10
+    dense_above: float = 0.5
+    keep: int = 2
+    sparse: bool = True
+
+    def __post_init__(self) -> None:
+        if self.anchor_every < 1 or self.keep < 1:
+            raise PublishValueError(
+                f"anchor_every={self.anchor_every}, keep={self.keep}: both count versions, from one on"
+            )
+        if not 0 <= self.dense_above <= 1:
+            raise PublishValueError(f"dense_above={self.dense_above} is no share of all bytes: pass one from 0 to 1")
+
+
+class StoreSender:
+    """One rank's side of publishing into a store."""
+
+    def __init__(
+        self, versions: Versions, policy: Policy, abouts: Mapping[str, About], aliases: Mapping[str, str]
+    ) -> None:
+        self._versions = versions
+        self._policy = policy
+        self._abouts = abouts  # of this rank
+        self._aliases = dict(aliases)
+        self._published = Published()  # on the coordinator
+        self._last: Version | None = None  # the version that the next may be based on
+        self._since_full = 0
+        self._sums: list[int] = []
+        self.snapshots = 2 if policy.sparse and policy.anchor_every > 1 else 1
+
+    def begin(self, place: Place, snapshot: Snapshot) -> int | None:
+        """Be the publisher from now on.  Returns the number of the newest version."""
+
+        def take_over(_: list[bytes]) -> bytes:
+            self._published = self._versions.take_over()
+            newest = self._published.newest
+            return msgspec.msgpack.encode(None if newest is None else newest.number)
+
+        return msgspec.msgpack.decode(place.reduce(lambda: b"", take_over), type=int | None)
+
+    def send(self, place: Place, number: int, new: Snapshot, old: Snapshot | None) -> Version:
+        """Publish a snapshot; `old` is the one before.  After an error the next version is full."""
+        base, self._last = self._last, None
+        windows = new.windows()
+        sums = [] if self._policy.sparse or self._policy.anchor_every == 1 else sums_of(new, windows)
+        before, self._sums = self._sums, sums
+        changes: _Changes | None = None
+        if base is not None and self._since_full + 1 < self._policy.anchor_every:
+            changes = self._changes(place, new, old if self._policy.sparse else None, windows, before)
+        if changes is None:
+            base = None
+            state = self._whole(place, number, new)
+            nbytes = new.nbytes
+        else:
+            assert base is not None
+            state = self._delta(place, Record(number, base.id), changes, new, old if self._policy.sparse else None)
+            nbytes = total_bytes(changes)
+        at, save_id = self._save(place, state)
+        self._last = self._listed(place, number, at, save_id, base, (nbytes, new.nbytes))
+        self._since_full = 0 if base is None else self._since_full + 1
+        return self._last
+
+    def _changes(
+        self, place: Place, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
+    ) -> _Changes | None:
+        """What this rank has changed; None if all ranks together have changed so much that a full version is better."""
+        found: _Changes = []
+
+        def count() -> bytes:
+            found.extend(changes_from(new, windows, old, before, self._sums))
+            return msgspec.msgpack.encode((total_bytes(found), new.nbytes))
+
+        with told():
+            answer = place.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
+        changed, total = msgspec.msgpack.decode(answer, type=tuple[int, int])
+        return None if changed > self._policy.dense_above * total else found
+
+    def _whole(self, place: Place, number: int, new: Snapshot) -> dict[str, Any]:
+        alone = Holders((place.global_rank,), frozenset(place.ranks))
+        chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {name: {} for name in self._abouts}
+        for name, box, tensor in zip(new.names, new.boxes, new.tensors, strict=True):
+            chunks[name][box.offsets] = box, tensor
+        state: dict[str, Any] = {
+            name: ChunkedTensor(torch.Size(self._abouts[name].shape), self._abouts[name].dtype, found, alone)
+            for name, found in chunks.items()
+        }
+        if place.is_coordinator:
+            state[RECORD] = msgspec.json.encode(Record(number, None, self._aliases))
+        return state
+
+    def _delta(
+        self, place: Place, record: Record, changes: _Changes, new: Snapshot, old: Snapshot | None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if changes:
+            data = written(changes, new, old)
+            box = Box.whole(data.shape)
+            alone = Holders((place.global_rank,), frozenset(place.ranks))
+            state[f"{DATA}{place.rank}"] = ChunkedTensor(data.shape, data.dtype, {box.offsets: (box, data)}, alone)
+            state[f"{CHANGES}{place.rank}"] = msgspec.msgpack.encode([change for _, change in changes])
+        if place.is_coordinator:
+            state[RECORD] = msgspec.json.encode(record)
+        return state
+
+    def _save(self, place: Place, state: dict[str, Any]) -> tuple[int, str]:
+        """Where the version has been saved, and its id."""
+        for last in reversed(range(_TRIES)):
+            with told():
+                answer = place.reduce(lambda: b"", lambda _: b"%d" % self._versions.free_place(self._published))
+            at = int(answer)
+            store = self._versions.store_of(at)
+            writer = NativeWriter(store, overwrite=False)
+            session = SaveSession(DefaultSavePlanner(), writer, doing(place, f"publishing {store.location}"), None)
+            try:
+                metadata = session.run(lambda: state)
+            except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher was faster
+                if not last:
+                    raise
+                continue
+            assert metadata.storage_meta is not None
+            return at, metadata.storage_meta.save_id or ""
+        raise AssertionError("the loop returns or raises")
+
+    def _listed(
+        self, place: Place, number: int, at: int, save_id: str, base: Version | None, nbytes: tuple[int, int]
+    ) -> Version:
+        """Put the version into the list, and remove what the list does not need any more."""
+
+        def enlist(parts: list[bytes]) -> bytes:
+            written, total = _sums(parts)
+            version = Version(number, at, save_id, None if base is None else base.place, written, total)
+            longer = self._published.with_newest(version, self._policy.keep)
+            try:
+                self._versions.write(longer)
+            except ConflictError:
+                self._versions.discard(at)
+                raise
+            self._published = longer
+            self._versions.clear(longer)
+            return msgspec.msgpack.encode(version)
+
+        with told():
+            answer = place.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
+        return msgspec.msgpack.decode(answer, type=Version)
+
+    def announce(self, number: int) -> None:
+        """Nobody hears of a version before it is there."""
+
+    def starting(self) -> None:
+        """`send` follows."""
+
+    def settle(self) -> None:
+        """A version that is being written ends by itself."""
+
+    def close(self) -> None:
+        """Nothing is held between versions."""
+
+
+def _sums(parts: Sequence[bytes]) -> tuple[int, int]:
+    pairs = [msgspec.msgpack.decode(part, type=tuple[int, int]) for part in parts]
+    return sum(first for first, _ in pairs), sum(second for _, second in pairs)

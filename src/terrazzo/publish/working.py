@@ -1,0 +1,112 @@
+"""How the ranks of one side do things together, in the foreground and beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+from terrazzo.checkpoint.run.coordination import Place, StepFailed, find_place, with_plane
+from terrazzo.comm.control import ControlPlane
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Raise what failed on some rank, as every rank does."""
+    try:
+        yield
+    except StepFailed as failed:
+        raise failed.error from failed.error.__cause__
+
+
+class Side(Generic[Result]):
+    """The ranks of one side, and one piece of work that goes on beside the program.
+
+    Nothing waits longer for another rank than `timeout`.
+    """
+
+    def __init__(self, group: Any, timeout: timedelta | None, doing: str) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._doing = doing
+        self._plane: ControlPlane | None = None
+        self._future: Future[Result] | None = None
+
+    def place(self) -> Place:
+        """This rank among the others, on the main thread.  Collective."""
+        return find_place(self._group, doing=self._doing, timeout=self._timeout)
+
+    def place_beside(self) -> Place:
+        """The same with connections of its own, for a thread.  Collective, on the main thread."""
+        place = find_place(self._group, doing=self._doing, alone=True, timeout=self._timeout)
+        return place if len(place.ranks) == 1 else with_plane(place, self._own_plane)
+
+    def _own_plane(self) -> ControlPlane:
+        if self._plane is None:
+            self._plane = ControlPlane.create(self._group, self._timeout, name="publish")
+        self._plane = self._plane.renewed()
+        return self._plane
+
+    def start(self, work: Callable[[], Result]) -> Future[Result]:
+        """Do the work on a thread.  A process that ends waits for it."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: B036  # kept for whoever asks
+                future.set_exception(error)
+
+        self._future = future
+        threading.Thread(target=run, name="terrazzo-publish").start()
+        return future
+
+    @property
+    def running(self) -> Future[Result] | None:
+        """The work that was started last, unless its outcome has been taken."""
+        return self._future
+
+    def outcome(self) -> tuple[Result | None, BaseException | None]:
+        """Wait for the work, if any, and take its result or its error."""
+        future, self._future = self._future, None
+        if future is None:
+            return None, None
+        error = future.exception()
+        return (None, error) if error is not None else (future.result(), None)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
+
+
+def raise_if_any(place: Place, error: BaseException | None) -> None:
+    """Raise, if some rank has an error: where all have, each its own, which is the same; else that of those that do."""
+    if all_say(place, error is None):
+        return
+    everywhere = all_say(place, error is not None)
+    if everywhere and error is not None:
+        raise error
+
+    def fail() -> None:
+        if error is not None:
+            raise error
+
+    place.together(fail)
+
+
+def all_say(place: Place, yes: bool) -> bool:
+    """Whether all ranks say yes."""
+    return place.reduce(lambda: b"yes" if yes else b"", lambda said: b"yes" if all(said) else b"") == b"yes"
+
+
+def doing(place: Place, what: str) -> Place:
+    """The same place, whose errors say what is being done."""
+    return replace(place, doing=what)
