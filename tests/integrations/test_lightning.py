@@ -160,7 +160,22 @@ def check_refused() -> None:
         TerrazzoCheckpointIO().save_checkpoint({}, "nowhere", storage_options={})
 
 
+def check_one_file(folder: str) -> None:
+    """Lightning's `load_from_checkpoint` takes files only."""
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import Net
+    from terrazzo.integrations.lightning import TerrazzoCheckpointIO
+
+    saved = f"{folder}/of two/epoch=1.ckpt"
+    torch.save(TerrazzoCheckpointIO().load_checkpoint(saved), f"{folder}/one.ckpt")
+    net = Net.load_from_checkpoint(f"{folder}/one.ckpt")
+    stored = terrazzo.checkpoint.Checkpoint(saved)
+    assert net.hparams == {"rate": 0.05}
+    assert torch.equal(net.first.weight, stored["state_dict.first.weight"][...])
+
+
 def check_one_process(folder: str) -> None:
+    check_one_file(folder)
     check_resumed(f"{folder}/of two/epoch=1.ckpt")
     check_alone(folder)
     check_refused()
