@@ -145,8 +145,15 @@ class Training:
         return losses if self.mesh is None else summed(losses, self.mesh)
 
 
+def compile_blocks(model: nn.Module, **_: Any) -> None:
+    """In the place of torchtitan's `apply_compile`: torch's compiler makes no graphs of blocks with DTensors."""
+    for name, block in list(model.layers.named_children()):
+        model.layers[name] = terrazzo.compile(block, backend="aot_eager", fullgraph=True)
+
+
 def sharded(spec: Any, folder: str, dp: int, tp: int, compiled: bool) -> tuple[nn.Module, Any, tuple[int, int]]:
     """The model as torchtitan shards it, its mesh of ranks with different data, and this rank's place there."""
+    import torchtitan.models.llama3.parallelize
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC
@@ -159,6 +166,7 @@ def sharded(spec: Any, folder: str, dp: int, tp: int, compiled: bool) -> tuple[n
     set_spmd_backend("partial_dtensor")
     if tp > 1:
         set_llama3_sharding_config(spec.model, enable_sp=True)
+        torchtitan.models.llama3.parallelize.apply_compile = compile_blocks
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
     with torch.device("meta"):
@@ -191,18 +199,21 @@ def plain(name: str) -> str:
 def check(folder: str) -> list[float]:
     warnings.simplefilter("ignore")
     terrazzo.install()
-    training = Training(folder, dp=2, tp=2)
+    training = Training(folder, dp=2, tp=2, compiled=True)
     parameters = dict(training.model.named_parameters())
     assert all(type(p).__module__ == "terrazzo.tensor.dtensor" for p in parameters.values())
     assert {p.device_mesh.mesh_dim_names for p in parameters.values()} == {("fsdp", "tp")}
     whole = {plain(name): p.detach().full_tensor() for name, p in parameters.items()}
     if dist.get_rank() == 0:
         torch.save(whole, f"{folder}/whole.pt")
-    return training.run()
+    losses = training.run()
+    for block in training.model.layers.values():
+        assert [graph.calls for graph in terrazzo.compile_report(block).graphs] == [STEPS]
+    return losses
 
 
 def check_resumed(folder: str) -> list[float]:
-    """On another mesh, and compiled; torchtitan's data loader wants as many ranks with different data."""
+    """On another mesh, compiled by torchtitan; its data loader wants as many ranks with different data."""
     warnings.simplefilter("ignore")
     terrazzo.install()
     training = Training(folder, dp=2, compiled=True)
