@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Done once, and again when what has to be installed changes.
 READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
+TRIED_TORCHTITAN := $(VENV)/.tried-torchtitan
 
-.PHONY: setup deepspeed test proofs demo docs site wheel try-wheel bench lint types format clean
+.PHONY: setup deepspeed torchtitan test proofs demo docs site wheel try-wheel bench lint types format clean
 
-setup: $(READY) $(TRIED_DEEPSPEED)
+setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,8 +29,18 @@ $(TRIED_DEEPSPEED): $(READY)
 	    "tests that run it will be skipped; 'make deepspeed' tries again" >&2
 	touch $@
 
+# A test trains torchtitan's model.  It asks for versions of other packages than ours and for many that the test has no
+# use for: hence by itself, with what it cannot be imported without.
+torchtitan: $(READY)
+	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+
+$(TRIED_TORCHTITAN): $(READY)
+	$(MAKE) --no-print-directory torchtitan || echo "NOTE: torchtitan could not be installed (see above), so the" \
+	    "test that runs it will be skipped; 'make torchtitan' tries again" >&2
+	touch $@
+
 # Two processes, each with ranks of its own, since much of the time one only waits; a file's tests stay together.
-test: $(READY) $(TRIED_DEEPSPEED)
+test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for

@@ -35,6 +35,7 @@ PUBLIC = (
     "terrazzo.deepspeed.comm",
     "terrazzo.deepspeed.pipe",
     "terrazzo.deepspeed.utils",
+    "terrazzo.deepspeed.utils.zero_to_fp32",
     "terrazzo.deepspeed.zero",
     "terrazzo.engine",
     "terrazzo.errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import os
 import sys
@@ -20,9 +21,14 @@ from terrazzo.deepspeed.settings import SETTINGS
 from terrazzo.engine import Engine
 from terrazzo.engine.deepspeed_keys import AUTO, KEYS
 
+importlib.import_module("terrazzo.deepspeed.utils.zero_to_fp32")  # loaded when it is asked for
+
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
-MODULES = ("", "comm", "utils", "zero", "pipe", "checkpointing", "ops.adam", "ops.lamb", "ops.lion")
+MODULES = (
+    *("", "comm", "utils", "utils.zero_to_fp32", "zero", "pipe", "checkpointing"),
+    *("ops.adam", "ops.lamb", "ops.lion"),
+)
 
 
 def table_of_keys() -> list[str]:

@@ -27,6 +27,7 @@ from terrazzo.checkpoint import Checkpoint, PerRank
 from terrazzo.checkpoint.formats import detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.tools.compare import compare
+from terrazzo.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from terrazzo.engine import initialize
 from terrazzo.errors import CheckpointError, EngineError
 
@@ -163,6 +164,10 @@ def assert_weights_of_zero_to_fp32(folder: Path, tag: str, stage: int) -> None:
         assert torch.equal(ours[f"module.{name}"][...], model[name])
     for name in names - frozen:
         assert torch.equal(ours[f"module.{name}"][...].float(), theirs[name].float()), name
+    state = get_fp32_state_dict_from_zero_checkpoint(folder, tag)
+    assert state.keys() == names | {"again.weight"}
+    for name in theirs:
+        assert torch.equal(state[name].float(), theirs[name].float()), name
 
 
 def assert_same(one: Checkpoint, other: Checkpoint) -> None:

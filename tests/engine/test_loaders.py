@@ -174,6 +174,5 @@ def torchdata_runs(folder: str, streamed: bool) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_torchdatas_loader(tmp_path: Path, streamed: bool) -> None:
-    pytest.importorskip("torchdata", reason="torchdata is not installed")
     for expected, found in run_ranks(2, torchdata_runs, str(tmp_path), streamed):
         assert_same(found, expected)

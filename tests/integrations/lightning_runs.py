@@ -49,6 +49,19 @@ class Net(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.1)]
 
 
+class Parallel(Net):
+    """Its blocks are tensor-parallel; the first layer is not."""
+
+    def configure_model(self) -> None:
+        from terrazzo.tensor import DTensor
+        from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        for block in self.blocks:
+            if not isinstance(block[0].weight, DTensor):  # Lightning calls this again to validate
+                plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(24, 7, generator=generator), torch.randn(24, 1, generator=generator))
@@ -81,7 +94,8 @@ def trainer(world: int, epochs: int, **options: Any) -> pl.Trainer:
     )
 
 
-def loader(world: int) -> DataLoader[Any]:
+def loader(world: int, neighbours: int = 1) -> DataLoader[Any]:
     """This rank's part of each step's samples, in their order: Lightning's own sampler would shuffle."""
-    sampler = DistributedSampler(data(), world, int(os.environ["RANK"]), shuffle=False)
-    return DataLoader(data(), batch_size=TOTAL // world, sampler=sampler)
+    parts = world // neighbours  # tensor-parallel neighbours see the same
+    sampler = DistributedSampler(data(), parts, int(os.environ["RANK"]) // neighbours, shuffle=False)
+    return DataLoader(data(), batch_size=TOTAL // parts, sampler=sampler)

@@ -160,6 +160,40 @@ def check_files_of_pytorch(folder: str) -> None:
     assert state["w"].tolist() == [0, 1, 2, 3]
 
 
+def check_marker(folder: str) -> None:
+    """Programs that look for PyTorch's `.metadata` see a checkpoint that was saved under install(), and no other."""
+    from terrazzo.checkpoint import AsyncCheckpointerType, Checkpoint, async_save, load, save
+    from terrazzo.checkpoint.formats import detect
+
+    state = {"w": torch.arange(4.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstallWarning)
+        terrazzo.install()
+    try:
+        for _ in range(2):  # the second replaces the first
+            save(state, checkpoint_id=f"{folder}/under")
+        async_save(
+            state, checkpoint_id=f"{folder}/process", async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        ).result()
+    finally:
+        terrazzo.uninstall()
+    save(state, checkpoint_id=f"{folder}/without")
+    async_save(
+        state, checkpoint_id=f"{folder}/process-without", async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    ).result()
+    marked = {path.name: (path / ".metadata").exists() for path in Path(folder).iterdir()}
+    assert marked == {"under": True, "process": True, "without": False, "process-without": False}
+    for name in marked:
+        found = {"w": torch.zeros(4)}
+        load(found, checkpoint_id=f"{folder}/{name}")
+        assert found["w"].tolist() == [0, 1, 2, 3] == Checkpoint(f"{folder}/{name}")["w"][...].tolist()
+        assert detect(f"{folder}/{name}") == "native"
+
+
+def test_programs_that_look_for_pytorchs_checkpoints_see_ours(tmp_path):
+    run_ranks(1, check_marker, str(tmp_path))
+
+
 def test_files_for_pytorch_are_written_as_before(tmp_path):
     run_ranks(1, check_files_of_pytorch, str(tmp_path))
 

@@ -97,6 +97,28 @@ def check_resumed(*paths: str) -> None:
         assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == pytest.approx([0.0005])
 
 
+def check_tensor_parallel(save: str, resume: str = "") -> None:
+    """Two neighbours compute together, and as many as there are see different data."""
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import BEFORE, EPOCHS, Parallel, loader, plainly, trainer
+    from terrazzo.integrations.lightning import FullyShardStrategy
+
+    world = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(int(os.environ["RANK"]))  # of the plain parts too, the first rank's values count
+    net = Parallel()
+    run = trainer(world, EPOCHS if resume else BEFORE, strategy=FullyShardStrategy(tensor_parallel_size=2))
+    run.fit(net, loader(world, 2), ckpt_path=resume or None)
+    assert mean(net.seen) == pytest.approx(plainly()[3 * BEFORE :] if resume else plainly()[: 3 * BEFORE], rel=1e-5)
+    for weight, dims in ((net.first.weight, 1), (net.blocks[0][0].weight, 2)):
+        assert isinstance(weight, DTensor) and weight.device_mesh.ndim == dims
+    assert net.blocks[0][0].weight.to_local().shape[0] < 9 // (world // 2) or world == 2
+    assert run.distributed_sampler_kwargs == {"num_replicas": world // 2, "rank": dist.get_rank() // 2}
+    run.save_checkpoint(save)
+    state = terrazzo.checkpoint.Checkpoint(save)
+    parts = {name: state[f"state_dict.{name}"].parts for name in ("first.weight", "blocks.0.0.weight")}
+    assert parts == {"first.weight": world // 2, "blocks.0.0.weight": world}, "nothing is stored twice"
+
+
 def check_alone(folder: str) -> None:
     """Lightning's own strategy for one process, with terrazzo's files and with its own."""
     warnings.simplefilter("ignore")
@@ -130,13 +152,30 @@ def check_refused() -> None:
         trainer(1, 1, strategy=FullyShardStrategy()).fit(Own(), loader(1))
     with pytest.raises(FSDPValueError, match="wrap names Layer"):
         trainer(1, 1, strategy=FullyShardStrategy(wrap=["Layer"])).fit(Net(), loader(1))
+    with pytest.raises(FSDPValueError, match="tensor_parallel_size 2 does not divide the 1 ranks"):
+        trainer(1, 1, strategy=FullyShardStrategy(tensor_parallel_size=2)).fit(Net(), loader(1))
     with pytest.raises(UnsupportedValueError, match="TorchCheckpointIO does not write"):
         trainer(1, 1, strategy=FullyShardStrategy(), plugins=[TorchCheckpointIO()])
     with pytest.raises(UnsupportedValueError, match="storage_options"):
         TerrazzoCheckpointIO().save_checkpoint({}, "nowhere", storage_options={})
 
 
+def check_one_file(folder: str) -> None:
+    """Lightning's `load_from_checkpoint` takes files only."""
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import Net
+    from terrazzo.integrations.lightning import TerrazzoCheckpointIO
+
+    saved = f"{folder}/of two/epoch=1.ckpt"
+    torch.save(TerrazzoCheckpointIO().load_checkpoint(saved), f"{folder}/one.ckpt")
+    net = Net.load_from_checkpoint(f"{folder}/one.ckpt")
+    stored = terrazzo.checkpoint.Checkpoint(saved)
+    assert net.hparams == {"rate": 0.05}
+    assert torch.equal(net.first.weight, stored["state_dict.first.weight"][...])
+
+
 def check_one_process(folder: str) -> None:
+    check_one_file(folder)
     check_resumed(f"{folder}/of two/epoch=1.ckpt")
     check_alone(folder)
     check_refused()
@@ -151,3 +190,20 @@ def test_the_strategy_trains_like_one_process_and_resumes_anywhere(tmp_path):
     run_all(2, check_strategy, str(tmp_path / "of two"))
     run_all(1, check_one_process, str(tmp_path))
     run_all(2, check_resumed, *(str(tmp_path / name) for name in ("of two/epoch=1.ckpt", "file.ckpt", "ours.ckpt")))
+
+
+def check_not_parallel() -> None:
+    warnings.simplefilter("ignore")
+    from integrations.lightning_runs import Net, loader, trainer
+    from terrazzo.integrations.lightning import FullyShardStrategy
+
+    with pytest.raises(FSDPValueError, match="nothing of Net is tensor-parallel: call .*parallelize_module"):
+        trainer(2, 1, strategy=FullyShardStrategy(tensor_parallel_size=2)).fit(Net(), loader(2, 2))
+
+
+def test_tensor_parallel_modules(tmp_path):
+    two, four, whole = (str(tmp_path / name) for name in ("two.ckpt", "four.ckpt", "whole.ckpt"))
+    run_all(4, check_tensor_parallel, four)
+    run_all(2, check_tensor_parallel, two, four)
+    run_all(1, check_resumed, four)
+    run_all(2, check_not_parallel)

@@ -1,11 +1,12 @@
 """Runs PyTorch's own tests of tensors and checkpoints on terrazzo, and says which of those that pass on torch fail.
 
-    python tests/peer SOURCE [FILE ...] [--results build/peer] [--keep torch|all] [--limit 900]
+    python tests/peer SOURCE [FILE ...] [--install] [--results build/peer] [--keep torch|all] [--limit 900]
 
 SOURCE is an unpacked source tree of PyTorch (2.6 is what `docs/compatibility.md` speaks of); of it `test/distributed`
 and `torch/testing/_internal` are needed. Each FILE, a path below `test/distributed`, runs once on the installed torch
 and once on terrazzo, in a process of its own. The table of `docs/compatibility.md` is printed, then what fails on
-terrazzo and passes on torch and is not explained there, then what is explained there and passes.
+terrazzo and passes on torch and is not explained there, then what is explained there and passes. With `--install` the
+files import PyTorch's names, which `terrazzo.install()` has replaced; without, terrazzo's.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("--install", action="store_true", help="run under terrazzo.install(), with imports as they are")
     parser.add_argument("--results", type=Path, default=Path("build/peer"))
     parser.add_argument(
         "--keep", choices=("torch", "all"), help="whose outcomes are taken from --results if they are there"
@@ -104,11 +106,12 @@ def main() -> None:
     explained = set(re.findall(r"^\| `([\w./]+::[\w.]+)`", PAGE.read_text(), re.MULTILINE))
     source, results = options.source.resolve(), options.results.resolve()
     worse, mended = [], []
-    print("| file | torch: passed/failed/skipped | terrazzo | worse |\n|---|---|---|---|")
+    tried = "install" if options.install else "terrazzo"
+    print(f"| file | torch: passed/failed/skipped | {tried} | worse |\n|---|---|---|---|")
     for file in options.files:
         torchs, ours = (
             run_file(source, file, peer, results, options.limit, options.keep in (peer, "all"))
-            for peer in ("torch", "terrazzo")
+            for peer in ("torch", tried)
         )
         name = file.removesuffix(".py")
         failing = {f"{name}::{t}" for t, o in ours.items() if o[0] == "failed" and torchs.get(t, [""])[0] == "passed"}

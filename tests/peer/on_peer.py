@@ -1,7 +1,9 @@
 """One test file of PyTorch's on torch or on terrazzo: its imports of the families that terrazzo has ask here for names.
 
-Nothing else of the file is changed, and no assertion is. A name that terrazzo does not have, private ones among them,
-is torch's. Ranks are forked from this process, and the tests that play ranks with threads get processes instead.
+Nothing else of the file is changed, and no assertion is. For `terrazzo` they are asked of terrazzo, and what that does
+not have, private names among them, is torch's. For `install` they are asked of torch's own modules, in which
+`terrazzo.install()` has put terrazzo's. Ranks are forked from this process, and the tests that play ranks with threads
+get processes instead.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 import traceback
 import types
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +135,7 @@ class Tree:
 
     def _homes(self, module: str) -> list[str]:
         theirs = [module, *HOMES.get(module, [])]
-        if self._peer == "torch":
+        if self._peer != "terrazzo":
             return theirs
         # Private modules of a package have its names; terrazzo's are in the package itself.
         family = next(f for f in FAMILY if module == f or module.startswith(f"{f}."))
@@ -227,6 +230,16 @@ class _Kept(unittest.TestResult):
         self._keep(test, "passed", "")
 
 
+def _install() -> None:
+    import terrazzo
+    from terrazzo.integrations.installing import InstallWarning
+
+    with warnings.catch_warnings():
+        # torch's helpers for tests have imported names before; those that matter here are loaded anew.
+        warnings.simplefilter("ignore", InstallWarning)
+        terrazzo.install()
+
+
 def run(source: Path, file: str, peer: str, results: Path) -> None:
     """Run a file of `test/distributed` in this process, which it changes, and write its outcomes."""
     os.setsid()
@@ -237,6 +250,8 @@ def run(source: Path, file: str, peer: str, results: Path) -> None:
     torch.set_num_threads(1)
     common_distributed.MultiProcessTestCase._spawn_processes = _fork_ranks
     path = source / "test" / "distributed" / file
+    if peer == "install":
+        _install()
     needs_cpu = file.startswith(ON_CPU)
     if needs_cpu:
         on_cpu.prepare()

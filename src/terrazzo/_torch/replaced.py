@@ -67,6 +67,11 @@ def restore() -> None:
         _done = ()
 
 
+def any_replaced() -> bool:
+    """Whether names stand for others now."""
+    return bool(_done)
+
+
 @contextmanager
 def originals() -> Iterator[None]:
     """Within, all names stand for what they did.  Also a decorator."""

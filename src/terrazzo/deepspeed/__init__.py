@@ -17,6 +17,7 @@ from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from terrazzo.deepspeed.engine import DeepSpeedEngine
+from terrazzo.deepspeed.homes import ABSENT, register
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
 from terrazzo.deepspeed.pipe import PipelineModule
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
@@ -50,18 +51,7 @@ __all__ = [
     "zero",
 ]
 
-ABSENT = {
-    "init_inference": "inference is not part of it: use the model itself",
-    "tp_model_init": "cut the model with terrazzo.tensor.parallel.parallelize_module",
-    "moe": "experts are not divided among ranks: write the layer in PyTorch, every rank has all experts",
-    "DeepSpeedHybridEngine": "there is no engine that generates",
-    "DeepSpeedTransformerLayer": "PyTorch's layers are used",
-    "linear": "use peft",
-    "sequence": "use terrazzo.tensor.experimental.context_parallel",
-    "inference": "inference is not part of it: use the model itself",
-    "compression": "DeepSpeed 0.19 has removed it",
-}
-"""What DeepSpeed has and this has not, and what there is instead."""
+register(__name__)
 
 
 def __getattr__(name: str) -> Any:

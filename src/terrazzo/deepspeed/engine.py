@@ -18,6 +18,7 @@ from terrazzo.deepspeed.live import forget, remember
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
 from terrazzo.deepspeed.settings import SETTINGS, setting
 from terrazzo.deepspeed.utils.sharded import whole
+from terrazzo.deepspeed.zero.status import mark
 from terrazzo.engine import Engine
 from terrazzo.engine.lr import Scheduler
 
@@ -54,6 +55,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else DeepSpeedOptimizer(core)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         remember(core)
+        mark(core.module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:

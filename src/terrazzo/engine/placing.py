@@ -12,7 +12,7 @@ always works on the parameters' own shards, in float32 also where the model comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ def shard_model(
     if unmade and any(not p.is_meta for p in model.parameters()):
         raise EngineConfigError(f"some of the model is on the meta device, and some is not: {', '.join(unmade[:4])}")
     if not unmade:
-        same_everywhere(model, ranks.data)
+        same_everywhere((*model.parameters(), *model.buffers()), ranks.data)
     zero = config.zero_optimization
     reshard: bool | int | None = None if zero.stage == 3 else False
     if 1 < zero.zero_hpz_partition_size < ranks.mesh.size(ranks.mesh.ndim - 1):
@@ -279,11 +279,11 @@ def _prepare_precision(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def same_everywhere(model: nn.Module, data: Axis) -> None:
-    """Give every rank the first one's parameters and buffers."""
-    for tensor in (*model.parameters(), *model.buffers()):
+def same_everywhere(tensors: Iterable[Tensor], axis: Axis) -> None:
+    """Give every rank of an axis the first one's values, or parts, of tensors."""
+    for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(collectives.broadcast(on_device(local, data), data, 0))
+        local.copy_(collectives.broadcast(on_device(local, axis), axis, 0))
 
 
 def on_device(tensor: Tensor, axis: Axis) -> Tensor:

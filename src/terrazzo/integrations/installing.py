@@ -39,6 +39,7 @@ MODULES: Final[Mapping[str, str]] = {
     "checkpoint.metadata": "terrazzo.checkpoint.metadata",
     "checkpoint.optimizer": "terrazzo.checkpoint.optimizer",
     "checkpoint.planner": "terrazzo.checkpoint.planner",
+    "checkpoint.planner_helpers": "terrazzo.checkpoint.planner_helpers",
     "checkpoint.quantized_hf_storage": "terrazzo.checkpoint.quantized_hf_storage",
     "checkpoint.staging": "terrazzo.checkpoint.staging",
     "checkpoint.state_dict": "terrazzo.checkpoint.state_dict",
@@ -47,9 +48,15 @@ MODULES: Final[Mapping[str, str]] = {
     "checkpoint.stateful": "terrazzo.checkpoint.stateful",
     "checkpoint.storage": "terrazzo.checkpoint.storage",
     "checkpoint.utils": "terrazzo.checkpoint.utils",
-    # Older homes of the same names, from which libraries still import them.
+    # Other homes of the same names, older or private ones, from which libraries import them.
     "_composable.fsdp": "terrazzo.fsdp",
+    "_composable.fsdp.fully_shard": "terrazzo.fsdp",
     "_tensor": "terrazzo.tensor",
+    "_tensor.api": "terrazzo.tensor",
+    "_tensor.placement_types": "terrazzo.tensor.placement_types",
+    "checkpoint._fsspec_filesystem": "terrazzo.checkpoint._fsspec_filesystem",
+    "fsdp._fully_shard": "terrazzo.fsdp",
+    "tensor.experimental._attention": "terrazzo.tensor.experimental",
 }
 
 

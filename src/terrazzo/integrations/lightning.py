@@ -103,7 +103,11 @@ class FullyShardStrategy(ModelParallelStrategy):
     A module that calls `terrazzo.fsdp.fully_shard` itself, in `configure_model` on `self.device_mesh["data_parallel"]`,
     is left as it is.  All ranks begin with the first one's values.
 
+    With `tensor_parallel_size`, so many neighbours see the same data, and the module divides its computation among
+    them: in `configure_model`, `terrazzo.tensor.parallel.parallelize_module` on `self.device_mesh["tensor_parallel"]`.
+
     Args:
+        tensor_parallel_size: How many ranks are tensor-parallel to each other; it divides the number of ranks.
         wrap: Class names of the modules that are gathered together; empty: the items of `nn.ModuleList`s.
         reshard_after_forward, mp_policy, offload_policy: As for `fully_shard`.
         process_group_backend: Of `torch.distributed`; None: what suits the devices.
@@ -113,6 +117,7 @@ class FullyShardStrategy(ModelParallelStrategy):
     def __init__(
         self,
         *,
+        tensor_parallel_size: int = 1,
         wrap: Sequence[str] = (),
         reshard_after_forward: bool | int | None = None,
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (immutable)
@@ -120,7 +125,10 @@ class FullyShardStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self._neighbours = tensor_parallel_size
         self._wrap = tuple(wrap)
         self._options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
@@ -131,13 +139,17 @@ class FullyShardStrategy(ModelParallelStrategy):
     # ------------------------------------------------------------------ the model
 
     def setup_environment(self) -> None:
-        """Have all ranks shard."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        """Have all ranks shard that are not tensor-parallel to each other."""
+        ranks = self.num_nodes * self.num_processes
+        if self._neighbours < 1 or ranks % self._neighbours:
+            raise FSDPValueError(f"tensor_parallel_size {self._neighbours} does not divide the {ranks} ranks")
+        self._data_parallel_size = ranks // self._neighbours
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, unless `configure_model` has, and then make the optimizers."""
         assert self.lightning_module is not None
+        self._expect_parallel(self.lightning_module)
         if not any(isinstance(module, FSDPModule) for module in self.lightning_module.modules()):
             self._shard(self.lightning_module)
         _materialize_distributed_module(self.lightning_module, self.root_device)
@@ -147,7 +159,10 @@ class FullyShardStrategy(ModelParallelStrategy):
     def _shard(self, module: LightningModule) -> None:
         mesh = self.device_mesh["data_parallel"]
         if not any(p.is_meta for p in module.parameters()):
-            same_everywhere(module, axis_of(mesh, 0))
+            tensors = (*module.parameters(), *module.buffers())
+            # What `parallelize_module` distributed came from one rank; what it left is each rank's own as yet.
+            same_everywhere((t for t in tensors if not isinstance(t, DTensor)), axis_of(self.device_mesh, 1))
+            same_everywhere(tensors, axis_of(mesh, 0))
         chosen = gathered_together(module, self._wrap, all_classes=False)
         absent = set(self._wrap) - {type(inner).__name__ for inner in chosen}
         if absent:
@@ -159,11 +174,20 @@ class FullyShardStrategy(ModelParallelStrategy):
         for inner in (*chosen, *called):
             if not isinstance(inner, FSDPModule) and any(True for _ in inner.parameters()):
                 fully_shard(inner, mesh=mesh, **self._options)
-        left = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+        left = [name for name, p in module.named_parameters() if "data_parallel" not in _dims_of(p)]
         if left:
             raise FSDPValueError(
                 f"nothing gathers {', '.join(left[:4])} of {type(module).__name__}: training_step calls the modules "
                 "inside, so put parameters into these, or call terrazzo.fsdp.fully_shard in configure_model"
+            )
+
+    def _expect_parallel(self, module: LightningModule) -> None:
+        """Ranks that see the same data and all compute the same were not meant to."""
+        if self._neighbours > 1 and not any("tensor_parallel" in _dims_of(p) for p in module.parameters()):
+            raise FSDPValueError(
+                f"tensor_parallel_size is {self._neighbours}, but nothing of {type(module).__name__} is "
+                "tensor-parallel: call terrazzo.tensor.parallel.parallelize_module in configure_model, on "
+                'self.device_mesh["tensor_parallel"]'
             )
 
     # ------------------------------------------------------------------ checkpoints
@@ -259,6 +283,11 @@ class FullyShardStrategy(ModelParallelStrategy):
 
 def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _dims_of(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of the mesh dims that a parameter is distributed over."""
+    return parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
 
 
 def _is_spread(value: Any) -> bool:

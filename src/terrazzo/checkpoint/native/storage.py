@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
-from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.cleaning import decode_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
@@ -115,6 +115,7 @@ class NativeWriter(StorageWriter):
         self._manifest = commit(
             self.store, parts, save_id, metadata.planner_data, replacing=self._replacing, features=features
         )
+        marker.leave(self.store)
         self._describe(metadata)
         self._lease.release()
         try:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.run.coordination import Place, with_plane
 from terrazzo.checkpoint.run.failures import Failure
 from terrazzo.checkpoint.run.save_session import SaveSession
@@ -54,6 +55,7 @@ class _Order:
     base: str | os.PathLike[str] | Store | None
     parcel: Parcel
     new_buffer: bool  # shared memory follows; if not, it is the same as last time
+    marked: bool  # see native.marker
 
 
 class _Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -123,6 +125,7 @@ class ProcessSaver:
             session.base,
             parcel,
             buffer is not self._sent,
+            marker.wanted(),
         )
         # Not `send`: it would move tensors that planner, writer and values hold to shared memory, where the caller has
         # them.  Only the buffer is meant to go there, and is there.
@@ -218,7 +221,8 @@ def _outcome(
         if len(ranks) > 1:
             place = with_plane(place, lambda: _plane_of(ranks, order.limit))
         session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store, order.base)
-        return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
+        with marker.as_told(order.marked):
+            return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
         error.__traceback__ = None
         try:

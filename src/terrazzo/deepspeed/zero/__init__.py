@@ -2,5 +2,6 @@
 
 from terrazzo.deepspeed.zero.gathered import GatheredParameters
 from terrazzo.deepspeed.zero.init import Init, register_external_parameter
+from terrazzo.deepspeed.zero.status import ZeroParamStatus
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]

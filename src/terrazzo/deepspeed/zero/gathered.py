@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from terrazzo._torch.dispatching import tree_map
 from terrazzo.deepspeed.live import as_sharded, reshard_all
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
+from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.tensor import DTensor
 
 
@@ -56,7 +57,8 @@ class GatheredParameters:
         for number, parameter in sharded.items():
             gathered = whole(parameter)
             self._whole.append((parameter, gathered))
-            _faces[number] = nn.Parameter(gathered, parameter.requires_grad)
+            face = _faces[number] = nn.Parameter(gathered, parameter.requires_grad)
+            mark_as_whole(face, parameter)
             parameter.__class__ = _Gathered
 
     def __exit__(
