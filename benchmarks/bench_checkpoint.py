@@ -285,9 +285,9 @@ def compressed_adamw_averages(setting: Setting) -> Implementations:
     return _saved_by_compression(setting, _training_state(torch.float32, setting.quick)["optim"])
 
 
-def _scale(setting: Setting) -> tuple[int, int]:
+def _scale(setting: Setting, shapes: int = 50) -> scale.Job:
     """Ranks, and tensors that each of them has a shard of."""
-    return (64, 2000) if setting.quick else (1024, 100_000)
+    return scale.Job(64, 2000, min(shapes, 2000)) if setting.quick else scale.Job(1024, 100_000, shapes)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -296,36 +296,44 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@case(unit="seconds", repetitions=5)
+@case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
 def plan_at_scale(setting: Setting) -> Implementations:
     """What one rank of 1024 does before it writes its part of 100 million chunks."""
-    ranks, tensors = _scale(setting)
-    state = scale.state_of(ranks // 2, ranks, tensors)
-    return {"terrazzo": lambda: _seconds(lambda: scale.plan_save(ranks // 2, ranks, state))}
+    job = _scale(setting)
+    state = scale.state_of(job.ranks // 2, job)
+    return {"terrazzo": lambda: _seconds(lambda: scale.plan_save(job.ranks // 2, job, state))}
 
 
 @case(unit="seconds", repetitions=1)
 def merge_at_scale(setting: Setting) -> Implementations:
     """What the coordinator does with the parts of 1024 ranks."""
-    parts = scale.parts_of(*_scale(setting))
+    parts = scale.parts_of(_scale(setting))
     return {"terrazzo": lambda: _seconds(lambda: scale.merge_parts(parts))}
 
 
 @case(unit="MB", repetitions=1, budget=Budget("value", 64))
 def root_at_scale(setting: Setting) -> Implementations:
-    ranks, tensors = _scale(setting)
-    size = len(scale.merge_parts(scale.parts_of(ranks, tensors)))
+    size = len(scale.merge_parts(scale.parts_of(_scale(setting))))
     return {"terrazzo": lambda: size / 1e6}
 
 
 @case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
 def read_at_scale(setting: Setting) -> Implementations:
     """What one rank of 1024 does to find its part of 100 million chunks."""
-    ranks, tensors = _scale(setting)
-    rank = ranks // 2
-    index = scale.index_of(rank, tensors)
-    data = scale.with_index(scale.merge_parts(scale.parts_of(ranks, tensors)), rank, index)
-    state = scale.state_of(rank, ranks, tensors)
+    return _read_at_scale(_scale(setting))
+
+
+@case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
+def read_at_scale_all_different(setting: Setting) -> Implementations:
+    """The same where no two tensors have one shape."""
+    return _read_at_scale(_scale(setting, 100_000))
+
+
+def _read_at_scale(job: scale.Job) -> Implementations:
+    rank = job.ranks // 2
+    index = scale.index_of(rank, job)
+    data = scale.with_index(scale.merge_parts(scale.parts_of(job)), rank, index)
+    state = scale.state_of(rank, job)
     return {"terrazzo": lambda: _seconds(lambda: scale.read_part(data, index, state))}
 
 
