@@ -16,7 +16,8 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry, TensorEntry
-from terrazzo.checkpoint.native.merging import About, Part, make_part, merge
+from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.parts import Part, make_part, packed, unpacked
 from terrazzo.checkpoint.native.root import PartEntry, Root, encode_root
 from terrazzo.checkpoint.plan.ownership import groups_unsure
 from terrazzo.checkpoint.stores import MemoryStore, Request
@@ -98,11 +99,16 @@ def parts_of(job: Job) -> list[Part]:
     Each rank also has all of some small tensors, so no two of them have the same tables.
     """
     entries = [TensorEntry(name_of(n), "float32", (ROWS * job.ranks, job.width(n))) for n in range(job.tensors)]
+    first = make_part(entries, [(0, 0, ROWS, job.width(n)) for n in range(job.tensors)], part_entry(0), [])
+    boxes = np.frombuffer(unpacked(first.boxes), "<i8").reshape(-1, 2, 2).copy()
     parts = []
     for rank in range(job.ranks):
         own = [TensorEntry(f"rank{rank}.bias.{n}", "float32", (WIDTH,)) for n in range(OWN)]
-        boxes = [(ROWS * rank, 0, ROWS, job.width(n)) for n in range(job.tensors)]
-        parts.append(make_part([*entries, *own], [*boxes, *[(0, WIDTH)] * OWN], part_entry(rank), []))
+        alone = make_part(own, [(0, WIDTH)] * OWN, part_entry(rank), [])
+        boxes[:, 0, 0] = ROWS * rank  # all else is as on the first rank
+        parts.append(
+            msgspec.structs.replace(first, whole=alone.whole, boxes=packed(boxes.tobytes()), entry=part_entry(rank))
+        )
     return parts
 
 

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
-from terrazzo.checkpoint.native.merging import PartResults
+from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver, WritePlan
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.root import Root

@@ -26,7 +26,8 @@ from terrazzo.checkpoint.native.format import (
 )
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry
-from terrazzo.checkpoint.native.merging import About, Part, make_part, merge
+from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.parts import Part, make_part
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import PartEntry, Root
