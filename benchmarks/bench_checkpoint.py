@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -194,6 +196,64 @@ def _async_blocks(job: _Job) -> Implementations:
 
     save()
     return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
+
+
+@case(unit="ratio", repetitions=3, budget=Budget("value", 1.5))
+def async_save_beside_work(setting: Setting) -> Implementations:
+    """How much longer a save in the background takes while the main thread computes in Python than while it waits."""
+    count = 8 if setting.quick else 64
+    state = {f"w{number}": torch.ones(1 << 20) for number in range(count)}
+    saved: list[Future[Any]] = []
+
+    def seconds(meanwhile: Callable[[Future[Any]], object]) -> float:
+        start = time.perf_counter()
+        saving = ours.async_save(state, checkpoint_id=setting.folder / "beside", no_dist=True)
+        meanwhile(saving)
+        saving.result()
+        return time.perf_counter() - start
+
+    def compute(saving: Future[Any]) -> None:
+        number = 0
+        while not saving.done():
+            number = (number * 7 + 1) % 1_000_003
+
+    seconds(saved.append)
+    return {"terrazzo": lambda: seconds(compute) / seconds(saved.append)}
+
+
+def _command(setting: Setting, *arguments: str) -> Implementations:
+    """A command on 100,000 tensors of few elements, in a process of its own."""
+    path = setting.folder / "many"
+    count = 1000 if setting.quick else 100_000
+    ours.save(
+        {f"layers.{n}.weight": torch.full((4,), float(n)) for n in range(count)}, checkpoint_id=path, no_dist=True
+    )
+    command = [sys.executable, "-m", "terrazzo", *(str(path) if part == "PATH" else part for part in arguments)]
+
+    def run() -> float:
+        return _seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+
+    return {"terrazzo": run}
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_ls(setting: Setting) -> Implementations:
+    return _command(setting, "ls", "PATH")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 1))
+def command_show(setting: Setting) -> Implementations:
+    return _command(setting, "show", "PATH", "layers.7.weight")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_diff(setting: Setting) -> Implementations:
+    return _command(setting, "diff", "PATH", "PATH")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_verify(setting: Setting) -> Implementations:
+    return _command(setting, "verify", "PATH")
 
 
 def _extra_memory(work: Callable[[], object]) -> float:
