@@ -29,13 +29,15 @@ class Holding(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Held:
     """All that a rank holds, and its side of the agreement on who writes what.
 
-    `paths` are those of the names in the nested state dict.
+    `ties` are holdings, by their places, that are the same memory as an earlier one, and that one; `paths` those of the
+    names in the nested state dict.
     """
 
     def __init__(
         self,
         holdings: Sequence[Holding],
         negotiation: Negotiation,
+        ties: dict[int, int],
         paths: dict[str, tuple[Any, ...]] | None,
         *,
         split_from: int,
@@ -43,6 +45,7 @@ class Held:
     ) -> None:
         self.negotiation = negotiation
         self._holdings = holdings
+        self._ties = ties
         self._paths = paths
         self._split_from = split_from
         self._lowest_rank = lowest_rank
@@ -53,14 +56,13 @@ class Held:
     def settled(self, holders: Sequence[tuple[int, ...]]) -> WritePlan:
         """This rank's part."""
         negotiation = self.negotiation
-        ties = negotiation.ties()
         shares = assign(
             negotiation.claims,
             holders,
             negotiation.rank,
             split_from=self._split_from,
             lowest_rank=self._lowest_rank,
-            ties=ties,
+            ties=negotiation.ties(),
         )
         pieces: list[Piece] = []
         for share in shares:
@@ -69,7 +71,7 @@ class Held:
                 pieces += _part_of(holding, share)
             else:
                 pieces.append(Piece(holding.name, holding.form, holding.value, share.claim))
-        return WritePlan(pieces, ties, self._paths)
+        return WritePlan(pieces, self._ties, self._paths)
 
 
 def _part_of(holding: Holding, share: Share) -> list[Piece]:

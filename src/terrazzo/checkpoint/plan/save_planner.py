@@ -171,6 +171,7 @@ class DefaultSavePlanner(SavePlanner):
         return Held(
             holdings,
             self._negotiation(claims, ties),
+            ties,
             paths,
             split_from=self._split_from,
             lowest_rank=self.dedup_save_to_lowest_rank,
