@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -196,6 +198,64 @@ def _async_blocks(job: _Job) -> Implementations:
     return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
 
 
+@case(unit="ratio", repetitions=3, budget=Budget("value", 1.5))
+def async_save_beside_work(setting: Setting) -> Implementations:
+    """How much longer a save in the background takes while the main thread computes in Python than while it waits."""
+    count = 8 if setting.quick else 64
+    state = {f"w{number}": torch.ones(1 << 20) for number in range(count)}
+    saved: list[Future[Any]] = []
+
+    def seconds(meanwhile: Callable[[Future[Any]], object]) -> float:
+        start = time.perf_counter()
+        saving = ours.async_save(state, checkpoint_id=setting.folder / "beside", no_dist=True)
+        meanwhile(saving)
+        saving.result()
+        return time.perf_counter() - start
+
+    def compute(saving: Future[Any]) -> None:
+        number = 0
+        while not saving.done():
+            number = (number * 7 + 1) % 1_000_003
+
+    seconds(saved.append)
+    return {"terrazzo": lambda: seconds(compute) / seconds(saved.append)}
+
+
+def _command(setting: Setting, *arguments: str) -> Implementations:
+    """A command on 100,000 tensors of few elements, in a process of its own."""
+    path = setting.folder / "many"
+    count = 1000 if setting.quick else 100_000
+    ours.save(
+        {f"layers.{n}.weight": torch.full((4,), float(n)) for n in range(count)}, checkpoint_id=path, no_dist=True
+    )
+    command = [sys.executable, "-m", "terrazzo", *(str(path) if part == "PATH" else part for part in arguments)]
+
+    def run() -> float:
+        return _seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+
+    return {"terrazzo": run}
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_ls(setting: Setting) -> Implementations:
+    return _command(setting, "ls", "PATH")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 1))
+def command_show(setting: Setting) -> Implementations:
+    return _command(setting, "show", "PATH", "layers.7.weight")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_diff(setting: Setting) -> Implementations:
+    return _command(setting, "diff", "PATH", "PATH")
+
+
+@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+def command_verify(setting: Setting) -> Implementations:
+    return _command(setting, "verify", "PATH")
+
+
 def _extra_memory(work: Callable[[], object]) -> float:
     """The most memory, in MB, that this process had during `work` beyond what it had before."""
     before = _status("VmRSS")
@@ -285,9 +345,9 @@ def compressed_adamw_averages(setting: Setting) -> Implementations:
     return _saved_by_compression(setting, _training_state(torch.float32, setting.quick)["optim"])
 
 
-def _scale(setting: Setting) -> tuple[int, int]:
+def _scale(setting: Setting, shapes: int = 50) -> scale.Job:
     """Ranks, and tensors that each of them has a shard of."""
-    return (64, 2000) if setting.quick else (1024, 100_000)
+    return scale.Job(64, 2000, min(shapes, 2000)) if setting.quick else scale.Job(1024, 100_000, shapes)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -296,36 +356,44 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@case(unit="seconds", repetitions=5)
+@case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
 def plan_at_scale(setting: Setting) -> Implementations:
     """What one rank of 1024 does before it writes its part of 100 million chunks."""
-    ranks, tensors = _scale(setting)
-    state = scale.state_of(ranks // 2, ranks, tensors)
-    return {"terrazzo": lambda: _seconds(lambda: scale.plan_save(ranks // 2, ranks, state))}
+    job = _scale(setting)
+    state = scale.state_of(job.ranks // 2, job)
+    return {"terrazzo": lambda: _seconds(lambda: scale.plan_save(job.ranks // 2, job, state))}
 
 
 @case(unit="seconds", repetitions=1)
 def merge_at_scale(setting: Setting) -> Implementations:
     """What the coordinator does with the parts of 1024 ranks."""
-    parts = scale.parts_of(*_scale(setting))
+    parts = scale.parts_of(_scale(setting))
     return {"terrazzo": lambda: _seconds(lambda: scale.merge_parts(parts))}
 
 
 @case(unit="MB", repetitions=1, budget=Budget("value", 64))
 def root_at_scale(setting: Setting) -> Implementations:
-    ranks, tensors = _scale(setting)
-    size = len(scale.merge_parts(scale.parts_of(ranks, tensors)))
+    size = len(scale.merge_parts(scale.parts_of(_scale(setting))))
     return {"terrazzo": lambda: size / 1e6}
 
 
 @case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
 def read_at_scale(setting: Setting) -> Implementations:
     """What one rank of 1024 does to find its part of 100 million chunks."""
-    ranks, tensors = _scale(setting)
-    rank = ranks // 2
-    index = scale.index_of(rank, tensors)
-    data = scale.with_index(scale.merge_parts(scale.parts_of(ranks, tensors)), rank, index)
-    state = scale.state_of(rank, ranks, tensors)
+    return _read_at_scale(_scale(setting))
+
+
+@case(unit="seconds", repetitions=5, budget=Budget("value", 2.0))
+def read_at_scale_all_different(setting: Setting) -> Implementations:
+    """The same where no two tensors have one shape."""
+    return _read_at_scale(_scale(setting, 100_000))
+
+
+def _read_at_scale(job: scale.Job) -> Implementations:
+    rank = job.ranks // 2
+    index = scale.index_of(rank, job)
+    data = scale.with_index(scale.merge_parts(scale.parts_of(job)), rank, index)
+    state = scale.state_of(rank, job)
     return {"terrazzo": lambda: _seconds(lambda: scale.read_part(data, index, state))}
 
 

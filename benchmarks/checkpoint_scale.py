@@ -9,85 +9,105 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, DefaultSavePlanner, SavePlan
+from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, DefaultSavePlanner
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry, TensorEntry
-from terrazzo.checkpoint.native.merging import About, Part, make_part, merge, packed
+from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.parts import Part, make_part, packed, unpacked
 from terrazzo.checkpoint.native.root import PartEntry, Root, encode_root
 from terrazzo.checkpoint.plan.ownership import groups_unsure
-from terrazzo.checkpoint.plan.sharded import Holders
 from terrazzo.checkpoint.stores import MemoryStore, Request
+from terrazzo.tensor import Shard
 
-ROWS, WIDTH = 4, 1024  # of each rank's shard
+ROWS, WIDTH = 4, 64  # of each rank's shard
 OWN = 20  # tensors that a rank has all of
 
 
-@dataclass
-class Shard:
-    """One rank's rows of a tensor that is sharded over many ranks; meta data only."""
+@dataclass(frozen=True)
+class Job:
+    """Ranks, tensors that each of them has a shard of, and how many different shapes these have."""
 
     ranks: int
-    rank: int
-    holders: Holders
-    dtype: torch.dtype = torch.float32
+    tensors: int
+    shapes: int
+
+    def width(self, number: int) -> int:
+        """The columns of a tensor."""
+        return WIDTH + number % self.shapes
+
+
+class Mesh:
+    """A mesh of one dim, seen from one of its ranks."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.mesh = torch.arange(ranks)
+        self._coordinate = [rank]
+
+    def get_coordinate(self) -> list[int]:
+        return self._coordinate
+
+
+class Sharded:
+    """One rank's rows of a tensor that is sharded over many ranks, as a DTensor is; meta data only."""
+
+    placements = (Shard(0),)
+    dtype = torch.float32
+
+    def __init__(self, mesh: Mesh, rank: int, local: torch.Tensor) -> None:
+        self.device_mesh = mesh
+        self._rank = rank
+        self._local = local
+        self._size = torch.Size([ROWS * len(mesh.mesh), local.shape[1]])
 
     def size(self) -> torch.Size:
-        return torch.Size([ROWS * self.ranks, WIDTH])
+        return self._size
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([ROWS * self.rank, 0]), torch.Size([ROWS, WIDTH]))]
+        return [ChunkStorageMetadata(torch.Size([ROWS * self._rank, 0]), self._local.shape)]
 
     def to_local(self) -> torch.Tensor:
-        return _LOCAL
+        return self._local
 
 
-_LOCAL = torch.zeros(ROWS, WIDTH)
-
-
-def state_of(rank: int, ranks: int, tensors: int) -> dict[str, Shard]:
+def state_of(rank: int, job: Job) -> dict[str, Sharded]:
     """A rank's state dict."""
-    holders = Holders((rank,), frozenset(range(ranks)))
-    return {f"layers.{number}.weight": Shard(ranks, rank, holders) for number in range(tensors)}
+    mesh = Mesh(rank, job.ranks)
+    memory = torch.zeros(ROWS * (WIDTH + job.shapes))
+    locals_ = [memory[: ROWS * job.width(n)].view(ROWS, -1) for n in range(job.shapes)]
+    return {name_of(n): Sharded(mesh, rank, locals_[n % job.shapes]) for n in range(job.tensors)}
 
 
-def plan_save(rank: int, ranks: int, state: dict[str, Shard]) -> SavePlan:
-    """What one rank does before it writes, with the messages of all ranks at hand."""
-    planner = DefaultSavePlanner()
-    planner.set_up_ranks(rank, tuple(range(ranks)))
-    planner.set_up_planner(dict(state), None, rank == 0)
-    plan = planner.create_local_plan()
-    negotiation = planner.negotiate(plan)
-    assert not groups_unsure([negotiation.notes()] * ranks)
-    return planner.share_plan(plan, negotiation, negotiation.settled())
+def plan_save(rank: int, job: Job, state: dict[str, Sharded]) -> int:
+    """What one rank does before it writes, with the messages of all ranks at hand; how many pieces it will write."""
+    with paused_collector():  # as a save does
+        planner = DefaultSavePlanner()
+        planner.set_up_ranks(rank, tuple(range(job.ranks)))
+        planner.set_up_planner(dict(state), None, rank == 0)
+        held = planner.hold()
+        assert held is not None
+        assert not groups_unsure([held.negotiation.notes()] * job.ranks)
+        return len(held.settled(held.negotiation.settled()).pieces)
 
 
-def parts_of(ranks: int, tensors: int) -> list[Part]:
+def parts_of(job: Job) -> list[Part]:
     """What all ranks would send to the coordinator.
 
     Each rank also has all of some small tensors, so no two of them have the same tables.
     """
-    entries = sorted(
-        (TensorEntry(name_of(n), "float32", (ROWS * ranks, WIDTH)) for n in range(tensors)),
-        key=lambda entry: entry.name,
-    )
-    shared = make_part(entries, [(0, 0, ROWS, WIDTH)] * tensors, part_entry(0), [])
+    entries = [TensorEntry(name_of(n), "float32", (ROWS * job.ranks, job.width(n))) for n in range(job.tensors)]
+    first = make_part(entries, [(0, 0, ROWS, job.width(n)) for n in range(job.tensors)], part_entry(0), [])
+    boxes = np.frombuffer(unpacked(first.boxes), "<i8").reshape(-1, 2, 2).copy()
     parts = []
-    for rank in range(ranks):
+    for rank in range(job.ranks):
         own = [TensorEntry(f"rank{rank}.bias.{n}", "float32", (WIDTH,)) for n in range(OWN)]
         alone = make_part(own, [(0, WIDTH)] * OWN, part_entry(rank), [])
-        boxes = np.tile(np.array([ROWS * rank, 0, ROWS, WIDTH], dtype="<i8"), tensors).tobytes()
-        rows = np.arange(tensors + OWN, dtype="<u4").tobytes()
+        boxes[:, 0, 0] = ROWS * rank  # all else is as on the first rank
         parts.append(
-            msgspec.structs.replace(
-                alone,
-                tables=(shared.tables[0], alone.tables[1]),
-                rows=packed(rows),
-                boxes=packed(boxes + np.tile(np.array([0, WIDTH], dtype="<i8"), OWN).tobytes()),
-            )
+            msgspec.structs.replace(first, whole=alone.whole, boxes=packed(boxes.tobytes()), entry=part_entry(rank))
         )
     return parts
 
@@ -110,20 +130,24 @@ def merge_parts(parts: list[Part]) -> bytes:
     return merge(parts, About("0123456789ab", 0.0, "benchmark", {}, None))
 
 
-def index_of(rank: int, tensors: int) -> bytes:
+def index_of(rank: int, job: Job) -> bytes:
     """The index of one rank."""
+    tensors = job.tensors
     ones = np.ones(tensors, dtype=np.uint32)
+    widths = np.array([job.width(n) for n in range(tensors)], dtype=np.uint64)
+    nbytes, block = np.uint64(ROWS * 4) * widths, np.uint64(256 << 10)
+    boxes = np.stack([ones * ROWS * rank, ones * 0, ones * ROWS, widths], axis=1).astype(np.uint64)
     return encode_index(
         Rows(
             hashes=np.array([name_hash(name_of(n)) for n in range(tensors)], dtype=np.uint64),
-            starts=(8192 + np.arange(tensors) * ROWS * WIDTH * 4).astype(np.uint64),
-            nbytes=ones.astype(np.uint64) * np.uint64(ROWS * WIDTH * 4),
+            starts=np.uint64(8192) + np.cumsum(nbytes) - nbytes,
+            nbytes=nbytes,
             files=ones * 0,
-            blocks=ones * (256 << 10),
+            blocks=ones * np.uint32(block),
             ndims=ones * 2,
             codecs=ones * 0,
-            boxes=np.tile(np.array([ROWS * rank, 0, ROWS, WIDTH], dtype=np.uint64), tensors),
-            sums=ones.astype(np.uint64),
+            boxes=boxes.reshape(-1),
+            sums=np.ones(int(((nbytes + block - np.uint64(1)) // block).sum()), dtype=np.uint64),
             frames=ones[:0],
         )
     )
@@ -150,11 +174,12 @@ def with_index(data: bytes, rank: int, index: bytes) -> bytes:
     return encode_root(msgspec.structs.replace(head, parts=parts))
 
 
-def read_part(data: bytes, index: bytes, state: dict[str, Shard]) -> int:
+def read_part(data: bytes, index: bytes, state: dict[str, Sharded]) -> int:
     """One rank finds what it has to read, from the root and an index; returns the number of chunks."""
     with paused_collector():  # as a load does
         root = Root(data, "simulated")
         planner = DefaultLoadPlanner()
         planner.set_up_planner(dict(state), metadata_of(root), False)
-        plan = planner.create_local_plan()
-        return len(PartIndexes(root, IndexStore(index)).find(plan.items))
+        plan = planner.read_plan()
+        assert plan is not None
+        return len(PartIndexes(root, IndexStore(index)).find(plan.targets))

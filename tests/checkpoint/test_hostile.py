@@ -33,6 +33,7 @@ from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
 from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run.messages import decode, encode
 from terrazzo.cli import app
@@ -329,3 +330,13 @@ def test_planners_that_are_kept_do_not_keep_the_state(tmp_path: Path) -> None:
         load(state, checkpoint_id=tmp_path, planner=loading)
         del state
         assert alive() is None
+
+
+@pytest.mark.parametrize(
+    "paths", [(("a", 0), ("a", "x")), (("a", "x"), ("a", "x", "y")), (("a", -1),), (("a", 0), ("a", 0, 1))]
+)
+def test_paths_that_contradict_each_other(paths: tuple[tuple[Any, ...], ...]) -> None:
+    root: dict[str, Any] = {}
+    with pytest.raises(CheckpointError, match="contradict"):
+        for path in paths:
+            set_element(root, path, 5)

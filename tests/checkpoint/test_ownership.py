@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks import checkpoint_scale as scale
 from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.manifest import TensorEntry
-from terrazzo.checkpoint.native.merging import About, make_part, merge
+from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
@@ -170,19 +171,21 @@ def test_coverage_of_odd_cases() -> None:
 # ------------------------------------------------------------------ scale
 
 
-def test_a_root_of_many_ranks() -> None:
+@pytest.mark.parametrize("shapes", [1, 7, 50])
+def test_a_root_of_many_ranks(shapes: int) -> None:
     ranks, tensors = 64, 50
-    data = scale.merge_parts(scale.parts_of(ranks, tensors))
+    job = scale.Job(ranks, tensors, shapes)
+    data = scale.merge_parts(scale.parts_of(job))
     assert len(data) < 100 * tensors + (300 + 60 * scale.OWN) * ranks  # not of ranks times tensors
     root = Root(data, "test")
     assert root.head.ranks == ranks and len(root.head.tensors) == tensors + scale.OWN * ranks
     for rank in (0, 17, 63):
-        state = scale.state_of(rank, ranks, tensors)
-        assert len(scale.plan_save(rank, ranks, state).items) == tensors
-        index = scale.index_of(rank, tensors)
+        state = scale.state_of(rank, job)
+        assert scale.plan_save(rank, job, state) == tensors
+        index = scale.index_of(rank, job)
         assert scale.read_part(scale.with_index(data, rank, index), index, state) == tensors
     dtype, shape, chunks = root.describe("layers.7.weight")
-    assert dtype is torch.float32 and shape == (4 * ranks, 1024)
+    assert dtype is torch.float32 and shape == (4 * ranks, scale.WIDTH + 7 % shapes)
     assert [tuple(chunk.offsets) for chunk in chunks] == [(row, 0) for row in range(0, 4 * ranks, 4)]
     assert root.owner_tables[root.tensors["layers.7.weight"].owners].tolist() == list(range(ranks))
     assert root.owner_tables[root.tensors["rank5.bias.3"].owners].tolist() == [5]
@@ -235,5 +238,5 @@ def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
 
 
 def test_a_rank_that_is_missing_is_noticed() -> None:
-    with pytest.raises(CheckpointError, match=r"4096 of .* elements were not written"):
-        scale.merge_parts(scale.parts_of(8, 3)[:-1])
+    with pytest.raises(CheckpointError, match=r"256 of .* elements were not written"):
+        scale.merge_parts(scale.parts_of(scale.Job(8, 3, 1))[:-1])

@@ -261,3 +261,28 @@ def test_a_format_that_is_read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         convert(tmp_path / "a.pt", tmp_path / "b.pt", "frozen")
     with pytest.raises(CheckpointFormatError, match=r"no format 'zarr' of checkpoints; there are frozen, native, dcp"):
         convert(tmp_path / "a.pt", tmp_path / "b.pt", "zarr")
+
+
+def test_formats_that_installed_packages_bring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "brings_a_format.py"
+    package.write_text(
+        "from terrazzo.checkpoint.formats import registry\n"
+        "from terrazzo.checkpoint.formats.torch_save import TorchSave\n"
+        "assert 'native' in registry.names()\n"
+        "class Brought(TorchSave):\n"
+        "    name = 'brought'\n"
+    )
+    (tmp_path / "broken_format.py").write_text("raise RuntimeError('no such library')\n")
+    info = tmp_path / "brings_a_format-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-a-format\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[terrazzo.formats]\nbroken = broken_format:Broken\nbrought = brings_a_format:Brought\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_formats", registry._formats)
+    monkeypatch.setattr(registry, "_asked", False)
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.warns(UserWarning, match="'broken'.*cannot be used: RuntimeError: no such library"):
+        assert detect(tmp_path / "a.pt") == "brought"
+    assert registry.names()[0] == "brought" and "broken" not in registry.names()

@@ -94,6 +94,27 @@ def test_what_was_queued_is_waited_for_when_a_later_copy_cannot_be() -> None:
     assert double.log[-1] == "wait cuda:0" and not double.queued
 
 
+def test_pinned_memory_is_taken_in_slabs_which_stay() -> None:
+    double = Accelerator()
+    memory = HostMemory(accelerator=double, slab_bytes=256)
+
+    def copied(*lengths: int) -> list[torch.Tensor]:
+        values = [torch.arange(length, dtype=torch.float32) + number for number, length in enumerate(lengths)]
+        copies = memory.copy([OnDevice(value, "cuda:0", double) for value in values])
+        for copy, value in zip(copies, values, strict=True):
+            assert torch.equal(copy, value)
+        return copies
+
+    first = copied(10, 20, 40, 200, 1, 0)  # 40 and 80 bytes in a slab, 160 in the next, 800 in one of four slabs' size
+    assert {copy.untyped_storage().nbytes() for copy in first} == {256, 1024}
+    assert double.log.count("pinned") == 3
+    places = {copy.untyped_storage().data_ptr() for copy in first if copy.numel()}
+    again = copied(30, 30, 30, 199)  # another state of the same size needs nothing new
+    assert double.log.count("pinned") == 3 and places == {copy.untyped_storage().data_ptr() for copy in again}
+    copied(10, 70)
+    assert double.log.count("pinned") == 3
+
+
 def test_memory_that_another_process_maps_is_not_pinned() -> None:
     double = Accelerator()
     memory = HostMemory(shared=True, accelerator=double)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
+from importlib.metadata import entry_points
+from typing import Final
 
 from terrazzo.checkpoint.formats.format import Format, Found
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -23,6 +26,29 @@ _formats: dict[str, Format | str] = {
 }
 
 
+# Packages that bring a format name its class in their metadata: `[project.entry-points."terrazzo.formats"]`.
+GROUP: Final = "terrazzo.formats"
+
+
+_asked = False
+
+
+def _brought() -> None:
+    """Register the formats that installed packages bring; one that cannot be loaded is left out, with a warning."""
+    global _asked
+    if _asked:
+        return
+    _asked = True  # first of all: a package may ask for formats while it is loaded
+    for entry in entry_points(group=GROUP):
+        try:
+            register(entry.load()())
+        except Exception as error:  # whatever is wrong with a package, all other formats work
+            warnings.warn(
+                f"the checkpoint format {entry.name!r} ({entry.value}) cannot be used: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
 def register(format: Format) -> None:
     """From now on checkpoints of this format are read, written and compared as any other.
 
@@ -40,11 +66,13 @@ def names() -> list[str]:
     >>> names()
     ['native', 'dcp', 'deepspeed', 'huggingface', 'safetensors', 'torch_save']
     """
+    _brought()
     return [*_formats]
 
 
 def named(name: str) -> Format:
     """The format of this name."""
+    _brought()
     found = _formats.get(name)
     if found is None:
         raise CheckpointFormatError(f"there is no format {name!r} of checkpoints; there are {', '.join(names())}")

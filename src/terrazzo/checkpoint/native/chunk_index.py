@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.finding import Hit
 from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
 from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.planner import ReadItem
+from terrazzo.checkpoint.native.plans import Target
 from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import Box
 
 
 class ChunkIndex:
@@ -27,35 +28,37 @@ class ChunkIndex:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def find(self, items: Sequence[ReadItem]) -> list[Hit]:
-        """What each item needs, in the order of files and places in them."""
-        chunks = self.chunks_at([item.storage_index for item in items])
-        hits = [
-            Hit(number, chunk, item.storage_offsets, item.lengths)
-            for number, (chunk, item) in enumerate(zip(chunks, items, strict=True))
-        ]
+    def find(self, targets: Sequence[Target]) -> list[Hit]:
+        """What each target needs, in the order of files and places in them."""
+        by_ndim: dict[int, list[tuple[int, TensorRecord, Overlap]]] = defaultdict(list)
+        record = None
+        for number, target in enumerate(targets):
+            if record is None or record.name != target.source:  # chunks of one tensor mostly follow one another
+                record = self._record(target.source)
+            for overlap in target.parts:
+                by_ndim[len(record.shape)].append((number, record, overlap))
+        hits = []
+        for same in by_ndim.values():
+            chunks = self._chunks([record for _, record, _ in same], _column(overlap.number for _, _, overlap in same))
+            hits += [
+                Hit(number, overlap, chunk, overlap.in_chunk, overlap.lengths)
+                for (number, _, overlap), chunk in zip(same, chunks, strict=True)
+            ]
         return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
 
-    def chunks_at(self, indices: Sequence[MetadataIndex]) -> list[StoredChunk]:
-        """The chunk that each index names: the one that begins at its offset.
+    def chunk_at(self, index: MetadataIndex) -> tuple[int, Box]:
+        """The number of the chunk that begins where an index says, and its box.
 
         An index's own `index` is a hint of the chunk's number.  If it is right, nothing has to be searched.
         """
-        records: list[TensorRecord] = []
-        by_ndim: dict[int, list[int]] = defaultdict(list)
-        record = None
-        for position, index in enumerate(indices):
-            if record is None or record.name != index.fqn:  # chunks of one tensor mostly follow one another
-                record = self._record(index.fqn)
-            records.append(record)
-            by_ndim[len(record.shape)].append(position)
-        found: dict[int, StoredChunk] = {}
-        for ndim, positions in by_ndim.items():
-            wanted = _offsets([indices[p] for p in positions], ndim)
-            chosen = [records[p] for p in positions]
-            numbers = self._numbers(chosen, [indices[p].index for p in positions], wanted)
-            found.update(zip(positions, self._chunks(chosen, numbers), strict=True))
-        return [found[position] for position in range(len(indices))]
+        record = self._record(index.fqn)
+        wanted = (0,) * len(record.shape) if index.offset is None else tuple(index.offset)
+        if len(wanted) != len(record.shape):
+            raise CheckpointError(f"{index.fqn!r} has {len(record.shape)} dims, so it has no chunk at {list(wanted)}")
+        number = index.index
+        if number is None or not 0 <= number < record.count or tuple(record.boxes[number, 0].tolist()) != wanted:
+            number = _searched(record, np.array(wanted, dtype=np.int64))
+        return number, Box(wanted, tuple(record.boxes[number, 1].tolist()))
 
     def everything(self) -> list[StoredChunk]:
         """All chunks of all tensors."""
@@ -82,20 +85,6 @@ class ChunkIndex:
         except KeyError:
             raise CheckpointError(f"the checkpoint holds no tensor {name!r}") from None
 
-    def _numbers(
-        self, records: list[TensorRecord], hints: list[int | None], wanted: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
-        """The number of each chunk among those of its tensor; `wanted` are the offsets."""
-        usable = [hint is not None and 0 <= hint < record.count for hint, record in zip(hints, records, strict=True)]
-        numbers = _column(hint if good else 0 for hint, good in zip(hints, usable, strict=True))
-        right = np.array(usable)
-        rows = (_column(record.first_box for record in records) + numbers)[right]
-        table = self._manifest.box_table(wanted.shape[1])
-        right[right] = (table[rows, 0] == wanted[right]).all(axis=1)
-        for position in np.nonzero(~right)[0].tolist():
-            numbers[position] = _searched(records[position], wanted[position])
-        return numbers
-
     def _chunks(self, records: list[TensorRecord], numbers: np.ndarray[Any, Any]) -> list[StoredChunk]:
         """The chunks with these numbers, each of a tensor; all of the tensors have as many dims."""
         if not records:
@@ -119,18 +108,8 @@ class ChunkIndex:
         ]
 
 
-def _column(numbers: Iterable[int | None]) -> np.ndarray[Any, Any]:
+def _column(numbers: Iterable[int]) -> np.ndarray[Any, Any]:
     return np.fromiter(numbers, np.int64)
-
-
-def _offsets(indices: list[MetadataIndex], ndim: int) -> np.ndarray[Any, Any]:
-    """Where each of the chunks begins."""
-    nowhere = (0,) * ndim
-    offsets = [nowhere if index.offset is None else index.offset for index in indices]
-    for index, offset in zip(indices, offsets, strict=True):
-        if len(offset) != ndim:
-            raise CheckpointError(f"{index.fqn!r} has {ndim} dims, so it has no chunk at {list(offset)}")
-    return _column(chain.from_iterable(offsets)).reshape(len(indices), ndim)
 
 
 def _searched(record: TensorRecord, wanted: np.ndarray[Any, Any]) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any, Final, overload
 
+import msgspec
 import numpy as np
 import torch
 
@@ -132,6 +132,13 @@ class GridChunks(Chunks):
             number = number * count + position
         return number
 
+    def number_of(self, box: Box) -> int:
+        """The number of the chunk that is exactly this box; -1 if there is none."""
+        for at, length, step, size in zip(box.offsets, box.lengths, self.steps, self.shape, strict=True):
+            if length != (step if at + step <= size else size - at):
+                return -1
+        return self.number_at(box.offsets)
+
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
 
@@ -152,22 +159,20 @@ class GridChunks(Chunks):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(msgspec.Struct, frozen=True, gc=False):
     """What a stored chunk and a box have in common."""
 
     number: int  # of the chunk
-    chunk_offsets: torch.Size
-    in_chunk: torch.Size  # where the common part begins, relative to the chunk
-    in_box: torch.Size  # and relative to the box
-    lengths: torch.Size
+    chunk: Box  # where it is in the tensor
+    in_chunk: tuple[int, ...]  # where the common part begins, relative to the chunk
+    in_box: tuple[int, ...]  # and relative to the box
+    lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(msgspec.Struct, frozen=True, gc=False):
     """What stored chunks have of a box, and how many of its elements none of them has."""
 
-    parts: list[Overlap]
+    parts: tuple[Overlap, ...]
     missing: int
 
 
@@ -181,20 +186,27 @@ class Overlaps:
 
     def of(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> Coverage:
         """The chunks that share elements with `box`, and what they share."""
-        if not isinstance(chunks, Chunks):
-            return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
         table = self._tables.get(id(chunks))
         if table is None:
+            if not isinstance(chunks, Chunks):
+                return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
             table = self._tables[id(chunks)] = chunks, self._known.setdefault(chunks.identity(), {})
         known = table[1]
         found = known.get(box)
         if found is None:
-            found = known[box] = _overlaps(chunks.near(box), box)
+            number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
+            found = known[box] = _one_chunk(number, box) if number >= 0 else _overlaps(chunks.near(box), box)  # type: ignore[attr-defined]  # those in `_tables` are `Chunks`
         return found
 
 
 def _box(chunk: Any) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too
+
+
+def _one_chunk(number: int, box: Box) -> Coverage:
+    """What a chunk has of itself."""
+    nowhere = (0,) * len(box.lengths)
+    return Coverage((Overlap(number, box, nowhere, nowhere, box.lengths),), 0)
 
 
 def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:
@@ -204,13 +216,6 @@ def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:
         common = chunk.intersect(box)
         if common is not None:
             missing -= common.numel
-            found.append(
-                Overlap(
-                    number,
-                    torch.Size(chunk.offsets),
-                    torch.Size(common.relative_to(chunk).offsets),
-                    torch.Size(common.relative_to(box).offsets),
-                    torch.Size(common.lengths),
-                )
-            )
-    return Coverage(found, missing)
+            in_chunk, in_box = common.relative_to(chunk).offsets, common.relative_to(box).offsets
+            found.append(Overlap(number, chunk, in_chunk, in_box, common.lengths))
+    return Coverage(tuple(found), missing)

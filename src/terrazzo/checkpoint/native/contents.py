@@ -33,14 +33,17 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
         if entry is None:
-            entry = self._made[name] = self._make(name)
+            entry = self._made[name] = self._make(name, self._manifest.names[name])
         return entry
 
     def get(self, name: str, default: Any = None) -> Any:
         entry = self._made.get(name)
-        if entry is not None:
-            return entry
-        return self[name] if name in self._manifest.names else default
+        if entry is None:
+            kind = self._manifest.names.get(name)
+            if kind is None:
+                return default
+            entry = self._made[name] = self._make(name, kind)
+        return entry
 
     def items(self) -> ItemsView[str, STORAGE_TYPES]:
         """All names with what is stored under them, made at once."""
@@ -51,16 +54,18 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
                 for tensor in manifest.head.tensors:
                     entry: STORAGE_TYPES = nothing
                     if tensor.kind == TENSOR:
-                        entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(tensor.name)
+                        entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(
+                            tensor.name, TENSOR
+                        )
                     made[tensor.name] = entry
                 made.update((value.name, nothing) for value in manifest.head.objects)
             else:
                 self._made = {name: self[name] for name in manifest.names}
         return self._made.items()
 
-    def _make(self, name: str) -> STORAGE_TYPES:
+    def _make(self, name: str, kind: int) -> STORAGE_TYPES:
         manifest = self._manifest
-        if manifest.names[name] != TENSOR:
+        if kind != TENSOR:
             return BytesStorageMetadata()
         if isinstance(manifest, Manifest):
             return self._tensor(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -16,21 +17,20 @@ import torch
 from terrazzo.checkpoint.native.dtypes import safetensors_form
 from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, chunk_suffix
 from terrazzo.checkpoint.native.manifest import TensorEntry
-from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.layout.box import Box
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """What is to be written: a box of a tensor that `item` names, or the bytes of an object."""
+    """What is to be written: a box of a tensor, to whose data `source` leads (see `work`), or an object's bytes."""
 
     entry: TensorEntry
     dtype: torch.dtype
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     nbytes: int
-    item: WriteItem
+    source: Any
     payload: bytes | None = None
-    part: Box | None = None  # of what the item names, if the chunk is not all of it
+    part: Box | None = None  # of what the source is, if the chunk is not all of it
     block: int = BLOCK
     codec: int = 0
 

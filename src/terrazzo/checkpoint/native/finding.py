@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.metadata import MetadataIndex
-from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
+from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.root import PartEntry, Root, StoredTensor
-from terrazzo.checkpoint.planner import ReadItem
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -27,22 +27,23 @@ from terrazzo.layout.box import Box
 Array = np.ndarray[Any, Any]
 
 
-class Hit(msgspec.Struct, eq=False):
-    """A box of a stored chunk that an item needs; `part` is what it is of the item's box, unless it is all of it."""
+class Hit(msgspec.Struct, eq=False, gc=False):
+    """A box of a stored chunk that a target needs: `overlap`, or if it is not all of that, `part` of it."""
 
-    item: int
+    target: int
+    overlap: Overlap
     chunk: StoredChunk
-    offsets: Sequence[int]
-    lengths: Sequence[int]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
     part: Box | None = None
 
 
-class _Sought(msgspec.Struct, eq=False):
-    """A chunk of a tensor's grid that an item needs."""
+class _Sought(msgspec.Struct, eq=False, gc=False):
+    """A chunk of a tensor's grid that a target needs."""
 
-    item: int
+    target: int
     tensor: StoredTensor
-    cell: Box
+    overlap: Overlap
 
 
 class PartIndexes:
@@ -52,21 +53,42 @@ class PartIndexes:
         self._root = root
         self._store = store
         self._rows: dict[int, Rows] = {}
-        self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are distributed alike
+        self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are cut alike
         self.bytes_read = 0
 
-    def find(self, items: Sequence[ReadItem]) -> list[Hit]:
-        """What each item needs, in the order of files and places in them."""
+    def find(self, targets: Sequence[Target]) -> list[Hit]:
+        """What each target needs, in the order of files and places in them."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
-        for number, item in enumerate(items):
-            tensor = self.tensor(item.storage_index.fqn)
-            part, cell = self._place(tensor, item.storage_index)
-            by_part[part].append(_Sought(number, tensor, cell))
+        tensors, owner_tables = self._root.tensors, self._root.owner_tables
+        for number, target in enumerate(targets):
+            tensor = tensors.get(target.source) or self.tensor(target.source)
+            owners = owner_tables[tensor.owners]
+            for overlap in target.parts:
+                if overlap.number >= len(owners):
+                    raise CheckpointCorruptError(
+                        f"{self._root.source}: nobody has chunk {overlap.number} of {tensor.name!r}"
+                    )
+                by_part[owners.item(overlap.number)].append(_Sought(number, tensor, overlap))
         self._load(by_part)
         hits: list[Hit] = []
         for part, sought in by_part.items():
-            hits += self._in_part(part, sought, items)
+            hits += self._in_part(part, sought)
         return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+
+    def chunk_at(self, index: MetadataIndex) -> tuple[int, Box]:
+        """The number of the chunk that begins where an index says, and its box."""
+        tensor, offset = self.tensor(index.fqn), index.offset
+        key = (tensor.layout, tensor.shape, offset)
+        found = self._places.get(key)
+        if found is None:
+            offsets = (0,) * len(tensor.shape) if offset is None else tuple(offset)
+            if len(offsets) != len(tensor.shape):
+                raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
+            found = _chunk_at(self._root.chunks(tensor), offsets, index.index)
+            if found[0] < 0:
+                raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
+            self._places[key] = found
+        return found
 
     def all_of(self, name: str) -> list[StoredChunk]:
         """All stored chunks of a tensor."""
@@ -167,23 +189,6 @@ class PartIndexes:
             raise CheckpointCorruptError(f"{self._root.source}: nobody has chunk {number} of {tensor.name!r}")
         return self._root.head.parts[int(owners[number])]
 
-    def _place(self, tensor: StoredTensor, index: MetadataIndex) -> tuple[int, Box]:
-        """The part that has the chunk that an index names, and the chunk's box."""
-        offset = index.offset
-        key = (tensor.layout, tensor.owners, tensor.shape, offset)
-        found = self._places.get(key)
-        if found is None:
-            offsets = (0,) * len(tensor.shape) if offset is None else tuple(offset)
-            if len(offsets) != len(tensor.shape):
-                raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
-            chunks = self._root.chunks(tensor)
-            number, box = _chunk_at(chunks, offsets, index.index)
-            owners = self._root.owner_tables[tensor.owners]
-            if not 0 <= number < len(owners):
-                raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
-            found = self._places[key] = int(owners[number]), box
-        return found
-
     def _load(self, parts: Iterable[int]) -> None:
         requests = []
         for part in parts:
@@ -212,7 +217,7 @@ class PartIndexes:
         except EOFError as error:
             raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
 
-    def _in_part(self, part: int, sought: list[_Sought], items: Sequence[ReadItem]) -> list[Hit]:
+    def _in_part(self, part: int, sought: list[_Sought]) -> list[Hit]:
         rows = self._rows[part]
         hashes = np.array([name_hash(each.tensor.name) for each in sought], dtype=np.uint64)
         left = np.searchsorted(rows.hashes, hashes, "left")
@@ -234,19 +239,19 @@ class PartIndexes:
             chunks = self._chunks(part, rows, chosen, [sought[number].tensor for number in numbers])
             for number, chunk, offsets in zip(numbers, chunks, rows.boxes_of(chosen, ndim)[:, 0].tolist(), strict=True):
                 each = sought[number]
-                if tuple(offsets) == each.cell.offsets and chunk.shape == each.cell.lengths:
-                    item = items[each.item]
-                    hits.append(Hit(each.item, chunk, item.storage_offsets, item.lengths))
+                overlap = each.overlap
+                if tuple(offsets) == overlap.chunk.offsets and chunk.shape == overlap.chunk.lengths:
+                    hits.append(Hit(each.target, overlap, chunk, overlap.in_chunk, overlap.lengths))
                 else:
                     rest.append(number)
         for number in rest:
-            hits += self._pieces(part, sought[number], int(left[number]), int(right[number]), items)
+            hits += self._pieces(part, sought[number], int(left[number]), int(right[number]))
         return hits
 
-    def _pieces(self, part: int, sought: _Sought, left: int, right: int, items: Sequence[ReadItem]) -> list[Hit]:
-        """A chunk that is stored in pieces, as far as an item needs it."""
-        rows, item, tensor = self._rows[part], items[sought.item], sought.tensor
-        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(sought.cell.offsets)
+    def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Hit]:
+        """A chunk that is stored in pieces, as far as a target needs it."""
+        rows, overlap, tensor = self._rows[part], sought.overlap, sought.tensor
+        wanted = Box(overlap.in_chunk, overlap.lengths).shifted(overlap.chunk.offsets)
         numbers = np.arange(left, right)
         numbers = numbers[rows.ndims[left:right] == len(tensor.shape)]
         boxes = rows.boxes_of(numbers, len(tensor.shape))
@@ -261,7 +266,7 @@ class PartIndexes:
                 continue
             missing -= common.numel
             inner = common.relative_to(box)
-            hits.append(Hit(sought.item, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
+            hits.append(Hit(sought.target, overlap, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
         if missing:
             raise CheckpointCorruptError(
                 f"{self._root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"

@@ -1,133 +1,31 @@
-"""What one rank has written, in a form that is small to send; and the parts of all ranks as one root.
+"""The parts of all ranks as one root.
 
-The coordinator of a large save hears of millions of chunks from thousands of ranks.  So a part is a few arrays, and the
-chunks of one tensor are never listed together: for each rank in turn, array operations add to a few numbers per tensor,
-which say in the end whether every chunk of the tensor's grid was written once, and which tensors are distributed alike.
-Only tensors that are not cut into a grid are looked at chunk by chunk.
+The coordinator of a large save hears of millions of chunks from thousands of ranks, and never lists those of one
+tensor. Tensors that are cut alike by all ranks are found first, by a few array operations for each set of ranks that
+sent the same columns, and one of them stands for all.  For these, for each rank in turn, array operations add to a few
+numbers per tensor, which say in the end whether every chunk of the tensor's grid was written once, and which tensors
+are distributed alike.  Only tensors that are not cut into a grid are looked at chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-import zstandard
 
-from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.coverage import check_coverage
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.index import name_hash, scrambled
 from terrazzo.checkpoint.native.manifest import ObjectEntry, Path, TensorEntry
-from terrazzo.checkpoint.native.root import PartEntry, RootHead, StoredTensor, encode_root
-from terrazzo.checkpoint.storage import WriteResult
+from terrazzo.checkpoint.native.parts import Part, entries_of, u4_of, unpacked
+from terrazzo.checkpoint.native.root import RootHead, StoredTensor, encode_root
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 _U64 = np.uint64
-
-
-class Part(msgspec.Struct, array_like=True, frozen=True):
-    """The chunks and objects that one rank has written.
-
-    `tables` are encoded lists of `TensorEntry`, in the order of names: those of which the rank has a part, which other
-    ranks most often have as well, and those that it has all of.  `rows` (u4) says for each chunk which of these it is
-    of; `boxes` (i8) has its offsets, then its lengths.  All three are compressed.
-    """
-
-    tables: tuple[bytes, bytes]
-    rows: bytes
-    boxes: bytes
-    entry: PartEntry
-    objects: list[ObjectEntry]
-
-
-def make_part(
-    entries: list[TensorEntry], boxes: list[tuple[int, ...]], entry: PartEntry, inline: list[ObjectEntry]
-) -> Part:
-    """The part of a rank that has written a chunk of each of `entries`: offsets and lengths are `boxes`."""
-    whole = [box[len(entry.shape) :] == entry.shape for entry, box in zip(entries, boxes, strict=True)]
-    order = sorted(range(len(entries)), key=lambda number: (whole[number], entries[number].name))
-    tables: tuple[list[TensorEntry], list[TensorEntry]] = [], []
-    rows = []
-    last = None
-    for number in order:
-        described = entries[number]
-        if last is None or described.name != last.name:
-            tables[whole[number]].append(described)
-            last = described
-        rows.append(len(tables[0]) + len(tables[1]) - 1)
-    numbers = [n for number in order for n in boxes[number]]
-    return Part(
-        tables=(packed(msgspec.msgpack.encode(tables[0])), packed(msgspec.msgpack.encode(tables[1]))),
-        rows=packed(np.array(rows, dtype="<u4").tobytes()),
-        boxes=packed(np.array(numbers, dtype="<i8").tobytes()),
-        entry=entry,
-        objects=inline,
-    )
-
-
-def packed(data: bytes) -> bytes:
-    """Columns and tables as they are sent: compressed, for they repeat themselves."""
-    return zstandard.compress(data, 1)
-
-
-def _unpacked(data: bytes) -> bytes:
-    return zstandard.decompress(data)
-
-
-def _entries(data: bytes) -> list[TensorEntry]:
-    return msgspec.msgpack.decode(_unpacked(data), type=list[TensorEntry])
-
-
-class PartResults(Sequence[WriteResult]):
-    """A part as the list of `WriteResult`s that the storage interface speaks of, made when they are asked for."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-
-    def encode(self) -> bytes:
-        """The part as bytes, to be sent to the coordinator."""
-        return msgspec.msgpack.encode(self.part)
-
-    @staticmethod
-    def decode(data: bytes) -> PartResults:
-        """The inverse of `encode`."""
-        return PartResults(msgspec.msgpack.decode(data, type=Part))
-
-    @property
-    def nbytes(self) -> int:
-        """How much has been written."""
-        return sum(file.size for file in self.part.entry.files)
-
-    def _results(self) -> Iterator[WriteResult]:
-        entries = [entry for table in self.part.tables for entry in _entries(table)]
-        boxes = np.frombuffer(_unpacked(self.part.boxes), "<i8").tolist()
-        position = 0
-        for row in np.frombuffer(_unpacked(self.part.rows), "<u4").tolist():
-            entry = entries[row]
-            ndim = len(entry.shape)
-            offsets, lengths = boxes[position : position + ndim], boxes[position + ndim : position + 2 * ndim]
-            position += 2 * ndim
-            nbytes = int(np.prod(lengths, dtype=np.int64)) * dtype_from_name(entry.dtype).itemsize
-            yield WriteResult(MetadataIndex(entry.name, None if entry.kind else offsets), nbytes, None)
-        for obj in self.part.objects:
-            yield WriteResult(MetadataIndex(obj.name), len(obj.data), None)
-
-    def __len__(self) -> int:
-        return len(_unpacked(self.part.rows)) // 4 + len(self.part.objects)
-
-    @overload
-    def __getitem__(self, index: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[WriteResult]: ...
-    def __getitem__(self, index: int | slice) -> WriteResult | Sequence[WriteResult]:
-        return list(self._results())[index]
-
-    def __iter__(self) -> Iterator[WriteResult]:
-        return self._results()
+Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +44,16 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
     """The root of a checkpoint that consists of these parts, checked to be complete."""
     names = _Names(parts)
     names.check_hashes()
-    layouts: dict[tuple[int, ...] | bytes, int] = {}
-    owners: dict[bytes, int] = {}
-    tensors: list[StoredTensor | None] = [None] * len(names.entries)
+    found: dict[int, tuple[Layout, bytes]] = names.in_one_piece()
     for ndim, members in names.by_ndim.items():
-        merged = _SameDims(ndim, members, names).merged(parts)
-        for number, (layout, owner) in zip(members.tolist(), merged, strict=True):
-            entry = names.entries[number]
-            tensors[number] = StoredTensor(
+        found.update(_SameDims(ndim, members, names).merged())
+    layouts: dict[Layout, int] = {}
+    owners: dict[bytes, int] = {}
+    tensors = []
+    for number, (entry, alike) in enumerate(zip(names.entries, names.alike.tolist(), strict=True)):
+        layout, owner = found[number] if number in found else found[alike]
+        tensors.append(
+            StoredTensor(
                 entry.name,
                 entry.dtype,
                 entry.shape,
@@ -161,6 +61,7 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
                 layouts.setdefault(layout, len(layouts)),
                 owners.setdefault(owner, len(owners)),
             )
+        )
     return encode_root(
         RootHead(
             save_id=about.save_id,
@@ -169,7 +70,7 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
             ranks=len(parts),
             features=list(about.features),
             parts=[part.entry for part in parts],
-            tensors=[tensor for tensor in tensors if tensor is not None],
+            tensors=tensors,
             layouts=list(layouts),
             owners=list(owners),
             objects=_merge_objects(parts, names.entries),
@@ -179,34 +80,57 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
     )
 
 
+class _Rows(msgspec.Struct, frozen=True, eq=False):
+    """The chunks of ranks that have the same table, rows and forms: of which tensor each is, and which form it has.
+
+    The numbers of a form begin at `first` in a rank's boxes.
+    """
+
+    tensors: Array
+    forms: Array
+    first: Array
+
+
+class _Chosen(msgspec.Struct, frozen=True, eq=False):
+    """Some of these chunks: which of the tensors that are looked at each is of, and where its box is."""
+
+    places: Array
+    positions: Array  # (chunks, 2 * dims)
+
+
 class _Names:
-    """The tensors of all ranks, numbered; and for each part the number of each of its chunks' tensors."""
+    """The tensors of all ranks, numbered.
+
+    Tensors that are alike, which have chunks of the same form on all ranks, have the same number in `alike`: that of
+    one of them, which stands for all.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.entries: list[TensorEntry] = []
-        known: dict[str, int] = {}
+        self._known: dict[str, int] = {}
         self._parts = parts
-        self._decoded: dict[bytes, Array] = {}  # most ranks have the same
+        self._whole: dict[int, list[int]] = {}  # by tensor: the ranks that have written all of it
+        tables: dict[bytes, Array] = {}
+        self._rows: dict[tuple[bytes, bytes, bytes], _Rows] = {}  # most ranks have the same
         for rank, part in enumerate(parts):
-            for table in part.tables:
-                if table not in self._decoded:
-                    self._decoded[table] = self._numbers(table, rank, known)
-        ndims = np.array([len(entry.shape) for entry in self.entries], dtype=np.int64)
-        self.ndims = ndims
-        self.by_ndim = {ndim: np.nonzero(ndims == ndim)[0] for ndim in np.unique(ndims).tolist()}
+            for number in self._numbers(part.whole, rank).tolist():
+                self._whole.setdefault(number, []).append(rank)
+            if part.table not in tables:
+                tables[part.table] = self._numbers(part.table, rank)
+            key = (part.table, part.rows, part.forms)
+            if key not in self._rows:
+                self._rows[key] = self._as_rows(tables[part.table][u4_of(part.rows)], u4_of(part.forms))
+        self.ndims = np.array([len(entry.shape) for entry in self.entries], dtype=np.int64)
+        self.alike = self._alike()
+        cut = np.nonzero(self.alike == np.arange(len(self.entries)))[0]
+        cut = cut[self.is_cut[cut]]
+        self.by_ndim = {ndim: cut[self.ndims[cut] == ndim] for ndim in np.unique(self.ndims[cut]).tolist()}
 
-    def of_chunks(self, rank: int) -> Array:
-        """The number of the tensor of each chunk that a rank has written."""
-        part = self._parts[rank]
-        tensors = np.concatenate([self._decoded[table] for table in part.tables])
-        found: Array = tensors[np.frombuffer(_unpacked(part.rows), "<u4")]
-        return found
-
-    def _numbers(self, table: bytes, rank: int, known: dict[str, int]) -> Array:
-        entries = _entries(table)
+    def _numbers(self, table: bytes, rank: int) -> Array:
+        entries = entries_of(table)
         numbers = np.empty(len(entries), dtype=np.int64)
         for row, entry in enumerate(entries):
-            number = known.setdefault(entry.name, len(self.entries))
+            number = self._known.setdefault(entry.name, len(self.entries))
             if number == len(self.entries):
                 self.entries.append(entry)
             elif self.entries[number] != entry:
@@ -217,71 +141,144 @@ class _Names:
             numbers[row] = number
         return numbers
 
+    def _as_rows(self, tensors: Array, forms: Array) -> _Rows:
+        _, firsts = np.unique(forms, return_index=True)  # forms are numbered in the order in which they occur
+        sizes = np.array([2 * len(self.entries[tensor].shape) for tensor in tensors[firsts].tolist()], dtype=np.int64)
+        return _Rows(tensors, forms, np.cumsum(sizes) - sizes)
+
+    def _alike(self) -> Array:
+        count = len(self.entries)
+        marks = np.zeros((count, 2), dtype=_U64)
+        self.is_cut = np.zeros(count, dtype=bool)
+        for number, rows in enumerate(self._rows.values()):
+            self.is_cut[rows.tensors] = True
+            forms = (rows.forms.astype(_U64) << _U64(32)) + _U64(number + 1)
+            np.add.at(marks[:, 0], rows.tensors, scrambled(forms))
+            np.add.at(marks[:, 1], rows.tensors, scrambled(forms ^ _U64(0x5851F42D4C957F2D)))
+        for number in self._whole:  # if it is cut as well, something is wrong with it alone
+            marks[number] = (_U64(number), _U64(0))
+        _, firsts, group = np.unique(marks, axis=0, return_index=True, return_inverse=True)
+        found: Array = firsts[group.reshape(-1)]
+        return found
+
+    def in_one_piece(self) -> dict[int, tuple[Layout, bytes]]:
+        """Layout and owner of tensors that ranks have written all of, checked to be one; without those that others have
+        written parts of."""
+        found: dict[int, tuple[Layout, bytes]] = {}
+        for number in self._whole:
+            chunks = self.whole_chunks(number)
+            if self.is_cut[number]:
+                continue
+            shape = self.entries[number].shape
+            if len(chunks) > 1:
+                self.listed({number: chunks}, len(shape))
+            found[number] = tuple([max(size, 1) for size in shape]), np.array([chunks[0][0]], "<u4").tobytes()
+        return found
+
+    def whole_chunks(self, number: int) -> list[tuple[int, Array]]:
+        """The ranks that have written all of a tensor, and the box that this is."""
+        shape = self.entries[number].shape
+        box = np.array([(0,) * len(shape), shape], dtype=np.int64)
+        return [(rank, box) for rank in self._whole.get(number, ())]
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a rank has written all of a tensor."""
+        return number in self._whole
+
+    def listed(self, chunks: dict[int, list[tuple[int, Array]]], ndim: int) -> dict[int, tuple[Layout, bytes]]:
+        """Tensors by number, with the rank and the box of each chunk, as they are stored if they are no grids.
+
+        Raises unless the chunks cover them, and those that are like them.
+        """
+        alike: dict[int, list[int]] = {number: [] for number in chunks}
+        for number in np.nonzero(np.isin(self.alike, list(chunks)))[0].tolist():
+            alike[int(self.alike[number])].append(number)
+        entries = [self.entries[each] for number in chunks for each in alike[number]]
+        counts = np.array([len(chunks[number]) for number in chunks for _ in alike[number]], dtype=np.int64)
+        boxes = [box for number, of_one in chunks.items() for _ in alike[number] for _, box in of_one]
+        tables: list[Array] = [np.empty((0, 2, 0), dtype=np.int64)] * (ndim + 1)
+        tables[ndim] = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, ndim)
+        check_coverage(entries, counts, tables)
+        return {
+            number: (
+                np.array([box for _, box in of_one], dtype="<i8").tobytes(),
+                np.array([rank for rank, _ in of_one], dtype="<u4").tobytes(),
+            )
+            for number, of_one in chunks.items()
+        }
+
     def check_hashes(self) -> None:
         """Indexes know tensors by a hash of their names."""
+        hashes = np.array([name_hash(entry.name) for entry in self.entries], dtype=_U64)
+        if len(np.unique(hashes)) == len(hashes):
+            return
         seen: dict[int, str] = {}
-        for entry in self.entries:
-            other = seen.setdefault(name_hash(entry.name), entry.name)
+        for entry, value in zip(self.entries, hashes.tolist(), strict=True):
+            other = seen.setdefault(value, entry.name)
             if other != entry.name:
                 raise CheckpointError(f"the names {entry.name!r} and {other!r} have the same hash; rename one of them")
 
+    def chunks_of(
+        self, place: Array, ndim: int, known: dict[tuple[bytes, bytes, bytes], _Chosen]
+    ) -> Iterator[tuple[int, Array, Array]]:
+        """For each rank: its chunks of tensors that have a `place` (others have -1), and their boxes."""
+        for rank, part in enumerate(self._parts):
+            key = (part.table, part.rows, part.forms)
+            chosen = known.get(key)
+            if chosen is None:
+                rows = self._rows[key]
+                places = place[rows.tensors]
+                which = np.nonzero(places >= 0)[0]
+                positions = rows.first[rows.forms[which]][:, None] + np.arange(2 * ndim)
+                chosen = known[key] = _Chosen(places[which], positions)
+            if len(chosen.places):
+                flat = np.frombuffer(unpacked(part.boxes), "<i8")
+                yield rank, chosen.places, flat[chosen.positions].reshape(len(chosen.places), 2, ndim)
+
 
 class _SameDims:
-    """The tensors that have so many dims: `members` are their numbers, and they are numbered anew among themselves."""
+    """Tensors that have so many dims and stand for all that are like them, numbered among themselves."""
 
     def __init__(self, ndim: int, members: Array, names: _Names) -> None:
         self._ndim = ndim
         self._names = names
         self._members = members
-        self._place = np.full(len(names.entries), -1, dtype=np.int64)
-        self._place[members] = np.arange(len(members))
+        self._place = self._places(members)
         self._shapes = np.array([names.entries[n].shape for n in members.tolist()], dtype=np.int64)
         self._shapes = self._shapes.reshape(len(members), ndim)
         count = len(members)
         self._steps = np.zeros((count, ndim), dtype=np.int64)  # 0: not known yet
-        self._odd = np.zeros(count, dtype=bool)  # not a grid
+        self._odd = np.array([names.is_whole(n) for n in members.tolist()], dtype=bool)  # not a grid
         self._chunks = np.zeros(count, dtype=np.int64)
         self._seen = np.zeros(count, dtype=np.int64)
         self._marks = np.zeros(count, dtype=_U64)  # the sum of a mark of each chunk's number
         self._owner_marks = np.zeros(count, dtype=_U64)  # the same of number and rank
 
-    def merged(self, parts: Sequence[Part]) -> list[tuple[tuple[int, ...] | bytes, bytes]]:
-        """For each tensor, its layout and the ranks that have its chunks."""
+    def _places(self, members: Array) -> Array:
+        """For each tensor, where it is among these; -1 for others."""
+        place = np.full(len(self._names.entries), -1, dtype=np.int64)
+        place[members] = np.arange(len(members))
+        return place
+
+    def merged(self) -> dict[int, tuple[Layout, bytes]]:
+        """For each of these tensors, its layout and the ranks that have its chunks."""
         # A chunk that reaches to the end of its tensor may be shorter than the others, so it says nothing of the grid.
         last: list[tuple[int, Array, Array]] = []
-        for rank, places, boxes in self._of_parts(parts):
+        known: dict[tuple[bytes, bytes, bytes], _Chosen] = {}
+        for rank, places, boxes in self._names.chunks_of(self._place, self._ndim, known):
             offsets, lengths = boxes[:, 0], boxes[:, 1]
             at_end = ((offsets + lengths == self._shapes[places]) & (offsets > 0)).any(axis=1)
-            self._learn_steps(places[~at_end], lengths[~at_end])
-            self._add(rank, places[~at_end], boxes[~at_end])
             if at_end.any():
                 last.append((rank, places[at_end], boxes[at_end]))
+                places, boxes = places[~at_end], boxes[~at_end]
+            self._learn_steps(places, boxes[:, 1])
+            self._add(rank, places, boxes)
         for rank, places, boxes in last:
             self._add(rank, places, boxes)
         counts = self._grid_counts()
         expected = _sums_of_marks(int(counts.max(initial=0)))[counts]
         self._odd |= (self._steps == 0).any(axis=1) | (self._chunks != counts) | (self._marks != expected)
-        explicit = self._explicit(parts)
-        return self._with_owners(parts, explicit)
-
-    def _of_parts(self, parts: Sequence[Part], only: Array | None = None) -> Iterator[tuple[int, Array, Array]]:
-        """For each rank: of its chunks with so many dims, which tensor they are of, and their boxes."""
-        for rank, part in enumerate(parts):
-            tensors = self._names.of_chunks(rank)
-            ndims = self._names.ndims[tensors]
-            flat = np.frombuffer(_unpacked(part.boxes), "<i8")
-            if (ndims == self._ndim).all():
-                places, boxes = self._place[tensors], flat.reshape(len(tensors), 2, self._ndim)
-            else:
-                rows = np.nonzero(ndims == self._ndim)[0]
-                first = (np.cumsum(2 * ndims) - 2 * ndims)[rows]
-                places = self._place[tensors[rows]]
-                boxes = flat[first[:, None] + np.arange(2 * self._ndim)].reshape(len(rows), 2, self._ndim)
-            if only is not None:
-                chosen = only[places]
-                places, boxes = places[chosen], boxes[chosen]
-            if len(places):
-                yield rank, places, boxes
+        return self._with_owners() | self._explicit()
 
     def _learn_steps(self, places: Array, lengths: Array) -> None:
         unknown = (self._steps[places] == 0).any(axis=1)
@@ -317,50 +314,37 @@ class _SameDims:
             else:
                 np.add.at(total, places, values)
 
-    def _explicit(self, parts: Sequence[Part]) -> dict[int, tuple[bytes, bytes]]:
+    def _explicit(self) -> dict[int, tuple[Layout, bytes]]:
         """Layout and owners of tensors that are no grids, checked to be covered."""
-        if not self._odd.any():
+        members = self._members[self._odd]
+        if not len(members):
             return {}
-        found: dict[int, list[tuple[int, Array]]] = {place: [] for place in np.nonzero(self._odd)[0].tolist()}
-        for rank, places, boxes in self._of_parts(parts, self._odd):
-            for place, box in zip(places.tolist(), boxes, strict=True):
-                found[place].append((rank, box))
-        entries = [self._names.entries[self._members[place]] for place in found]
-        counts = np.array([len(chunks) for chunks in found.values()], dtype=np.int64)
-        tables: list[Array] = [np.empty((0, 2, 0), dtype=np.int64)] * (self._ndim + 1)
-        all_boxes = [box for chunks in found.values() for _, box in chunks]
-        tables[self._ndim] = np.array(all_boxes, dtype=np.int64).reshape(len(all_boxes), 2, self._ndim)
-        check_coverage(entries, counts, tables)
-        return {
-            place: (
-                np.array([box for _, box in chunks], dtype="<i8").tobytes(),
-                np.array([rank for rank, _ in chunks], dtype="<u4").tobytes(),
-            )
-            for place, chunks in found.items()
-        }
+        chunks = {number: self._names.whole_chunks(number) for number in members.tolist()}
+        for rank, places, boxes in self._names.chunks_of(self._places(members), self._ndim, {}):
+            for number, box in zip(members[places].tolist(), boxes, strict=True):
+                chunks[number].append((rank, box))
+        return self._names.listed(chunks, self._ndim)
 
-    def _with_owners(
-        self, parts: Sequence[Part], explicit: dict[int, tuple[bytes, bytes]]
-    ) -> list[tuple[tuple[int, ...] | bytes, bytes]]:
+    def _with_owners(self) -> dict[int, tuple[Layout, bytes]]:
         """Tensors with the same marks are distributed alike, so only one of them is asked for."""
         counts = self._grid_counts()
-        alike = np.stack([self._owner_marks, counts.astype(_U64)], axis=1)
-        _, representatives, group = np.unique(alike, axis=0, return_index=True, return_inverse=True)
-        group = group.reshape(-1)
-        tables = [np.zeros(int(counts[place]), dtype="<u4") for place in representatives.tolist()]
-        chosen = np.zeros(len(counts), dtype=bool)
-        chosen[representatives] = True
-        chosen &= ~self._odd
-        if len(parts) > 1:
-            for rank, places, boxes in self._of_parts(parts, chosen):
-                for place, number in zip(places.tolist(), self._numbers(places, boxes)[0].tolist(), strict=True):
-                    tables[group[place]][number] = rank
+        grids = np.nonzero(~self._odd)[0]
+        marks = np.stack([self._owner_marks[grids], counts[grids].astype(_U64)], axis=1)
+        _, firsts, group = np.unique(marks, axis=0, return_index=True, return_inverse=True)
+        asked = self._members[grids[firsts]]
+        tables = [np.zeros(int(counts[place]), dtype="<u4") for place in grids[firsts].tolist()]
+        where = self._places(asked)
+        for rank, places, boxes in self._names.chunks_of(where, self._ndim, {}):
+            for place, number in zip(
+                places.tolist(), self._numbers(grids[firsts][places], boxes)[0].tolist(), strict=True
+            ):
+                tables[place][number] = rank
         owners = [table.tobytes() for table in tables]
-        steps = self._steps.tolist()
-        return [
-            explicit[place] if place in explicit else (tuple(steps[place]), owners[group[place]])
-            for place in range(len(counts))
-        ]
+        steps, members = self._steps.tolist(), self._members.tolist()
+        return {
+            members[place]: (tuple(steps[place]), owners[each])
+            for place, each in zip(grids.tolist(), group.reshape(-1).tolist(), strict=True)
+        }
 
 
 def _sums_of_marks(count: int) -> Array:

@@ -7,8 +7,8 @@ small buffers (pinned for an accelerator), of which one is filled while the othe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -18,7 +18,6 @@ from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError
 
@@ -50,20 +49,19 @@ class Pump:
         self.sums: list[int] = []
         self.frames: list[int] = []
 
-    def write(self, chunks: Sequence[Chunk], planner: SavePlanner) -> None:
-        """Write the chunks one after the other."""
+    def write(self, chunks: Sequence[Chunk], data_of: Callable[[Any], Any]) -> None:
+        """Write the chunks one after the other; `data_of` has the tensors behind their sources."""
         for chunk in chunks:
             start = self._written + self._waiting_bytes
             self.starts.append(start)
             if chunk.payload is not None:
                 self._add(memoryview(chunk.payload), chunk.payload, chunk)
             else:
-                self._add_tensor(chunk, planner)
+                self._add_tensor(chunk, data_of(chunk.source))
             self.stored.append(self._written + self._waiting_bytes - start)
         self.flush()
 
-    def _add_tensor(self, chunk: Chunk, planner: SavePlanner) -> None:
-        tensor = planner.resolve_data(chunk.item)
+    def _add_tensor(self, chunk: Chunk, tensor: Any) -> None:
         if chunk.part is not None and isinstance(tensor, torch.Tensor):
             tensor = tensor[chunk.part.slices()]
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:

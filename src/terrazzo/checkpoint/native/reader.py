@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import Box
+
+_NO_BOX: Final = Box((), ())
 
 
 class Reading:
@@ -39,35 +45,60 @@ class Reading:
         (chunk,) = self.index.all_of(name)
         return self.manifest.names[name], self.requests.read_bytes(chunk)
 
+    def read_targets(self, targets: Sequence[Target]) -> None:
+        """Fill the targets of a plan of our own."""
+        self._read(targets, lambda number, overlap: targets[number].part(overlap))
+
+    def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Fill what a planner hands out for each tensor item."""
+        nothing = torch.empty(0)
+        asked = [
+            Target(item.dest_index.fqn, item.storage_index.fqn, nothing, _NO_BOX, (self._overlap_of(item),))
+            for item in items
+        ]
+        self._read(
+            asked,
+            lambda number, overlap: planner.resolve_tensor(items[number]),
+            lambda number, tensor: planner.commit_tensor(items[number], tensor),
+        )
+
+    def _overlap_of(self, item: ReadItem) -> Overlap:
+        number, chunk = self.index.chunk_at(item.storage_index)
+        return Overlap(number, chunk, tuple(item.storage_offsets), tuple(item.dest_offsets), tuple(item.lengths))
+
     @torch.no_grad()
-    def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Fill what the planner hands out for each tensor item."""
+    def _read(
+        self,
+        targets: Sequence[Target],
+        resolve: Callable[[int, Overlap], torch.Tensor],
+        commit: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Fill what `resolve` gives for each part of each target, and tell `commit` when it is full."""
         with paused_collector():
-            found = list(items)
-            hits = self.index.find(found)
-        pieces = Counter(hit.item for hit in hits if hit.part is not None)
-        in_pieces: dict[int, Filling] = {}
+            hits = self.index.find(targets)
+        pieces = Counter((hit.target, id(hit.overlap)) for hit in hits if hit.part is not None)
+        in_pieces: dict[tuple[int, int], Filling] = {}
 
         def wanted() -> Iterator[Wanted]:
             for hit in hits:
-                item = found[hit.item]
-                filling = in_pieces.get(hit.item)
-                if filling is not None:
-                    yield Wanted(hit.chunk, hit.offsets, hit.lengths, filling, hit.part)
-                    continue
-                target = planner.resolve_tensor(item)
-                if target.is_meta:
-                    raise CheckpointError(
-                        f"{item.dest_index.fqn!r} is on the meta device, which holds no values; give it memory first, "
-                        f"or load with a planner whose resolve_tensor does"
-                    )
-                filling = Filling(target, item, pieces.get(hit.item, 1))
-                if hit.part is not None:
-                    in_pieces[hit.item] = filling
+                number, overlap = hit.target, hit.overlap
+                filling = in_pieces.get((number, id(overlap))) if in_pieces else None
+                if filling is None:
+                    tensor = resolve(number, overlap)
+                    if tensor.is_meta:
+                        raise CheckpointError(
+                            f"{targets[number].name!r} is on the meta device, which holds no values; give it memory "
+                            f"first, or load with a planner whose resolve_tensor does"
+                        )
+                    filling = Filling(tensor, number)
+                    if hit.part is not None:
+                        filling.left = pieces[number, id(overlap)]
+                        in_pieces[number, id(overlap)] = filling
                 yield Wanted(hit.chunk, hit.offsets, hit.lengths, filling, hit.part)
 
         try:
             for filling in self.requests.read(wanted()):
-                planner.commit_tensor(filling.key, filling.target)
+                if commit is not None:
+                    commit(filling.key, filling.target)
         finally:
             self.requests.release()

@@ -78,6 +78,7 @@ class Requests:
         self._verify = verify
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
+        self._step = self._limit // 2  # a run that is no larger is read and checked at once
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
         self._spare: list[torch.Tensor] = []  # buffers that nobody uses
@@ -157,7 +158,11 @@ class Requests:
                 and target.is_cpu
                 and target.is_contiguous()
             ):
-                yield from self._in_place(chunk, first, bytes_of(target), filling)
+                memory = bytes_of(target)
+                if first.high - first.low <= self._step:
+                    yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
+                else:
+                    yield from self._in_place(chunk, first, memory, filling)
                 continue
             whole = len(places) == 1 and want.part is None
             for span in places:

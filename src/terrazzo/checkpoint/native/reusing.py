@@ -8,7 +8,7 @@ its base may be removed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from terrazzo.checkpoint.native.cleaning import read_manifest
@@ -18,7 +18,6 @@ from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 
@@ -48,7 +47,7 @@ class _Nowhere(Upload):
 
 
 def find_unchanged(
-    chunks: Sequence[Chunk], planner: SavePlanner, store: Store, base: Store, buffer_bytes: int
+    chunks: Sequence[Chunk], data_of: Callable[[Any], Any], store: Store, base: Store, buffer_bytes: int
 ) -> tuple[list[Chunk], list[Reused]]:
     """Which of the chunks have to be written, and which are in the base; the latter's files are adopted by `store`."""
     try:
@@ -61,7 +60,7 @@ def find_unchanged(
     candidates: list[Reused] = []
     for chunk in chunks:
         found = stored.get((chunk.entry.name, chunk.offsets, chunk.lengths))
-        if found is not None and _is_same(chunk, found, planner, buffer_bytes):
+        if found is not None and _is_same(chunk, found, data_of, buffer_bytes):
             candidates.append(Reused(chunk, found))
     kept = _adopted({each.stored.file.name: each.stored.file for each in candidates}, candidates, store, base)
     reused = [each for each in candidates if each.stored.file.name in kept]
@@ -69,7 +68,7 @@ def find_unchanged(
     return [chunk for chunk in chunks if id(chunk) not in settled], reused
 
 
-def _is_same(chunk: Chunk, stored: StoredChunk, planner: SavePlanner, buffer_bytes: int) -> bool:
+def _is_same(chunk: Chunk, stored: StoredChunk, data_of: Callable[[Any], Any], buffer_bytes: int) -> bool:
     alike = (chunk.dtype, chunk.nbytes, chunk.block, chunk.codec) == (
         stored.dtype,
         stored.nbytes,
@@ -79,7 +78,7 @@ def _is_same(chunk: Chunk, stored: StoredChunk, planner: SavePlanner, buffer_byt
     if not alike or chunk.nbytes == 0:
         return False
     pump = Pump(_Nowhere(), 0, buffer_bytes)
-    pump.write([chunk], planner)
+    pump.write([chunk], data_of)
     count = len(pump.sums)
     same: bool = pump.sums == stored.sums[stored.first_sum : stored.first_sum + count].tolist()
     if same and stored.codec:

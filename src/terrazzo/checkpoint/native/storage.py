@@ -20,9 +20,11 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.manifest import TYPED, Manifest
-from terrazzo.checkpoint.native.merging import PartResults
+from terrazzo.checkpoint.native.parts import PartResults
+from terrazzo.checkpoint.native.plans import ReadPlan, Receiver, WritePlan
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.work import PlannedItems, PlannedPieces, Work
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -30,12 +32,15 @@ from terrazzo.checkpoint.native.writer import (
     discard,
     write_part,
 )
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+# A subclass that changes one of these sees PyTorch's plans.
+_SEES_SAVE_PLANS: Final = ("prepare_local_plan", "prepare_global_plan", "place", "write_data")
+_SEES_READ_PLANS: Final = ("set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
 
 
 class NativeWriter(StorageWriter):
@@ -98,11 +103,13 @@ class NativeWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(plan.storage_data, FilesOfRank):
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
-        self._files = plan.storage_data
-        part = write_part(self.store, plan, planner, plan.storage_data, self.options, self.base)
         future: Future[Any] = Future()
-        future.set_result(PartResults(part))
+        future.set_result(self._write(PlannedItems(plan, planner), plan.storage_data))
         return future
+
+    def _write(self, work: Work, files: FilesOfRank) -> PartResults:
+        self._files = files
+        return PartResults(write_part(self.store, work, files, self.options, self.base))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         parts = []
@@ -135,6 +142,16 @@ class NativeWriter(StorageWriter):
     def save_side(self) -> NativeWriter:
         """How a save uses this writer: see `run.save_side`."""
         return self
+
+    @property
+    def takes_write_plans(self) -> bool:
+        """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
+        kind, own = type(self), vars(self)
+        return all(getattr(kind, name) is getattr(NativeWriter, name) and name not in own for name in _SEES_SAVE_PLANS)
+
+    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
+        """Carry out a rank's plan in the library's own form."""
+        return self._write(PlannedPieces(plan), FilesOfRank(save_id, rank))
 
     def build_on(self, base: Store) -> None:
         """Chunks that the checkpoint there has already need not be written again."""
@@ -221,6 +238,18 @@ class NativeReader(StorageReader):
             ) from error
         return self._described()
 
+    def load_side(self) -> NativeReader:
+        """How a load uses this reader: see `run.load_side`."""
+        return self
+
+    takes_roots = True
+
+    @property
+    def takes_read_plans(self) -> bool:
+        """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
+        kind, own = type(self), vars(self)
+        return all(getattr(kind, name) is getattr(NativeReader, name) and name not in own for name in _SEES_READ_PLANS)
+
     def root(self) -> bytes:
         """The root of the checkpoint that is there now, for `use_root` of readers on other ranks."""
         self.read_metadata()
@@ -248,17 +277,13 @@ class NativeReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if self._manifest is None:
-            self.read_metadata()
-        assert self._manifest is not None
-        reading = self._reading
-        if reading is None or reading.manifest is not self._manifest:
-            reading = self._reading = Reading(self.store, self._manifest, verify=self.verify)
+        reading = self._open()
         before = reading.bytes_read
         tensors = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                self._load_object(reading, item, planner)
+                value = self._value(reading, item.storage_index.fqn, getattr(planner, "allow_pickle", False))
+                planner.load_bytes(item, value)
             else:
                 tensors.append(item)
         reading.read_items(tensors, planner)
@@ -266,6 +291,23 @@ class NativeReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read(self, plan: ReadPlan, receiver: Receiver) -> None:
+        """Carry out a plan in the library's own form."""
+        reading = self._open()
+        before = reading.bytes_read
+        for value in plan.values:
+            receiver.put_value(value.name, self._value(reading, value.source, receiver.allow_pickle))
+        reading.read_targets(plan.targets)
+        self.bytes_read += reading.bytes_read - before
+
+    def _open(self) -> Reading:
+        if self._manifest is None:
+            self.read_metadata()
+        assert self._manifest is not None
+        if self._reading is None or self._reading.manifest is not self._manifest:
+            self._reading = Reading(self.store, self._manifest, verify=self.verify)
+        return self._reading
 
     def digests(self) -> dict[str, bytes]:
         """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
@@ -275,17 +317,15 @@ class NativeReader(StorageReader):
             return {}
         return PartIndexes(self._manifest, self.store).digests()
 
-    def _load_object(self, reading: Reading, item: ReadItem, planner: LoadPlanner) -> None:
-        name = item.storage_index.fqn
+    def _value(self, reading: Reading, name: str, allow_pickle: bool) -> io.BytesIO:
+        """A value that is not a tensor, as the bytes that planners are given."""
         kind, payload = reading.read_object(name)
         if kind != TYPED:
-            planner.load_bytes(item, io.BytesIO(payload))
-            return
+            return io.BytesIO(payload)
         try:
-            value = objects.decode(payload, allow_pickle=getattr(planner, "allow_pickle", False))
+            return objects.ObjectBytes(objects.decode(payload, allow_pickle=allow_pickle), payload)
         except CheckpointError as error:
             raise type(error)(f"{name!r}: {error}") from error
-        planner.load_bytes(item, objects.ObjectBytes(value, payload))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,36 +12,30 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 import terrazzo
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.codec import FRAME
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
-from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import (
     INLINE_INDEX,
-    INLINE_LIMIT,
     MANIFEST,
-    block_of,
     checksum,
     data_name,
     index_name,
 )
-from terrazzo.checkpoint.native.index import RAW, ZSTD, Rows, encode_index, name_hash
-from terrazzo.checkpoint.native.manifest import RAW as RAW_OBJECT
-from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, FileEntry, ObjectEntry, TensorEntry
-from terrazzo.checkpoint.native.merging import About, Part, make_part, merge
+from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
+from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.parts import Part, make_part
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import PartEntry, Root
-from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from terrazzo.checkpoint.native.work import Work
 from terrazzo.checkpoint.stores.base import Absent, Store, Version
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
-_WORTH_COMPRESSING: Final = 1024  # bytes
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -66,34 +60,35 @@ class WriteOptions:
 
 def write_part(
     store: Store,
-    plan: SavePlan,
-    planner: SavePlanner,
+    work: Work,
     files: FilesOfRank,
     options: WriteOptions,
     base: Store | None = None,
 ) -> Part:
-    """Write all that the plan says, durably; if that fails, leave nothing behind.
+    """Write all that there is to write, durably; if that fails, leave nothing behind.
 
     What is in the checkpoint `base` already is not written again.
     """
     with paused_collector():
-        chunks, inline = _chunks_of(plan, planner, options)
+        chunks, inline = work.chunks(options.compression)
         if store.caps.file_bytes is not None:
             chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
-        chunks, tied = _without_tied(chunks, planner)
+        chunks, tied = _without_tied(chunks, work)
         reused: list[Reused] = []
         if base is not None:
-            chunks, reused = find_unchanged(chunks, planner, store, base, options.buffer_bytes)
+            chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes)
         groups = _groups(chunks, options, store.caps.file_bytes)
         layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
-    work = [partial(_write_file, store, *named, planner, options, files) for named in zip(names, layouts, strict=True)]
+    writes = [
+        partial(_write_file, store, *named, work.tensor, options, files) for named in zip(names, layouts, strict=True)
+    ]
     try:
-        if store.caps.in_place or len(work) < 2:
-            written = [write() for write in work]
+        if store.caps.in_place or len(writes) < 2:
+            written = [write() for write in writes]
         else:  # files that are sent as a whole: several are under way
             with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(layouts)), "terrazzo-write") as pool:
-                futures = [pool.submit(write) for write in work]
+                futures = [pool.submit(write) for write in writes]
                 try:
                     written = [future.result() for future in futures]
                 except BaseException:
@@ -109,17 +104,16 @@ def write_part(
     return make_part([chunk.entry for chunk in stored], boxes, entry, inline)
 
 
-def _without_tied(chunks: list[Chunk], planner: SavePlanner) -> tuple[list[Chunk], dict[int, list[Chunk]]]:
+def _without_tied(chunks: list[Chunk], work: Work) -> tuple[list[Chunk], dict[int, list[Chunk]]]:
     """The chunks that have to be written; and by the id of one, the others that are the same memory (tied weights)."""
-    tied_to = getattr(planner, "tied_to", None)
-    firsts = {} if tied_to is None else {id(chunk): tied_to(chunk.item.index) for chunk in chunks}
-    if not any(first is not None for first in firsts.values()):
+    firsts = {id(chunk): first for chunk in chunks if (first := work.tied_to(chunk.source)) is not None}
+    if not firsts:
         return chunks, {}
-    places = {(chunk.item.index, chunk.part): chunk for chunk in chunks}
+    places = {(work.key(chunk.source), chunk.part): chunk for chunk in chunks}
     kept: list[Chunk] = []
     tied: dict[int, list[Chunk]] = {}
     for chunk in chunks:
-        first = firsts[id(chunk)]
+        first = firsts.get(id(chunk))
         same = None if first is None else places.get((first, chunk.part))
         if same is not None and _form(same) == _form(chunk):
             tied.setdefault(id(same), []).append(chunk)
@@ -196,57 +190,6 @@ def discard(store: Store, names: Sequence[str]) -> None:
             LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
 
 
-def _chunks_of(plan: SavePlan, planner: SavePlanner, options: WriteOptions) -> tuple[list[Chunk], list[ObjectEntry]]:
-    """The plan's items as chunks for data files, and the objects that are small enough for the manifest."""
-    chunks: list[Chunk] = []
-    inline: list[ObjectEntry] = []
-    # Many items share one description; the plan keeps it alive, and with it its id.
-    described: dict[int, _Described] = {}
-    for item in plan.items:
-        if item.type is WriteItemType.BYTE_IO:
-            kind, payload = _object_payload(item, planner)
-            if len(payload) <= INLINE_LIMIT:
-                inline.append(ObjectEntry(item.index.fqn, kind, payload))
-            else:
-                nbytes = len(payload)
-                entry = TensorEntry(item.index.fqn, "uint8", (nbytes,), kind)
-                chunks.append(Chunk(entry, torch.uint8, (0,), (nbytes,), nbytes, item, payload))
-        else:
-            data = item.tensor_data
-            if data is None:
-                raise CheckpointError(f"{item.index.fqn!r}: an item of type {item.type} needs tensor_data")
-            form = described.get(id(data))
-            if form is None:
-                form = described[id(data)] = _described(data, item.tensor_storage_size() or 0, options)
-            entry = TensorEntry(item.index.fqn, form.dtype_name, form.shape, TENSOR)
-            chunks.append(
-                Chunk(
-                    entry, form.dtype, form.offsets, form.lengths, form.nbytes, item, None, None, form.block, form.codec
-                )
-            )
-    return chunks, inline
-
-
-class _Described(msgspec.Struct, frozen=True):
-    """What chunks of one description have in common."""
-
-    dtype: torch.dtype
-    dtype_name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    nbytes: int
-    block: int
-    codec: int
-
-
-def _described(data: TensorWriteData, nbytes: int, options: WriteOptions) -> _Described:
-    dtype, offsets, lengths = data.properties.dtype, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    codec = ZSTD if options.compression and nbytes >= _WORTH_COMPRESSING else RAW
-    block = FRAME if codec else block_of(lengths, dtype.itemsize)
-    return _Described(dtype, dtype_name(dtype), tuple(data.size), offsets, lengths, nbytes, block, codec)
-
-
 def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) -> list[list[Chunk]]:
     """The chunks of each data file."""
     if file_bytes is None:
@@ -280,17 +223,6 @@ def _cut(chunk: Chunk, limit: int) -> list[Chunk]:
     ]
 
 
-def _object_payload(item: WriteItem, planner: SavePlanner) -> tuple[int, bytes]:
-    data = planner.resolve_data(item)
-    if isinstance(data, objects.ObjectBytes):
-        return TYPED, data.encoded()
-    if isinstance(data, torch.Tensor):
-        raise CheckpointError(
-            f"{item.index.fqn!r}: the plan promised bytes, but the planner's resolve_data gave a tensor"
-        )
-    return RAW_OBJECT, data.getvalue()
-
-
 @dataclass(frozen=True, slots=True)
 class _WrittenFile:
     """A data file that is complete, and what an index says of its chunks."""
@@ -303,7 +235,12 @@ class _WrittenFile:
 
 
 def _write_file(
-    store: Store, name: str, layout: FileLayout, planner: SavePlanner, options: WriteOptions, files: FilesOfRank
+    store: Store,
+    name: str,
+    layout: FileLayout,
+    data_of: Callable[[Any], Any],
+    options: WriteOptions,
+    files: FilesOfRank,
 ) -> _WrittenFile:
     header = layout.header
     upload = store.upload(name, layout.size)
@@ -314,11 +251,11 @@ def _write_file(
         segments = _segments(layout, threads)
         pumps = [Pump(upload, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
         if len(pumps) == 1:
-            pumps[0].write(layout.chunks, planner)
+            pumps[0].write(layout.chunks, data_of)
         else:
             with ThreadPoolExecutor(len(pumps)) as pool:
                 work = [
-                    pool.submit(pump.write, layout.chunks[segment], planner)
+                    pool.submit(pump.write, layout.chunks[segment], data_of)
                     for pump, segment in zip(pumps, segments, strict=True)
                 ]
             for future in work:

@@ -98,6 +98,8 @@ def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> N
     last = path[-1]
     if isinstance(container, list):
         _extend_to(container, last)
+    elif not isinstance(container, MutableMapping):
+        raise _contradiction(last)
     container[last] = value
 
 
@@ -115,8 +117,16 @@ def _descend(container: Any, key: Any, default: Any) -> Any:
         if container[key] is None:
             container[key] = default
         return container[key]
+    if not isinstance(container, MutableMapping):
+        raise _contradiction(key)
     return container.setdefault(key, default)
 
 
-def _extend_to(items: list[Any], index: int) -> None:
+def _contradiction(key: object) -> CheckpointError:
+    return CheckpointError(f"the paths of names contradict each other: {key!r} leads into what cannot have it")
+
+
+def _extend_to(items: list[Any], index: Any) -> None:
+    if type(index) is not int or index < 0:
+        raise _contradiction(index)
     items.extend([None] * (index + 1 - len(items)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
     is_tensor_entry,
 )
-from terrazzo.checkpoint.native.chunks import Overlaps
+from terrazzo.checkpoint.native.chunks import Overlap, Overlaps
 from terrazzo.checkpoint.native.dtypes import is_lossless
 from terrazzo.checkpoint.native.objects import value_of
+from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
@@ -34,6 +36,21 @@ from terrazzo.errors import CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
 
 _NAMED = 50
+# A subclass that changes one of these sees items, or makes other ones.
+_SEES_ITEMS: Final = (
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "load_bytes",
+    "resolve_bytes",
+    "resolve_tensor",
+    "lookup_tensor",
+    "transform_tensor",
+    "commit_tensor",
+)
+
+# By entry, shape and dtype: the entry, which is kept so that its number stays its own, and why it does not fit.
+_Fits: TypeAlias = dict[tuple[int, torch.Size, torch.dtype], tuple[TensorStorageMetadata, str | None]]
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -76,8 +93,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.missing: tuple[str, ...] = ()
         self.rank = 0
         self.mappings: dict[str, tuple[Any, ...]] = {}
-        self._targets: dict[MetadataIndex, torch.Tensor] = {}
-        self._names: dict[str, str] = {}
+        self._targets: dict[MetadataIndex, torch.Tensor] = {}  # only if items are wanted
         self._materialised: dict[str, torch.Tensor] = {}
         self._kept: list[str] = []
 
@@ -109,47 +125,76 @@ class DefaultLoadPlanner(LoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
+        plan = self._planned()
+        self._targets = {}
+        items: list[ReadItem] = []
+        none = torch.Size()
+        for target in plan.targets:
+            index = MetadataIndex(target.name, target.box.offsets, target.number)
+            self._targets[index] = target.tensor
+            items += items_of(index, target.source, target.parts)
+        for value in plan.values:
+            items.append(
+                ReadItem(LoadItemType.BYTE_IO, MetadataIndex(value.name), none, MetadataIndex(value.source), none, none)
+            )
+        return LoadPlan(items)
+
+    def read_plan(self) -> ReadPlan | None:
+        """The local plan in the library's own form; None if a subclass makes, sees or changes items."""
+        return self._planned() if self._is_plain else None
+
+    @property
+    def _is_plain(self) -> bool:
+        kind, own = type(self), vars(self)
+        return all(getattr(kind, name) is getattr(DefaultLoadPlanner, name) and name not in own for name in _SEES_ITEMS)
+
+    @torch.no_grad()
+    def _planned(self) -> ReadPlan:
         if self.metadata is None:
             raise CheckpointError("the planner was set up without the checkpoint's metadata")
         stored = self.metadata.state_dict_metadata
-        self._targets, self._names = {}, {}
         self._kept = []
         self._before = {n: value for n, value in self.state_dict.items() if n not in self._materialised}
         faults = _Faults([], [])
-        items: list[ReadItem] = []
-        with torch.no_grad():
-            self._plan_values(stored, items, faults)
-        self._report(faults, len(stored))
-        return LoadPlan(items)
-
-    def _plan_values(self, stored: Any, items: list[ReadItem], faults: _Faults) -> None:
-        viewer, overlaps = Viewer(), Overlaps()
+        targets: list[Target] = []
+        values: list[Value] = []
+        view, overlaps = Viewer().view, Overlaps()
+        fits: _Fits = {}
         for name, value in self.state_dict.items():
             entry = stored.get(name)
-            # Most values are stored under their own names.
-            source = (
-                name if entry is not None and type(value) is not PerRank else self._stored_name(name, value, stored)
-            )
-            if source is None:
-                if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
-                    self._kept.append(name)  # saved by fewer ranks
-                elif not (type(value) in (dict, list) and not value):  # an empty one asks for nothing
-                    faults.missing.append(name)
-                continue
-            if isinstance(value, PerRank):
-                value = value.value
-            if source is not name:
+            source: str | None = name
+            if entry is None or type(value) is PerRank:  # most values are stored under their own names
+                source = self._stored_name(name, value, stored)
+                if source is None:
+                    if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
+                        self._kept.append(name)  # saved by fewer ranks
+                    elif not (type(value) in (dict, list) and not value):  # an empty one asks for nothing
+                        faults.missing.append(name)
+                    continue
                 entry = stored[source]
-            self._names[source] = name
-            fault = self._fault(value, entry)
-            if fault is not None:
-                faults.mismatched.append(f"{name}: {fault}")
-            elif is_tensor_entry(entry):
-                items += self._tensor_items(name, source, value, entry, viewer, overlaps)
+                if isinstance(value, PerRank):
+                    value = value.value
+            assert source is not None
+            if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                if is_tensor_entry(entry):
+                    faults.mismatched.append(f"{name}: {_no_tensor(entry, value)}")
+                else:
+                    values.append(Value(name, source))
+            elif not is_tensor_entry(entry):
+                faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
             else:
-                index = MetadataIndex(source)
-                none = torch.Size()
-                items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, index, none, none))
+                key = (id(entry), value.size(), value.dtype)
+                fit = fits.get(key)
+                if fit is None:
+                    fit = fits[key] = entry, self._fault(key[1], key[2], entry)
+                if fit[1] is not None:
+                    faults.mismatched.append(f"{name}: {fit[1]}")
+                    continue
+                for number, (box, tensor) in enumerate(local_chunks(name, value, view).chunks):
+                    parts = _parts(source, box, entry, overlaps)
+                    targets.append(Target(name, source, tensor, box, parts, number))
+        self._report(faults, len(stored))
+        return ReadPlan(targets, values)
 
     def _stored_name(self, name: str, value: Any, stored: Any) -> str | None:
         """The name under which the checkpoint holds a value of the state dict."""
@@ -161,21 +206,13 @@ class DefaultLoadPlanner(LoadPlanner):
         # A value that is declared per rank now but was not when saved is the same for all.
         return name if isinstance(value, PerRank) and name in stored else None
 
-    def _fault(self, value: Any, entry: Any) -> str | None:
-        """Why a value cannot be loaded from an entry; None if it can."""
-        is_tensor = isinstance(value, torch.Tensor) or is_sharded(value)
-        if not is_tensor_entry(entry):
-            return "the checkpoint holds an object, the state dict a tensor" if is_tensor else None
-        if not is_tensor:
-            return (
-                f"the checkpoint holds a tensor of shape {list(entry.size)}, the state dict a {type(value).__name__}; "
-                f"put a tensor of this shape there"
-            )
-        if value.size() != entry.size:
-            return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(value.size())}"
-        dtype = entry.properties.dtype
-        if dtype != value.dtype and not self.allow_lossy_dtype and not is_lossless(dtype, value.dtype):
-            return f"{value.dtype} does not hold every value of the checkpoint's {dtype} (see allow_lossy_dtype)"
+    def _fault(self, size: torch.Size, dtype: torch.dtype, entry: TensorStorageMetadata) -> str | None:
+        """Why a tensor cannot be loaded from an entry; None if it can."""
+        if size != entry.size:
+            return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(size)}"
+        stored = entry.properties.dtype
+        if stored != dtype and not self.allow_lossy_dtype and not is_lossless(stored, dtype):
+            return f"{dtype} does not hold every value of the checkpoint's {stored} (see allow_lossy_dtype)"
         return None
 
     def _report(self, faults: _Faults, stored: int) -> None:
@@ -197,16 +234,6 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.missing:
             LOGGER.warning("kept as they were, for the checkpoint does not have them: %s", ", ".join(self.missing))
 
-    def _tensor_items(
-        self, name: str, source: str, value: Any, entry: TensorStorageMetadata, viewer: Viewer, overlaps: Overlaps
-    ) -> list[ReadItem]:
-        items = []
-        for position, (box, target) in enumerate(local_chunks(name, value, viewer.view).chunks):
-            dest_index = MetadataIndex(name, box.offsets, position)
-            self._targets[dest_index] = target
-            items += read_items(dest_index, source, box, entry, overlaps)
-        return items
-
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
@@ -214,7 +241,10 @@ class DefaultLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
+        self.put_value(read_item.dest_index.fqn, value)
+
+    def put_value(self, name: str, value: io.BytesIO) -> None:
+        """Put a value that has been read into the state dict."""
         loaded = value_of(name, value, self.allow_pickle, "load with DefaultLoadPlanner(allow_pickle=True)")
         present = self.state_dict.get(name)
         if isinstance(present, PerRank):
@@ -235,23 +265,9 @@ class DefaultLoadPlanner(LoadPlanner):
         """How a load uses this planner: see `run.planner_sides`."""
         return self
 
-    def own_target(self, item: ReadItem) -> torch.Tensor | None:
-        """The tensor that an item fills; None when a subclass hands out others, or changes what was read."""
-        kind = type(self)
-        handed_out = all(
-            getattr(kind, name) is getattr(DefaultLoadPlanner, name)
-            for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
-        )
-        return self.lookup_tensor(item.dest_index) if handed_out else None
-
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
-        shape, lengths = tensor.shape, read_item.lengths
-        if shape != lengths:
-            for dim, length in enumerate(lengths):
-                if shape[dim] != length:
-                    tensor = tensor.narrow(dim, read_item.dest_offsets[dim], length)
-        return tensor
+        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor was the state dict's own memory."""
@@ -282,20 +298,36 @@ def read_items(
     dest_index: MetadataIndex, source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps
 ) -> list[ReadItem]:
     """The items that fill `box` of the tensor stored as `source`."""
+    return items_of(dest_index, source, _parts(source, box, entry, overlaps))
+
+
+def _parts(source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps) -> tuple[Overlap, ...]:
     coverage = overlaps.of(entry.chunks, box)
     if coverage.missing:
         raise CheckpointError(
             f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
             f"which is incomplete"
         )
+    return coverage.parts
+
+
+def items_of(dest_index: MetadataIndex, source: str, parts: Sequence[Overlap]) -> list[ReadItem]:
+    """What a target needs, as PyTorch's items."""
     return [
         ReadItem(
             LoadItemType.TENSOR,
             dest_index,
-            found.in_box,
-            MetadataIndex(source, found.chunk_offsets, found.number),
-            found.in_chunk,
-            found.lengths,
+            torch.Size(part.in_box),
+            MetadataIndex(source, part.chunk.offsets, part.number),
+            torch.Size(part.in_chunk),
+            torch.Size(part.lengths),
         )
-        for found in coverage.parts
+        for part in parts
     ]
+
+
+def _no_tensor(entry: TensorStorageMetadata, value: object) -> str:
+    return (
+        f"the checkpoint holds a tensor of shape {list(entry.size)}, the state dict a {type(value).__name__}; "
+        f"put a tensor of this shape there"
+    )

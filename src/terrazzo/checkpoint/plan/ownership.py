@@ -85,7 +85,7 @@ class Negotiation:
 
     def __init__(self, claims: Sequence[Claim], rank: int, world: int) -> None:
         self.claims = claims
-        self._rank = rank
+        self.rank = rank
         self._world = world
         self._groups: dict[tuple[int, ...] | None, _Group] = {}
         self._unsure: Sequence[int] = ()
@@ -122,7 +122,7 @@ class Negotiation:
             holders |= {claim.identity: holders[claim.identity][:1] for claim in divergent}
         return [
             holders[claim.identity]
-            if claim.identity in holders and claim.holders != (self._rank,)
+            if claim.identity in holders and claim.holders != (self.rank,)
             else (everyone if claim.holders is None else claim.holders)
             for claim in self.claims
         ]

@@ -10,7 +10,7 @@ two ways:
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,16 +29,25 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
+from terrazzo.checkpoint.native.plans import Form
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
+from terrazzo.checkpoint.plan.held import Held, Holding, split_of
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, assign
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
-from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import (
+    OWN_MEMORY,
+    Holders,
+    ShardView,
+    Viewer,
+    check_storable,
+    is_sharded,
+    local_chunks,
+)
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
-from terrazzo.layout.chunking import chunk_span
 
 # Replicated tensors from this size on are written in parts by all their holders.
 SPLIT_FROM: Final = 16 << 20
@@ -47,11 +56,18 @@ _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_trac
 _SCALARS: Final = frozenset({bool, int, float, complex, str})
 
 
-class _Holding(msgspec.Struct, frozen=True, eq=False):
-    """What this rank holds behind one item: the data, and which ranks of the group hold the same (None: unknown)."""
-
-    value: Any
-    holders: tuple[int, ...] | None
+# A subclass that changes one of these sees items, or makes other ones.
+_SEES_ITEMS: Final = (
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+    "lookup_object",
+    "transform_object",
+    "negotiate",
+    "share_plan",
+    "tied_to",
+)
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -94,15 +110,13 @@ class DefaultSavePlanner(SavePlanner):
         self._per_rank = tuple(per_rank)
         self.lowest_rank_wins = tuple(lowest_rank_wins)
         self._split_from = split_from
-        self._holdings: dict[MetadataIndex, _Holding] = {}
+        # Only if items are wanted: what is behind each.
+        self._holdings: dict[MetadataIndex, Holding] = {}
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
         self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
         self._translated: dict[int, tuple[int, ...] | None] = {}
-        # By address, the first chunk that is there; and of chunks that are the same memory as an earlier one, that one.
-        self._at: dict[int, tuple[MetadataIndex, TensorWriteData, torch.Tensor]] = {}
+        # Of items that are the same memory as an earlier one, that one.
         self._ties: dict[MetadataIndex, MetadataIndex] = {}
-        # What items say of their chunks is the same for all tensors of one shape, dtype and place.
-        self._described: dict[tuple[Any, ...], TensorWriteData] = {}
 
     @property
     def plans_alone(self) -> bool:
@@ -132,63 +146,94 @@ class DefaultSavePlanner(SavePlanner):
         self.storage_meta = storage_meta
         self.is_coordinator = is_coordinator
 
-    @torch.no_grad()
     def create_local_plan(self) -> SavePlan:
-        self._holdings, self._parts, self._at, self._ties = {}, {}, {}, {}
-        viewer = Viewer()
-        self._translated, self._described = {}, {}
-        items: list[WriteItem] = []
-        mappings = {}
+        holdings, ties, paths = self._all_held()
+        self._holdings, self._parts = {}, {}
+        described: dict[int, TensorWriteData] = {}  # by form, which many share
+        items = []
+        for holding in holdings:
+            item = _item_of(holding, described)
+            items.append(item)
+            self._holdings[item.index] = holding
+        self._ties = {items[place].index: items[first].index for place, first in ties.items()}
+        return SavePlan(items, planner_data=paths)
+
+    def hold(self) -> Held | None:
+        """What this rank could write, in the library's own form; None if a subclass makes, sees or changes items."""
+        kind, own = type(self), vars(self)
+        if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
+            return None
+        holdings, ties, paths = self._all_held()
+        claims = [
+            self._claim(holding.name, holding.form, 0 if holding.form is None else holding.form.nbytes, holding)
+            for holding in holdings
+        ]
+        return Held(
+            holdings,
+            self._negotiation(claims, ties),
+            ties,
+            paths,
+            split_from=self._split_from,
+            lowest_rank=self.dedup_save_to_lowest_rank,
+        )
+
+    @torch.no_grad()
+    def _all_held(self) -> tuple[list[Holding], dict[int, int], dict[str, tuple[Any, ...]] | None]:
+        """Everything that this rank could write; which of it is the same memory as something before it; and the paths
+        of all names."""
+        self._translated = {}
+        view = Viewer().view
+        forms: dict[tuple[int, torch.dtype, bool], Form] = {}
+        at: dict[int, int] = {}  # by address: the first chunk that is there
+        holdings: list[Holding] = []
+        ties: dict[int, int] = {}
+        paths = {}
         unsupported: list[str] = []
+        mappings, per_rank = self.mappings, self._per_rank
         for name, value in self.state_dict.items():
-            own = isinstance(value, PerRank) or (bool(self._per_rank) and matches_any(name, self._per_rank))
+            own = type(value) is PerRank or (bool(per_rank) and matches_any(name, per_rank))
             stored = name_on_rank(name, self.rank) if own else name
-            if isinstance(value, PerRank):
+            if type(value) is PerRank:
                 value = value.value
-            path = self.mappings.get(name)
+            path = mappings.get(name)
             if path is not None and len(path) > 1:
-                mappings[stored] = (*path[:-1], name_on_rank(path[-1], self.rank)) if own else path
+                paths[stored] = (*path[:-1], name_on_rank(path[-1], self.rank)) if own else path
             try:
-                if isinstance(value, torch.Tensor) or is_sharded(value):
-                    items += self._tensor_items(stored, value, viewer, own)
-                else:
-                    items.append(self._object_item(stored, value, own))
+                if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                    encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
+                    holdings.append(Holding(stored, None, encoded, (self.rank,) if own else None))
+                    continue
+                check_storable(value)
+                size, chunks, holders = self._seen(stored, value, view, own)
             except UnsupportedValueError as error:
                 unsupported.append(f"{name}: {error}")
+                continue
+            for box, data in chunks:
+                key = (id(box), data.dtype, data.requires_grad)
+                form = forms.get(key)
+                if form is None or form.shape != size:
+                    nbytes = box.numel * data.dtype.itemsize
+                    form = forms[key] = Form(data.dtype, tuple(size), box, nbytes, data.requires_grad)
+                if type(data) in OWN_MEMORY and (address := data.data_ptr()):
+                    first = at.setdefault(address, len(holdings))
+                    if first != len(holdings) and holdings[first].form == form:
+                        if same_memory(holdings[first].value, data):
+                            ties[len(holdings)] = first
+                holdings.append(Holding(stored, form, data, holders))
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
-        return SavePlan(items, planner_data=mappings or None)
+        return holdings, ties, paths or None
 
-    def _tensor_items(self, name: str, value: Any, viewer: Viewer, own: bool) -> list[WriteItem]:
-        check_storable(value)
-        view = local_chunks(name, value, viewer.view)
-        holders = (self.rank,) if own else self._in_group(view.holders)
-        chunks = view.chunks
-        if 0 in view.size:  # no rank has a chunk of it, but its name and shape are to be kept
-            chunks = ((Box.whole(view.size), torch.empty(view.size, dtype=view.dtype)),)
-            holders = holders if own else None
-        sharded = len(chunks) != 1 or chunks[0][0].lengths != view.size
-        kind = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
-        items = []
-        for box, data in chunks:
-            described = self._describe(view.size, data, box)
-            item = WriteItem(MetadataIndex(name, described.chunk.offsets), kind, described)
-            items.append(item)
-            self._holdings[item.index] = _Holding(data, holders)
-            if type(data) in OWN_MEMORY and data.data_ptr():
-                first = self._at.setdefault(data.data_ptr(), (item.index, described, data))
-                if first[0] is not item.index and first[1] == described and same_memory(first[2], data):
-                    self._ties[item.index] = first[0]
-        return items
-
-    def _describe(self, size: torch.Size, data: torch.Tensor, box: Box) -> TensorWriteData:
-        key = (size, data.dtype, data.requires_grad, box)
-        found = self._described.get(key)
-        if found is None:
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
-            properties = TensorProperties(data.dtype, requires_grad=data.requires_grad)
-            found = self._described[key] = TensorWriteData(chunk, properties, size)
-        return found
+    def _seen(
+        self, name: str, value: Any, view: Callable[[str, Any], ShardView], own: bool
+    ) -> tuple[torch.Size, Sequence[tuple[Box, torch.Tensor]], tuple[int, ...] | None]:
+        """A tensor's shape, this rank's chunks of it, and the ranks of the group that hold the same."""
+        seen = local_chunks(name, value, view)
+        holders = (self.rank,) if own else self._in_group(seen.holders)
+        if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
+            nothing = torch.empty(seen.size, dtype=seen.dtype)
+            return seen.size, ((Box.whole(seen.size), nothing),), holders if own else None
+        return seen.size, seen.chunks, holders
 
     def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
         """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""
@@ -199,12 +244,6 @@ class DefaultSavePlanner(SavePlanner):
             group_ranks = tuple(position for position, rank in enumerate(self.ranks) if rank in holders.ranks)
             self._translated[id(holders)] = group_ranks if known else None
         return self._translated[id(holders)]
-
-    def _object_item(self, name: str, value: Any, own: bool) -> WriteItem:
-        index = MetadataIndex(name)
-        encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
-        self._holdings[index] = _Holding(encoded, (self.rank,) if own else None)
-        return WriteItem(index, WriteItemType.BYTE_IO)
 
     def tied_to(self, index: MetadataIndex) -> MetadataIndex | None:
         """An item whose data is the same memory, and so need not be written twice; None if there is none before it."""
@@ -229,34 +268,41 @@ class DefaultSavePlanner(SavePlanner):
         return self
 
     def negotiate(self, plan: SavePlan) -> Negotiation:
-        """This rank's side of the agreement on who writes what, before anything has been sent."""
-        sizes: dict[int, int] = {}  # by description, of which many items share one
+        """This rank's side of the agreement on who writes what, of PyTorch's items."""
+        forms: dict[int, Form] = {}  # by description, which many items share
         claims: list[Claim] = []
         for item in plan.items:
-            nbytes = sizes.get(id(item.tensor_data))
-            if nbytes is None:
-                nbytes = sizes[id(item.tensor_data)] = item.tensor_storage_size() or 0
-            claims.append(self._claim(item, nbytes))
+            data = item.tensor_data
+            form = None
+            if data is not None:
+                form = forms.get(id(data))
+                if form is None:
+                    nbytes = item.tensor_storage_size() or 0
+                    form = forms[id(data)] = Form(data.properties.dtype, tuple(data.size), data.chunk.box, nbytes)
+            holding = self._holdings.get(item.index)
+            claims.append(self._claim(item.index.fqn, form, 0 if form is None else form.nbytes, holding))
+        ties: dict[int, int] = {}
         if self._ties and self._hands_out_memory:
-            identities = {item.index: claim.identity for item, claim in zip(plan.items, claims, strict=True)}
-            for place, item in enumerate(plan.items):
-                first = identities.get(self._ties.get(item.index, item.index), 0)
-                if item.index in self._ties and first:
-                    claims[place] = msgspec.structs.replace(claims[place], tied=first)
+            places = {item.index: place for place, item in enumerate(plan.items)}
+            for index, first in self._ties.items():
+                if index in places and first in places:
+                    ties[places[index]] = places[first]
+        return self._negotiation(claims, ties)
+
+    def _negotiation(self, claims: list[Claim], ties: dict[int, int]) -> Negotiation:
+        for place, first in ties.items():
+            if claims[first].identity:
+                claims[place] = msgspec.structs.replace(claims[place], tied=claims[first].identity)
         return Negotiation(claims, self.rank, len(self.ranks))
 
-    def _claim(self, item: WriteItem, nbytes: int) -> Claim:
-        holding = self._holdings.get(item.index)
-        name = item.index.fqn
+    def _claim(self, name: str, form: Form | None, nbytes: int, holding: Holding | None) -> Claim:
         alone = (self.rank,)
         if holding is not None and holding.holders == alone:  # no other rank has to recognise it
             return Claim(name, 0, nbytes, alone)
-        data = item.tensor_data
-        if data is None:
+        if form is None:
             identity = checksum(f"{name}\0object".encode())
         else:
-            chunk = data.chunk
-            described = f"{name}\0{data.properties.dtype}{tuple(data.size)}{tuple(chunk.offsets)}{tuple(chunk.sizes)}"
+            described = f"{name}\0{form.dtype}{form.shape}{form.box.offsets}{form.box.lengths}"
             identity = checksum(described.encode())
         if holding is None:  # an item that a subclass has made
             return Claim(name, identity, nbytes, None)
@@ -291,18 +337,11 @@ class DefaultSavePlanner(SavePlanner):
         data = item.tensor_data
         if data is None:
             raise CheckpointError(f"{item.index.fqn!r}: only tensors can be split among ranks")
-        box = data.chunk.box
-        # The first dim that is long enough: the earlier it is, the larger the runs of the part in memory.
-        dim = next((d for d, length in enumerate(box.lengths) if length >= parts), None)
-        if dim is None:
-            dim = max(range(box.ndim), key=lambda d: box.lengths[d])
-        start, length = chunk_span(box.lengths[dim], parts, index)
-        if length == 0:
+        split = split_of(data.chunk.box, index, parts)
+        if split is None:
             return []
-        offsets, lengths = list(box.offsets), list(box.lengths)
-        offsets[dim] += start
-        lengths[dim] = length
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+        dim, start, box = split
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
         part = replace(
             item,
             index=MetadataIndex(item.index.fqn, chunk.offsets),
@@ -310,7 +349,7 @@ class DefaultSavePlanner(SavePlanner):
             tensor_data=replace(data, chunk=chunk),
         )
         # The first part has the index of the whole, which stays known by it too.
-        self._parts[part.index] = (item.index, dim, start, length)
+        self._parts[part.index] = (item.index, dim, start, box.lengths[dim])
         return [part]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -323,8 +362,7 @@ class DefaultSavePlanner(SavePlanner):
     def forget(self) -> None:
         """Let go of the state, which a planner that is kept would keep alive."""
         self.state_dict = {}
-        self._holdings, self._parts, self._translated, self._described = {}, {}, {}, {}
-        self._at, self._ties = {}, {}
+        self._holdings, self._parts, self._translated, self._ties = {}, {}, {}, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))
@@ -348,6 +386,20 @@ class DefaultSavePlanner(SavePlanner):
         if holding is not None and isinstance(holding.value, ObjectBytes) and holding.value.value is object:
             return holding.value
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
+
+
+def _item_of(holding: Holding, described: dict[int, TensorWriteData]) -> WriteItem:
+    """A holding as PyTorch's item."""
+    form = holding.form
+    if form is None:
+        return WriteItem(MetadataIndex(holding.name), WriteItemType.BYTE_IO)
+    data = described.get(id(form))
+    if data is None:
+        chunk = ChunkStorageMetadata(torch.Size(form.box.offsets), torch.Size(form.box.lengths))
+        properties = TensorProperties(form.dtype, requires_grad=form.requires_grad)
+        data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
+    kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
+    return WriteItem(MetadataIndex(holding.name, data.chunk.offsets), kind, data)
 
 
 def _is_lenient(name: str, value: Any) -> bool:

@@ -145,7 +145,13 @@ def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -
     """The view of any tensor: a plain one is a single chunk that every rank may hold."""
     if is_sharded(value):
         return view(name, value)
-    return ShardView(value.shape, value.dtype, ((Box.whole(value.shape), _detached(value)),), None)
+    shape = value.shape
+    return ShardView(shape, value.dtype, ((_whole(shape), _detached(value)),), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Box:
+    return Box.whole(shape)
 
 
 def check_storable(value: Any) -> None:

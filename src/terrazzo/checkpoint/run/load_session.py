@@ -20,11 +20,13 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.native.plans import ReadPlan
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
+from terrazzo.checkpoint.run.load_side import LoadSide, side_of
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
 from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide, load_side_of
 from terrazzo.checkpoint.storage import StorageReader
@@ -42,6 +44,7 @@ class LoadSession:
     wanted_together: bool = False
     once_per_node: bool = False
     _planner_side: LoadPlannerSide | None = None
+    _reader_side: LoadSide | None = None
 
     @property
     def together(self) -> bool:
@@ -56,8 +59,15 @@ class LoadSession:
         return self._planner_side
 
     @property
+    def _storage(self) -> LoadSide:
+        """How the reader takes part."""
+        if self._reader_side is None:
+            self._reader_side = side_of(self.reader)
+        return self._reader_side
+
+    @property
     def _plans_alone(self) -> bool:
-        return self._side.plans_alone and getattr(self.reader, "plans_alone", False)
+        return self._side.plans_alone and self._storage.plans_alone
 
     def run(
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
@@ -68,13 +78,13 @@ class LoadSession:
                 self._run(state_dict, give_back)
             finally:
                 self._side.forget()
-            event.bytes = getattr(self.reader, "bytes_read", 0)
+            event.bytes = self._storage.bytes_read
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
         if not self.together:
             with self._explained():
                 values = state_dict()
-                self._read(self._local_plan(values))
+                self._read_alone(values)
             self._finish(values, give_back)
             return
         try:
@@ -95,17 +105,35 @@ class LoadSession:
             failure = failure_of(raised, self.place.global_rank)
             raise exception_of([failure], self.place.doing, error) from error
 
-    def _local_plan(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> LoadPlan:
+    def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
         with paused_collector():
-            use_root = getattr(self.reader, "use_root", None)
-            metadata = self.reader.read_metadata() if root is None or use_root is None else use_root(root)
+            metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
         self._side.set_up_ranks(self.place.rank, self.place.ranks)
         self.planner.set_up_planner(state_dict, metadata, self.place.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
+
+    def _items(self) -> LoadPlan:
+        """What this rank reads, as PyTorch's items."""
         with paused_collector():
             return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
-    def _read(self, plan: LoadPlan) -> None:
+    def _own_plan(self) -> ReadPlan | None:
+        """What this rank reads, in the library's own form; None if planner or reader want PyTorch's."""
+        if not self._storage.takes_read_plans:
+            return None
+        with paused_collector():
+            return self._side.read_plan()
+
+    def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
+        """Plan and read, without word from any other rank."""
+        self._set_up(state_dict, root)
+        own = self._own_plan()
+        if own is None:
+            self._read_items(self._items())
+        else:
+            self._storage.read(own, self._side)
+
+    def _read_items(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 
     def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
@@ -121,12 +149,13 @@ class LoadSession:
         def plan() -> bytes:
             nonlocal values
             values = state_dict()
-            return messages.encode(self._local_plan(values, root))
+            self._set_up(values, root)
+            return messages.encode(self._items())
 
         def read_alone() -> None:
             nonlocal values
             values = state_dict()
-            self._read(self._local_plan(values, root))
+            self._read_alone(values, root)
 
         def combine(parts: list[bytes]) -> list[bytes]:
             plans = self.planner.create_global_plan([messages.decode(part, LoadPlan) for part in parts])
@@ -139,7 +168,7 @@ class LoadSession:
             self.place.together(read_alone)
         else:
             central = messages.decode(self.place.reduce_scatter(plan, combine), LoadPlan)
-            self.place.together(lambda: self._read(central))
+            self.place.together(lambda: self._read_items(central))
         self.place.together(lambda: self._finish(values, give_back))
 
     def _read_once_per_node(
@@ -152,28 +181,33 @@ class LoadSession:
     ) -> STATE_DICT_TYPE:
         """Read what several ranks of a node want once there; all ranks hear of errors after each step."""
         values: STATE_DICT_TYPE = {}
-        plan = LoadPlan([])
+        own: ReadPlan | None = None
         node: Node | None = None
         passed: list[Passed] = []
         here = [rank for rank, where in zip(self.place.ranks, nodes, strict=True) if where == nodes[self.place.rank]]
 
         def make_plan() -> None:
-            nonlocal values, plan
+            nonlocal values, own
             values = state_dict()
-            plan = self.planner.finish_plan(self._local_plan(values, root))
+            self._set_up(values, root)
+            own = self._own_plan()
 
         def agree() -> None:
             nonlocal node
             node = Node(here, name, timeout)
-            passed.extend(node.agree(plan.items, self._side))
+            passed.extend(node.agree(own.targets if own is not None else ()))
 
         def read() -> None:
             assert node is not None
-            self.reader.read_data(node.own_part(plan, passed), self.planner).wait()
+            if own is None:  # what such a planner hands out need not be what the state dict has in the end
+                self._read_items(self._items())
+            else:
+                self._storage.read(node.own_part(own, passed), self._side)
 
         def pass_on() -> None:
             assert node is not None
-            node.pass_on(plan.items, passed, self.planner)
+            if own is not None:
+                node.pass_on(own.targets, passed)
 
         try:
             for step in (make_plan, agree, read, pass_on):
@@ -189,11 +223,11 @@ class LoadSession:
 
         def step() -> bytes:
             node = node_name() if self.once_per_node else ""
-            return msgspec.msgpack.encode((self._plans_alone, hasattr(self.reader, "use_root"), node))
+            return msgspec.msgpack.encode((self._plans_alone, self._storage.takes_roots, node))
 
         def combine(parts: list[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(part, type=tuple[bool, bool, str]) for part in parts]
-            root = self.reader.root() if all(takes for _, takes, _ in said) else None  # type: ignore[attr-defined]
+            root = self._storage.root() if all(takes for _, takes, _ in said) else None
             nodes = [node for _, _, node in said]
             return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, nodes, uuid.uuid4().hex))
 

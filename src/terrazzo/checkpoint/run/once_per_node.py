@@ -18,9 +18,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,8 +32,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from terrazzo._torch.groups import default_store
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide
+from terrazzo.checkpoint.native.plans import ReadPlan, Target
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once
 _ALIGNMENT: Final = 16
@@ -48,27 +49,23 @@ def node_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one rank reads for others: ranks by their places on the node, items by their places in this rank's plan."""
+    """What one rank reads for others: ranks by their places on the node, parts of targets by their places in this
+    rank's plan."""
 
     reader: int
     receivers: tuple[int, ...]
-    items: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
 
 
-def _shareable(items: Sequence[ReadItem], side: LoadPlannerSide) -> dict[tuple[int, int], tuple[int, int]]:
-    """By a hash of 128 bits of what it is: an item that others may want as well, and its bytes."""
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for number, item in enumerate(items):
-        if item.type is LoadItemType.TENSOR:
-            target = side.own_target(item)
-            if target is None:  # what such a planner hands out need not be what the state dict has in the end
-                continue
-            dtype = target.dtype
-            index = item.storage_index
-            offset = None if index.offset is None else tuple(index.offset)
-            about = (index.fqn, offset, tuple(item.storage_offsets), tuple(item.lengths), str(dtype))
+def _shareable(targets: Sequence[Target]) -> dict[tuple[int, int], tuple[tuple[int, int], int]]:
+    """By a hash of 128 bits of what it is: a part that others may want as well, and its bytes."""
+    found: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+    for number, target in enumerate(targets):
+        dtype = target.tensor.dtype
+        for place, part in enumerate(target.parts):
+            about = (target.source, part.chunk.offsets, part.in_chunk, part.lengths, str(dtype))
             key = divmod(xxhash.xxh3_128_intdigest(repr(about).encode()), 1 << 64)
-            found.setdefault(key, (number, item.lengths.numel() * dtype.itemsize))
+            found.setdefault(key, ((number, place), prod(part.lengths) * dtype.itemsize))
     return found
 
 
@@ -118,31 +115,42 @@ class Node:
         """Close the connections."""
         self._gloo = None
 
-    def agree(self, items: Sequence[ReadItem], side: LoadPlannerSide) -> list[Passed]:
+    def agree(self, targets: Sequence[Target]) -> list[Passed]:
         """What passes from rank to rank, as far as this rank has part in it."""
         if self._gloo is None:
             return []
-        own = _shareable(items, side)
+        own = _shareable(targets)
         table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
-        found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        found: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
         for key, reader, receivers in assigned(self._gathered(table)):
             if self._position == reader or self._position in receivers:
                 found[reader, receivers].append(own[key][0])
         return [Passed(reader, receivers, tuple(found[reader, receivers])) for reader, receivers in sorted(found)]
 
-    def own_part(self, plan: LoadPlan, passed: Sequence[Passed]) -> LoadPlan:
+    def own_part(self, plan: ReadPlan, passed: Sequence[Passed]) -> ReadPlan:
         """The plan without what other ranks will send."""
-        others = {number for each in passed if each.reader != self._position for number in each.items}
-        kept = [item for number, item in enumerate(plan.items) if number not in others]
-        return LoadPlan(kept, plan.storage_data, plan.planner_data)
+        others: dict[int, set[int]] = defaultdict(set)
+        for each in passed:
+            if each.reader != self._position:
+                for number, place in each.parts:
+                    others[number].add(place)
+        kept = []
+        for number, target in enumerate(plan.targets):
+            if number in others:
+                left = tuple(part for place, part in enumerate(target.parts) if place not in others[number])
+                if left:
+                    kept.append(msgspec.structs.replace(target, parts=left))
+            else:
+                kept.append(target)
+        return ReadPlan(kept, plan.values)
 
-    def pass_on(self, items: Sequence[ReadItem], passed: Sequence[Passed], planner: LoadPlanner) -> None:
+    def pass_on(self, targets: Sequence[Target], passed: Sequence[Passed]) -> None:
         """Send what this rank has read for others, and receive what they have."""
         buffer = torch.empty(_PIECE, dtype=torch.uint8) if passed else torch.empty(0, dtype=torch.uint8)
         with torch.no_grad():
             for each in passed:  # in the same order on all ranks
-                targets = [planner.resolve_tensor(items[number]) for number in each.items]
-                for piece in _pieces(targets):
+                tensors = [targets[number].part(targets[number].parts[place]) for number, place in each.parts]
+                for piece in _pieces(tensors):
                     self._exchange(each, piece, buffer)
 
     def _exchange(self, each: Passed, piece: list[torch.Tensor], buffer: torch.Tensor) -> None:

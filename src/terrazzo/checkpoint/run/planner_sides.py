@@ -6,14 +6,15 @@ A planner whose class has a `save_side` or a `load_side` takes part as what that
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-
+from terrazzo.checkpoint.native.plans import ReadPlan
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
+from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation
-from terrazzo.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
+from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from terrazzo.errors import CheckpointError
 
 
@@ -29,6 +30,11 @@ class SavePlannerSide(Protocol):
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
         """This rank's place in the group, and the global ranks of the group; before `set_up_planner`."""
+        ...
+
+    def hold(self) -> Held | None:
+        """What this rank could write, in the library's own form, instead of `create_local_plan`; None if this planner
+        has to see PyTorch's items."""
         ...
 
     def negotiate(self, plan: SavePlan) -> Negotiation | None:
@@ -56,8 +62,18 @@ class LoadPlannerSide(Protocol):
         """This rank's place in the group, and the global ranks of the group; before `set_up_planner`."""
         ...
 
-    def own_target(self, item: ReadItem) -> torch.Tensor | None:
-        """The tensor of the state dict that an item fills directly; None if what is read may be changed on its way."""
+    def read_plan(self) -> ReadPlan | None:
+        """What this rank reads, in the library's own form, instead of `create_local_plan`; None if this planner has to
+        see PyTorch's items."""
+        ...
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether values that were stored as pickles may be unpickled."""
+        ...
+
+    def put_value(self, name: str, value: io.BytesIO) -> None:
+        """Put a value that a `read_plan` asked for into the state dict."""
         ...
 
     def write_back(self) -> None:
@@ -78,6 +94,9 @@ class PlainSaveSide:
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
         pass
 
+    def hold(self) -> Held | None:
+        return None
+
     def negotiate(self, plan: SavePlan) -> Negotiation | None:
         return None
 
@@ -93,12 +112,16 @@ class PlainLoadSide:
 
     def __init__(self, planner: LoadPlanner) -> None:
         self.plans_alone: bool = getattr(planner, "plans_alone", False)
+        self.allow_pickle: bool = getattr(planner, "allow_pickle", False)
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def own_target(self, item: ReadItem) -> torch.Tensor | None:
+    def read_plan(self) -> ReadPlan | None:
         return None
+
+    def put_value(self, name: str, value: io.BytesIO) -> None:
+        raise CheckpointError("this planner is given values by load_bytes only")
 
     def write_back(self) -> None:
         pass

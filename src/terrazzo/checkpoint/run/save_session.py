@@ -22,6 +22,7 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
@@ -50,6 +51,15 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
     alone: bool
     unsure: list[int]  # groups of holders of which not all said the same
     cache_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Could:
+    """What this rank could write: in the library's own form, or if planner or writer want to see them, as items."""
+
+    held: Held | None = None
+    plan: SavePlan | None = None
+    negotiation: Negotiation | None = None
 
 
 @dataclass(slots=True)
@@ -105,26 +115,26 @@ class SaveSession:
         return self._planner_side
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event) -> Metadata:
-        plan, negotiation, start = self._agree_to_start(state_dict)
-        central = None if start.alone else self._global_plan(plan, start.cache_token)
-        answer = b""
+        could, start = self._agree_to_start(state_dict)
+        central = None if start.alone else self._global_plan(could, start.cache_token)
+        negotiation, answer = could.negotiation, b""
         if start.alone and start.unsure:
             assert negotiation is not None
-            side = negotiation
-            answer = self.place.reduce_scatter(lambda: side.numbers(start.unsure), answers)
+            numbers = negotiation.numbers
+            answer = self.place.reduce_scatter(lambda: numbers(start.unsure), answers)
         metadata: Metadata | None = None
 
         def write() -> bytes:
             if central is not None:
-                mine = central[0]
+                write_it = self._items_written(central[0])
+                paths = None
             else:
                 assert negotiation is not None
-                shared = self.planner_side.share_plan(plan, negotiation, negotiation.settled(start.unsure, answer))
-                mine = self.side.place(shared, start.save_id, self.place.rank)
+                write_it, paths = self._own_part(could, negotiation.settled(start.unsure, answer), start.save_id)
             with operation("write", self.checkpoint_id, self.place.global_rank) as written:
-                results = self.writer.write_data(self.planner.finish_plan(mine), self.planner).wait()
+                results = write_it()
                 event.bytes = written.bytes = _bytes_of(results)
-            return encode_with_paths(self.side.encode_results(results), mine.planner_data if start.alone else None)
+            return encode_with_paths(self.side.encode_results(results), paths)
 
         def commit(parts: list[bytes]) -> bytes:
             nonlocal metadata
@@ -140,13 +150,33 @@ class SaveSession:
         outcome = self.place.reduce(write, commit, lambda: self.side.may_abandon())
         return metadata if metadata is not None else self.side.describe_committed(outcome)
 
-    def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[SavePlan, Negotiation | None, _Start]:
+    def _own_part(
+        self, could: _Could, holders: Sequence[tuple[int, ...]], save_id: str
+    ) -> tuple[Callable[[], Sequence[WriteResult]], Any]:
+        """What writes this rank's part, now that it is known who holds what; and the paths of its names."""
+        rank = self.place.rank
+        if could.held is not None:
+            with paused_collector():
+                own = could.held.settled(holders)
+            return lambda: self.side.write(own, save_id, rank), own.paths
+        assert could.plan is not None and could.negotiation is not None
+        shared = self.planner_side.share_plan(could.plan, could.negotiation, holders)
+        mine = self.side.place(shared, save_id, rank)
+        return self._items_written(mine), mine.planner_data
+
+    def _items_written(self, plan: SavePlan) -> Callable[[], Sequence[WriteResult]]:
+        return lambda: self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
+
+    def _items(self) -> SavePlan:
+        """What this rank could write, as PyTorch's items."""
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[_Could, _Start]:
         """Plan on every rank, and learn that every rank has; nothing is written before."""
-        plan = SavePlan([])
-        negotiation: Negotiation | None = None
+        could = _Could()
 
         def prepare() -> bytes:
-            nonlocal plan, negotiation
+            nonlocal could
             values = state_dict()
             self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
             self._side = side_of(self._writer)
@@ -156,13 +186,18 @@ class SaveSession:
             set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
             self.writer.set_up_storage_writer(self.place.is_coordinator)
             with operation("plan", self.checkpoint_id, self.place.rank) as event, paused_collector():
-                plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
-                event.details["items"] = len(plan.items)
-                negotiation = self.planner_side.negotiate(plan)
+                held = self.planner_side.hold() if self.side.takes_write_plans else None
+                if held is not None:
+                    could = _Could(held=held, negotiation=held.negotiation)
+                    event.details["items"] = len(held)
+                else:
+                    plan = self._items()
+                    could = _Could(plan=plan, negotiation=self.planner_side.negotiate(plan))
+                    event.details["items"] = len(plan.items)
             cache = self.planner_side.plan_cache
             hello = _Hello(
                 alone=self.planner_side.plans_alone and self.side.plans_alone,
-                notes=negotiation.notes() if negotiation is not None else [],
+                notes=could.negotiation.notes() if could.negotiation is not None else [],
                 cache_token="" if cache is None or not self.place.is_coordinator else cache.token,
             )
             return msgspec.msgpack.encode(hello)
@@ -175,14 +210,15 @@ class SaveSession:
             return msgspec.msgpack.encode(_Start(save_id, alone, unsure, hellos[0].cache_token))
 
         start = msgspec.msgpack.decode(self.place.reduce(prepare, agree), type=_Start)
-        return plan, negotiation, start
+        return could, start
 
-    def _global_plan(self, plan: SavePlan, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
+    def _global_plan(self, could: _Could, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
         cache = self.planner_side.plan_cache
         metadata: Metadata | None = None
 
         def send() -> bytes:
+            plan = could.plan if could.plan is not None else self._items()  # another rank wants to see items
             return messages.encode(plan if cache is None else cache.to_send(plan, coordinator_token))
 
         def combine(parts: list[bytes]) -> list[bytes]:

@@ -13,6 +13,7 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.manifest import Path
+from terrazzo.checkpoint.native.plans import WritePlan
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
@@ -38,8 +39,17 @@ class SaveSide(Protocol):
         """A rank's plan with the names of its files settled; asked only if `plans_alone`."""
         ...
 
+    @property
+    def takes_write_plans(self) -> bool:
+        """Whether `write` carries out plans in the library's own form."""
+        ...
+
+    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
+        """Carry out a rank's plan; asked only if it `takes_write_plans`."""
+        ...
+
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
-        """What `write_data` returned on a rank, for the coordinator."""
+        """What `write` or `write_data` returned on a rank, for the coordinator."""
         ...
 
     def decode_results(self, data: bytes) -> Sequence[WriteResult]:
@@ -67,6 +77,7 @@ class PlainSide:
     """Any writer that knows PyTorch's interface only."""
 
     plans_alone = False
+    takes_write_plans = False
 
     def __init__(self, writer: StorageWriter) -> None:
         self.save_id = getattr(writer, "save_id", "")
@@ -76,6 +87,9 @@ class PlainSide:
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
         raise CheckpointError("this storage writer settles plans in prepare_global_plan only")
+
+    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
+        raise CheckpointError("this storage writer writes items")
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
         return messages.encode(list(results))

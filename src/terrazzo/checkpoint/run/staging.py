@@ -26,6 +26,7 @@ from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _ALIGNMENT: Final = 64
+_SLAB: Final = 64 << 20  # bytes of pinned memory that are taken at once
 
 
 @runtime_checkable
@@ -308,45 +309,64 @@ def _explained(path: tuple[Any, ...], check: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class HostMemory:
-    """One buffer that copies of tensors are kept in; it grows when they do, and is otherwise used again.
+    """Memory that copies of tensors are kept in; it grows when they do, and is otherwise used again.
 
-    `shared` memory can be mapped by another process.
+    It is one buffer, which another process can map if it is `shared`.  Memory that accelerators copy to is pinned,
+    which takes long and may fail for much at once: so it is taken in slabs of one size, and what is there stays.
     """
 
     shared: bool = False
     buffer: torch.Tensor | None = None
     accelerator: Accelerator = field(default_factory=ThisAccelerator)
-    _pinned: bool = False
+    slab_bytes: int = _SLAB
+    _slabs: list[torch.Tensor] = field(default_factory=list)
     _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     _views: list[torch.Tensor] = field(default_factory=list)
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and good until the next call."""
         specs = [(tensor.shape, tensor.dtype) for tensor in sources]
-        devices = {tensor.device for tensor in sources if tensor.device.type not in ("cpu", "meta")}
-        if specs != self._specs or self.buffer is None:
-            self._make_room(specs, pinned=bool(devices))
+        from_devices = any(tensor.device.type not in ("cpu", "meta") for tensor in sources)
+        pinned = from_devices and not self.shared
+        if specs != self._specs or (not self._slabs if pinned else self.buffer is None):
+            self._views = []
+            self._views = self._in_slabs(specs) if pinned else self._in_buffer(specs)
+            self._specs = specs
         with torch.no_grad():
-            if devices:
+            if from_devices:
                 copy_from_devices(self._views, sources, self.accelerator)
             elif sources:
                 torch._foreach_copy_(self._views, list(sources))
         return list(self._views)
 
-    def _make_room(self, specs: list[tuple[torch.Size, torch.dtype]], *, pinned: bool) -> None:
+    def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         positions, total = layout_of(specs)
-        if self.buffer is None or self.buffer.numel() < total or (pinned and not self.shared and not self._pinned):
+        if self.buffer is None or self.buffer.numel() < total:
             self.buffer = None  # so that the old one is gone before the new one comes
-            self._views = []
-            if pinned and not self.shared:
-                self.buffer = self.accelerator.pinned(max(total, 1))
-            else:
-                self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
-            self._pinned = pinned and not self.shared
+            self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
             if self.shared:
                 self.buffer.share_memory_()
-        self._views = carve(self.buffer, specs, positions)
-        self._specs = specs
+        self._slabs = []
+        return carve(self.buffer, specs, positions)
+
+    def _in_slabs(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+        """Tensors one after the other in slabs; one that is larger than a slab has one of as many slabs' size."""
+        self.buffer = None
+        free = sorted(self._slabs, key=torch.Tensor.numel)
+        used: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
+        end = 0
+        for shape, dtype in specs:
+            room = -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            if not used or end + room > used[-1].numel():
+                wanted = max(-(-room // self.slab_bytes), 1) * self.slab_bytes
+                place = next((place for place, slab in enumerate(free) if slab.numel() >= wanted), None)
+                used.append(self.accelerator.pinned(wanted) if place is None else free.pop(place))
+                end = 0
+            views += carve(used[-1], [(shape, dtype)], [end])
+            end += room
+        self._slabs = used or free[:1] or [self.accelerator.pinned(self.slab_bytes)]  # others are given back
+        return views
 
 
 def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:

@@ -1,0 +1,104 @@
+"""What a rank reads and what it writes, in the library's own form: immutable data that the native format carries out.
+
+PyTorch's items (`ReadItem`, `WriteItem`) are made from these only where a planner, a reader or a writer of a user's
+own wants to see them: a name and an index for every tensor cost more than all the rest of a plan.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.native.chunks import Overlap
+from terrazzo.layout.box import Box
+
+
+class Target(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Memory of the state dict, `box` of the tensor stored as `source`, and what fills it.
+
+    `name` is the state dict's own, and `number` tells the boxes of one tensor apart.  Targets that are alike share
+    their `parts`.
+    """
+
+    name: str
+    source: str
+    tensor: torch.Tensor
+    box: Box
+    parts: Sequence[Overlap]
+    number: int = 0
+
+    def part(self, overlap: Overlap) -> torch.Tensor:
+        """The memory that one of the parts fills."""
+        return narrowed(self.tensor, overlap.in_box, overlap.lengths)
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A value of the state dict that is not a tensor, and the name under which it is stored."""
+
+    name: str
+    source: str
+
+
+class ReadPlan(msgspec.Struct, frozen=True):
+    """What a rank reads."""
+
+    targets: Sequence[Target]
+    values: Sequence[Value] = ()
+
+
+class Receiver(Protocol):
+    """Who is given the values that a plan asks for."""
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether values that were stored as pickles may be unpickled."""
+        ...
+
+    def put_value(self, name: str, value: io.BytesIO) -> None:
+        """Put a value that has been read into the state dict."""
+        ...
+
+
+class Form(msgspec.Struct, frozen=True, gc=False):
+    """What chunks of many tensors have in common: dtype and shape of the tensor, and the chunk's box."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    nbytes: int
+    requires_grad: bool = False
+
+
+class Piece(msgspec.Struct, frozen=True, eq=False):
+    """A chunk that a rank writes, or with no form an object; `value` is the tensor, or the object's bytes.
+
+    It is part `part` of what the rank's claim `claim` is about.
+    """
+
+    name: str
+    form: Form | None
+    value: Any
+    claim: int
+    part: int = 0
+
+
+class WritePlan(msgspec.Struct, frozen=True):
+    """What a rank writes; `ties` are claims that are the same memory as another one, and that one."""
+
+    pieces: Sequence[Piece]
+    ties: dict[int, int]
+    paths: dict[str, tuple[Any, ...]] | None = None  # of names in the nested state dict
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor; the tensor itself if that is all of it."""
+    shape = tensor.shape
+    if shape != lengths:
+        for dim, length in enumerate(lengths):
+            if shape[dim] != length:
+                tensor = tensor.narrow(dim, offsets[dim], length)
+    return tensor

@@ -1,0 +1,107 @@
+"""What a rank holds and could write, in the library's own form; and what it writes, once it is settled who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from terrazzo.checkpoint.native.plans import Form, Piece, WritePlan
+from terrazzo.checkpoint.plan.ownership import Negotiation, Share, assign
+from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import Box
+from terrazzo.layout.chunking import chunk_span
+
+
+class Holding(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A chunk of a tensor, or with no form a value as `ObjectBytes`.
+
+    `holders` are the ranks of the group that hold the same (None: unknown).
+    """
+
+    name: str
+    form: Form | None
+    value: Any
+    holders: tuple[int, ...] | None
+
+
+class Held:
+    """All that a rank holds, and its side of the agreement on who writes what.
+
+    `ties` are holdings, by their places, that are the same memory as an earlier one, and that one; `paths` those of the
+    names in the nested state dict.
+    """
+
+    def __init__(
+        self,
+        holdings: Sequence[Holding],
+        negotiation: Negotiation,
+        ties: dict[int, int],
+        paths: dict[str, tuple[Any, ...]] | None,
+        *,
+        split_from: int,
+        lowest_rank: bool,
+    ) -> None:
+        self.negotiation = negotiation
+        self._holdings = holdings
+        self._ties = ties
+        self._paths = paths
+        self._split_from = split_from
+        self._lowest_rank = lowest_rank
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def settled(self, holders: Sequence[tuple[int, ...]]) -> WritePlan:
+        """This rank's part."""
+        negotiation = self.negotiation
+        shares = assign(
+            negotiation.claims,
+            holders,
+            negotiation.rank,
+            split_from=self._split_from,
+            lowest_rank=self._lowest_rank,
+            ties=negotiation.ties(),
+        )
+        pieces: list[Piece] = []
+        for share in shares:
+            holding = self._holdings[share.claim]
+            if share.parts > 1:
+                pieces += _part_of(holding, share)
+            else:
+                pieces.append(Piece(holding.name, holding.form, holding.value, share.claim))
+        return WritePlan(pieces, self._ties, self._paths)
+
+
+def _part_of(holding: Holding, share: Share) -> list[Piece]:
+    form = holding.form
+    if form is None:
+        raise CheckpointError(f"{holding.name!r}: only tensors can be split among ranks")
+    split = split_of(form.box, share.index, share.parts)
+    if split is None:
+        return []
+    dim, start, box = split
+    part = Form(form.dtype, form.shape, box, box.numel * form.dtype.itemsize, form.requires_grad)
+    value = holding.value.narrow(dim, start, box.lengths[dim])
+    return [Piece(holding.name, part, value, share.claim, share.index)]
+
+
+def split_of(box: Box, index: int, parts: int) -> tuple[int, int, Box] | None:
+    """One of `parts` about equal parts of a box: the dim along which it is cut, where the part begins in it, and the
+    part; None if there are not so many.
+
+    >>> split_of(Box((0, 4), (2, 8)), 1, 4)
+    (1, 2, Box(offsets=(0, 6), lengths=(2, 2)))
+    """
+    # The first dim that is long enough: the earlier it is, the larger the runs of the part in memory.
+    dim = next((d for d, length in enumerate(box.lengths) if length >= parts), None)
+    if dim is None:
+        dim = max(range(box.ndim), key=lambda d: box.lengths[d])
+    start, length = chunk_span(box.lengths[dim], parts, index)
+    if length == 0:
+        return None
+    offsets, lengths = list(box.offsets), list(box.lengths)
+    offsets[dim] += start
+    lengths[dim] = length
+    return dim, start, Box(tuple(offsets), tuple(lengths))
