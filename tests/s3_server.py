@@ -94,8 +94,8 @@ class S3Server:
             pass  # it answers
         except OSError:
             return False
-        options: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
-        store = S3Store(BUCKET, **self.settings(), **options)
+        options: Any = self.settings() | {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+        store = S3Store(BUCKET, **options)
         try:
             store.put("ready", b"")
         except Exception:

@@ -174,6 +174,12 @@ def expanded_and_written() -> None:
     copied = distribute_tensor(torch.zeros(1, 3), mesh, [Shard(1)]).expand(4, 3).split([2, 1], dim=-1)[0]
     with pytest.raises(DTensorError, match="expanded"):
         copied[0] = 1.0
+    # The parts of `unsafe_chunk` count writes by themselves in C++; a copy of one must hear of them all the same.
+    chunked = distribute_tensor(torch.arange(8.0).reshape(2, 4), mesh, [Shard(1)])
+    half = torch.unsafe_chunk(input=chunked, chunks=1)[0].tensor_split(2, -1)[0]
+    chunked[0] = -1.0
+    with pytest.raises(DTensorError, match="written to"):
+        half + 1
     turned = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(0)])
     turned.swapaxes_(1, 0)
     turned.detach_()  # it is no view, of which C++ would refuse that

@@ -7,7 +7,7 @@ dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -377,11 +377,29 @@ def _identity(chosen: Chosen) -> LocalFunction:
     return run
 
 
-def _parts(input: Operand, dim: int, sizes: Sequence[int]) -> Spec:
+def _parts(
+    input: Operand, dim: int, sizes: Sequence[int], localize: Callable[[Chosen], LocalFunction] | None = None
+) -> Spec:
     """Several views, one after another along `dim`."""
     dims: Dims = tuple(None if d == dim else d for d in range(input.ndim))
     shapes = [tuple(n if d == dim else m for d, m in enumerate(input.shape)) for n in sizes]
-    return Spec([dims], [dims] * len(shapes), shapes, linear=[(0,)], moves_only=True, is_view=True)
+    return Spec([dims], [dims] * len(shapes), shapes, linear=[(0,)], moves_only=True, is_view=True, localize=localize)
+
+
+def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
+    """For `unsafe_split` and its like, whose parts C++ gives counters of their own: as ordinary views, where autograd
+    does not look, so that a write to one is seen by whoever has a copy of another."""
+    if not name.startswith("unsafe_"):
+        return None
+    counted = getattr(torch.Tensor, name.removeprefix("unsafe_"))
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+        input = loc[0] if loc else kw["input"]
+        if input.requires_grad and torch.is_grad_enabled():
+            return func(*loc, **kw)
+        return counted(input, *loc[1:], **{k: v for k, v in kw.items() if k != "input"})
+
+    return lambda chosen: run
 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
@@ -396,7 +414,7 @@ def split(call: Call, input: Operand, split_size: Any, dim: int = 0) -> Spec | N
         sizes = [min(split_size, n - i) for i in range(0, n, split_size)] or [0]
     else:
         sizes = list(split_size)
-    return _parts(input, dim, sizes)
+    return _parts(input, dim, sizes, _as_views(call.name))
 
 
 @rule("chunk", "unsafe_chunk")
@@ -408,7 +426,7 @@ def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
     step = -(-n // chunks)
     if n == 0:
         return None
-    return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)])
+    return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)], _as_views(call.name))
 
 
 def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
