@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import terrazzo.checkpoint as ours
 import terrazzo.tensor as our_tensor
 from benchmarks import checkpoint_scale as scale
+from benchmarks.async_blocks import async_blocks
 from benchmarks.cases import Budget, Implementations, Prepared, Setting, case
 
 State = dict[str, Any]
@@ -168,34 +169,14 @@ def load_small_other_dim(setting: Setting) -> Implementations:
 @case(world=2, repetitions=9, budget=Budget("time", 1, "copy"))
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
-    return _async_blocks(_large(setting))
+    job = _large(setting)
+    return async_blocks(job.state(our_tensor, 0, 1.0), job.folder("async"))
 
 
 @case(world=2, repetitions=9, budget=Budget("time", 3, "copy"))
 def async_save_blocks_small(setting: Setting) -> Implementations:
-    return _async_blocks(_small(setting))
-
-
-def _async_blocks(job: _Job) -> Implementations:
-    state = job.state(our_tensor, 0, 1.0)
-    sources = [value.to_local() for value in state.values()]
-    copies = [torch.empty_like(source).fill_(0) for source in sources]
-    saving: list[Future[Any]] = []
-
-    def wait() -> None:
-        while saving:
-            saving.pop().result()
-        dist.barrier()
-
-    def save() -> None:
-        saving.append(ours.async_save(state, checkpoint_id=job.folder("async")))
-
-    def copy() -> None:
-        for target, source in zip(copies, sources, strict=True):
-            target.copy_(source)
-
-    save()
-    return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
+    job = _small(setting)
+    return async_blocks(job.state(our_tensor, 0, 1.0), job.folder("async"))
 
 
 @case(unit="ratio", repetitions=3, budget=Budget("value", 1.5))

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo.checkpoint as ours
 import terrazzo.tensor as our_tensor
-from benchmarks.cases import Budget, Implementations, Prepared, Setting, case
+from benchmarks.async_blocks import async_blocks
+from benchmarks.cases import Budget, Implementations, Setting, case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import s3_server
@@ -181,22 +182,4 @@ def load_small_other_dim(setting: Setting) -> Implementations:
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
     job = _large(setting)
-    state = job.state(our_tensor, 0, 1.0)
-    sources = [value.to_local() for value in state.values()]
-    copies = [source.clone() for source in sources]
-    saving: list[Future[Any]] = []
-
-    def wait() -> None:
-        while saving:
-            saving.pop().result()
-        dist.barrier()
-
-    def save() -> None:
-        saving.append(ours.async_save(state, checkpoint_id=job.url("async")))
-
-    def copy() -> None:
-        for target, source in zip(copies, sources, strict=True):
-            target.copy_(source)
-
-    save()
-    return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
+    return async_blocks(job.state(our_tensor, 0, 1.0), job.url("async"))
