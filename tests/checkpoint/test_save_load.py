@@ -4,12 +4,14 @@ import os
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -36,6 +38,7 @@ from terrazzo.errors import (
     DivergentValueWarning,
     UnsupportedValueError,
 )
+from terrazzo.fsdp import fully_shard
 
 DTYPES = [
     torch.float32,
@@ -590,3 +593,46 @@ def test_a_checkpoint_that_is_replaced_while_ranks_load_it_as_one_is_the_same_er
 def test_a_root_that_cannot_be_had_is_the_same_error_for_all(tmp_path: Path) -> None:
     (first, _), (second, _) = run_ranks(2, load_as_one, str(tmp_path), -1, 1)
     assert first == second and first.startswith("[0]") and "no committed checkpoint" in first
+
+
+def continue_with_new_objects(path: str, make: str, sharded: bool) -> None:
+    """A run that goes on in new objects, whose optimizer has not stepped, against one that is not interrupted."""
+
+    def objects() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        if sharded:
+            fully_shard(model)
+        options = {"momentum": 0.9} if make == "SGD" else {}
+        return model, getattr(torch.optim, make)(model.parameters(), lr=0.1, **options)
+
+    def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = objects()
+    train(*first, range(2))
+    save({"model": first[0], "optimizer": first[1]}, checkpoint_id=path)
+    wanted = train(*first, range(2, 5))
+    again = objects()
+    load({"model": again[0], "optimizer": again[1]}, checkpoint_id=path)
+    assert train(*again, range(2, 5)) == wanted
+
+
+@pytest.mark.parametrize("make", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_that_has_not_stepped_gets_its_state(tmp_path, make, world):
+    run_ranks(world, continue_with_new_objects, str(tmp_path / "checkpoint"), make, world > 1)
+
+
+def test_what_an_object_does_not_name_is_told(tmp_path, caplog):
+    save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, checkpoint_id=tmp_path, no_dist=True)
+    load({"model": nn.Sequential(nn.Linear(2, 2))}, checkpoint_id=tmp_path, no_dist=True)
+    assert "model.1.weight" in caplog.text

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
+from terrazzo.checkpoint.plan.objects_planner import ObjectsPlanner
 from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.run.argument_order import storage_may_be_second
 from terrazzo.checkpoint.run.coordination import find_place
@@ -40,7 +40,9 @@ def load(
     Tensors are filled where they are, whatever their device, placements and world size; each rank reads only
     the bytes that it needs.  Other values are replaced in the state dict.
     A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
-    asked in the order of their keys, so they may communicate.
+    asked in the order of their keys, so they may communicate.  An optimizer that has not stepped yet gets the state
+    that it had, where PyTorch's `load` leaves it without; what else a checkpoint has of an object that does not name it
+    is said in a warning.
 
     Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  If a job
     replaces the checkpoint meanwhile, ranks may load different ones, each whole; `together` rules that out.  A
@@ -79,7 +81,7 @@ def load(
     """
     if read not in ("each", "once_per_node"):
         raise CheckpointError(f"read={read!r} is neither 'each' nor 'once_per_node'")
-    planner = planner if planner is not None else DefaultLoadPlanner()
+    planner = planner if planner is not None else ObjectsPlanner(state_dict)
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
     place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)

@@ -35,7 +35,6 @@ from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
-from terrazzo.checkpoint.manager.restoring import RestorePlanner
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.manager.tiers import Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
@@ -340,7 +339,7 @@ class CheckpointManager:
                 load(
                     state,
                     store=store,
-                    planner=planner or RestorePlanner(state),
+                    planner=planner,
                     process_group=self._group,
                     timeout=self._timeout,
                     together=True,

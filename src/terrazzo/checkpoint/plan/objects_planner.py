@@ -1,4 +1,4 @@
-"""What `CheckpointManager.restore` asks of a checkpoint beyond what the state names.
+"""What `load` asks of a checkpoint beyond what the state names.
 
 A new process has new objects, and what they have not made yet they do not name: an optimizer has no state before its
 first step.  What a checkpoint has of an optimizer is restored all the same; what it has of other objects that these do
@@ -23,7 +23,7 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 _TOLD: Final = 5  # names in a warning
 
 
-class RestorePlanner(DefaultLoadPlanner):
+class ObjectsPlanner(DefaultLoadPlanner):
     """Plans the loading of a state whose objects are new."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
