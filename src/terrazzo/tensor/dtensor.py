@@ -59,10 +59,6 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
-def _detached(local: torch.Tensor) -> torch.Tensor:
-    return local.detach() if local.numel() else telling(local.detach(), local)
-
-
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
     local = value._local
@@ -70,7 +66,7 @@ def become(target: DTensor, value: DTensor) -> None:
     if target.requires_grad and local.grad_fn is None and local is not target._local:
         local = local.detach().requires_grad_()
     elif not local.requires_grad and is_view(local) and not is_view(target._local):
-        local = _detached(local)  # what changed its shape is no view of itself
+        local = telling(local.detach(), local)  # what changed its shape is no view of itself
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
     target._local, target._layout, target._memo = local, value._layout, value._memo
@@ -471,7 +467,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             written()  # whoever takes it may write where no counter sees it
         local = self._local
         if not local.requires_grad:
-            return wrap(_detached(local), self._layout)  # what is written to it counts as written to this tensor
+            return wrap(telling(local.detach(), local), self._layout)  # a write to it counts as one to this tensor
         data = local.data
         for origin in list(links.copies):
             origin.watch(data)  # which counts what is written to it by itself
@@ -500,7 +496,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             pass
 
     def detach(self) -> DTensor:
-        return wrap(_detached(self._local), self._layout)
+        return wrap(telling(self._local.detach(), self._local), self._layout)
 
     def detach_(self) -> DTensor:
         self._local.detach_()

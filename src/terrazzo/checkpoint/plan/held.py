@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.native.plans import Form, Piece, WritePlan
-from terrazzo.checkpoint.plan.ownership import Negotiation, Share, assign
+from terrazzo.checkpoint.plan.ownership import Negotiation, Share
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_span
@@ -55,15 +55,7 @@ class Held:
 
     def settled(self, holders: Sequence[tuple[int, ...]]) -> WritePlan:
         """This rank's part."""
-        negotiation = self.negotiation
-        shares = assign(
-            negotiation.claims,
-            holders,
-            negotiation.rank,
-            split_from=self._split_from,
-            lowest_rank=self._lowest_rank,
-            ties=negotiation.ties(),
-        )
+        shares = self.negotiation.shares(holders, split_from=self._split_from, lowest_rank=self._lowest_rank)
         pieces: list[Piece] = []
         for share in shares:
             holding = self._holdings[share.claim]

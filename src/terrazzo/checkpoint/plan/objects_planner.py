@@ -33,7 +33,10 @@ class ObjectsPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        stored = {} if metadata is None else metadata.state_dict_metadata
+        if metadata is None or not self._objects:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        stored = metadata.state_dict_metadata
         for path, found in self._objects:
             if isinstance(found, torch.optim.Optimizer):
                 _complete(found, _at(state_dict, path), ".".join(path), stored)
@@ -41,7 +44,7 @@ class ObjectsPlanner(DefaultLoadPlanner):
         beneath = tuple(".".join(path) + "." for path, _ in self._objects)
         # Of what each rank has of its own, names end in the rank.
         left = [name for name in stored if name.startswith(beneath) and name not in self.state_dict and "@" not in name]
-        if left and beneath:
+        if left:
             names = ", ".join(left[:_TOLD]) + (f" and {len(left) - _TOLD} more" if left[_TOLD:] else "")
             LOGGER.warning("not restored, because the objects of the state do not name it: %s", names)
 

@@ -127,6 +127,11 @@ class Negotiation:
             for claim in self.claims
         ]
 
+    def shares(self, holders: Sequence[tuple[int, ...]], *, split_from: int, lowest_rank: bool) -> list[Share]:
+        """What this rank writes, once all is `settled`."""
+        ties = self.ties()
+        return assign(self.claims, holders, self.rank, split_from=split_from, lowest_rank=lowest_rank, ties=ties)
+
     def ties(self) -> dict[int, int]:
         """Claims that are the same memory as another one, and that one; only such as all their holders know of.
 

@@ -34,7 +34,7 @@ from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.held import Held, Holding, split_of
-from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, assign
+from terrazzo.checkpoint.plan.ownership import Claim, Negotiation
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
@@ -315,14 +315,8 @@ class DefaultSavePlanner(SavePlanner):
 
     def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
         """This rank's part of the global plan, worked out here from who holds what."""
-        shares = assign(
-            negotiation.claims,
-            holders,
-            self.rank,
-            split_from=self._split_from,
-            lowest_rank=self.dedup_save_to_lowest_rank,
-            ties=negotiation.ties(),
-        )
+        lowest = self.dedup_save_to_lowest_rank
+        shares = negotiation.shares(holders, split_from=self._split_from, lowest_rank=lowest)
         items = []
         for share in shares:
             item = plan.items[share.claim]
