@@ -357,7 +357,7 @@ class CheckpointManager:
         """Keep a checkpoint from being removed while this process reads it: the store, for `load` and `Checkpoint`.
 
         For programs of their own too, such as evaluations; one process is enough, and it waits for nobody.  Where there
-        are no locks (object stores) a hold ends by itself after an hour.
+        are no locks (object stores) it is renewed for as long as it lasts, and ends by itself if its process dies.
 
         >>> import tempfile, torch
         >>> from terrazzo.checkpoint import Checkpoint
