@@ -28,6 +28,7 @@ from terrazzo.checkpoint import (
     save,
     save_state_dict,
 )
+from terrazzo.checkpoint.state_dict import get_optimizer_state_dict
 from terrazzo.errors import (
     CheckpointError,
     CheckpointException,
@@ -636,3 +637,51 @@ def test_what_an_object_does_not_name_is_told(tmp_path, caplog):
     save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, checkpoint_id=tmp_path, no_dist=True)
     load({"model": nn.Sequential(nn.Linear(2, 2))}, checkpoint_id=tmp_path, no_dist=True)
     assert "model.1.weight" in caplog.text
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers behind one, whose state dict is flat and by names, as torchtitan's container has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = dict(model.named_parameters())
+        self.inner = {name: torch.optim.AdamW([parameter]) for name, parameter in self.named.items()}
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.inner.values():
+            optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            f"state.{name}.{key}": value
+            for name, optimizer in self.inner.items()
+            for key, value in optimizer.state[self.named[name]].items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            _, parameter, key = name.split(".")
+            self.inner[parameter].state[self.named[parameter]][key] = value
+
+
+def test_an_optimizer_with_a_form_of_its_own_names_what_it_wants(tmp_path, caplog):
+    model = nn.Linear(2, 2)
+    first, again, new = Container(model), Container(model), Container(model)
+    model(torch.ones(2)).sum().backward()
+    first.step()
+    again.step()
+    for name, parameter in model.named_parameters():
+        again.inner[name].state[parameter]["exp_avg"].zero_()
+    save({"optimizer": first}, checkpoint_id=tmp_path, no_dist=True)
+    load({"optimizer": again}, checkpoint_id=tmp_path, no_dist=True)
+    for name, value in first.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert "not restored" not in caplog.text
+    load({"optimizer": new}, checkpoint_id=tmp_path, no_dist=True)
+    assert "optimizer.state.weight.exp_avg" in caplog.text
+
+
+def test_names_of_a_container_of_optimizers_are_its_own():
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"Container.state_dict\(\) is not of the form"):
+        get_optimizer_state_dict(model, Container(model))

@@ -485,6 +485,6 @@ def cases():
             yield pytest.param(name, world, marks=[] if world == max(feature.worlds) else pytest.mark.proof)
 
 
-@pytest.mark.parametrize(("name", "world"), cases())
+@pytest.mark.parametrize(("name", "world"), list(cases()))
 def test_ten_steps(name, world):
     run_ranks(world, check, name)

@@ -15,7 +15,7 @@ import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
-from terrazzo.checkpoint.state_dict.lazy_state import complete_state
+from terrazzo.checkpoint.state_dict.lazy_state import complete_state, keyed_by_index
 from terrazzo.checkpoint.stateful import Stateful
 from terrazzo.errors import CheckpointError
 
@@ -72,10 +72,10 @@ def _complete(
     """Have an optimizer's state name what the checkpoint has of parameters that it has not stepped."""
     prefix = f"{name}.state."
     there = {each for each in stored if each.startswith(prefix)}
-    if not there:
+    if not there or not keyed_by_index(target):  # an optimizer with a form of its own names what it wants
         return
     try:
-        whole = complete_state(optimizer)["state"]
+        whole = complete_state(optimizer, target)["state"]
     except CheckpointError as error:  # a warning will say what is not restored
         LOGGER.warning("%s: %s", name, error)
         return

@@ -54,9 +54,14 @@ def initial_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, group: 
     return dict(double.state[stand_in])
 
 
-def complete_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()`, with the entries of parameters that were never stepped."""
-    by_index = optimizer.state_dict()
+def complete_state(optimizer: torch.optim.Optimizer, by_index: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`optimizer.state_dict()` (or what it returned before), with the entries of parameters that were never stepped."""
+    by_index = optimizer.state_dict() if by_index is None else by_index
+    if not keyed_by_index(by_index):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() is not of the form of torch.optim's ('state' by a parameter's "
+            "number, and 'param_groups'); use the optimizer's own state dict, or the optimizers that it is made of"
+        )
     state = dict(by_index["state"])
     index = 0
     for group in optimizer.param_groups:
@@ -65,6 +70,11 @@ def complete_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 state[index] = initial
             index += 1
     return {**by_index, "state": state}
+
+
+def keyed_by_index(state: dict[str, Any]) -> bool:
+    """Whether an optimizer's state dict is of torch's form; containers of several optimizers have others."""
+    return isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list)
 
 
 def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
