@@ -228,6 +228,57 @@ def test_an_iteration_that_failed_is_forgotten():
     run_ranks(2, check_reset)
 
 
+class FailingWork:
+    """A collective that the ranks hear of as failed, after it was done."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, *_: Any) -> bool:
+        self.work.wait()
+        raise RuntimeError("the link went down")
+
+
+class FailingGather(OwnGather):
+    fails = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        work = super().__call__(*args, **kwargs)
+        return FailingWork(work) if self.fails else work
+
+
+def check_reset_of_what_fails_as_well() -> None:
+    torch.manual_seed(0)
+    model: Any = shard_blocks(Model())
+    gather = FailingGather()
+    for module in (model, *model.blocks):
+        module.set_custom_all_gather(gather)
+    x, y = next(batches(1))
+    wanted = loss_of(model, mine(x), mine(y))
+    wanted.backward()
+    model.zero_grad()
+    model.reshard()
+    gather.fails = True
+    for module in (model, *model.blocks):
+        module.unshard(async_op=True)  # all of them are under way, and each of them fails
+    with pytest.raises(RuntimeError, match="the link went down"):
+        model(mine(x))
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "everything is sharded"
+    gather.fails = False
+    assert torch.equal(loss_of(model, mine(x), mine(y)), wanted)
+    for module in (model, *model.blocks):
+        module.reshard()
+    gather.fails = True
+    for module in (model, *model.blocks):
+        module.unshard(async_op=True)
+    model.reset_iter_state()
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "everything is sharded"
+
+
+def test_what_was_under_way_beside_it_may_fail_as_well():
+    run_ranks(2, check_reset_of_what_fails_as_well)
+
+
 # ------------------------------------------------------------------ odd modules
 
 

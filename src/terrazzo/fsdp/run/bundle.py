@@ -7,6 +7,7 @@ without. Everything that is not communication the units do by themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -253,7 +254,6 @@ class Bundle:
 
     def discard(self) -> None:
         """After a failure: wait for what is under way, and forget it."""
-        for gather in self._gathers:
-            gather.discard()
-        for reduction in self._reductions:
-            reduction.discard()
+        with ExitStack() as also_if_one_raises:
+            for each in (*self._gathers, *self._reductions):
+                also_if_one_raises.callback(each.discard)

@@ -7,6 +7,7 @@ list of calls. From then on an event is one look into a dict, and the calls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
@@ -133,16 +134,13 @@ class Executor:
     def reset(self, *, gradients: bool) -> None:
         """After a failure: everything is sharded, and nothing under way."""
         self._node = self._node_of(State.first(len(self.units)))
+        # What was under way may fail as well: that of another unit is on its way up, or the next collective tells.
         for bundle in self._bundles.values():
-            try:
+            with suppress(Exception):
                 bundle.discard()
-            except CommError:
-                pass
         for unit in self.units:
-            try:
+            with suppress(Exception):
                 unit.reset(gradients=gradients)
-            except CommError:
-                pass  # that of another unit is on its way up, or the next collective tells
 
     # ------------------------------------------------------------------ calls
 

@@ -6,6 +6,7 @@ It does what it is told; in which state it is, and what is to be done when, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -391,11 +392,13 @@ class Unit:
     def discard(self) -> None:
         """Let go of a gather that nobody needs any more."""
         pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
-        if pending:
+        if not pending:
+            return
+        with ExitStack() as also_if_one_raises:
             for bucket in self.buckets:  # where the gather was in place they have memory
-                bucket.free()
+                also_if_one_raises.callback(bucket.free)
+            for one in pending:
+                also_if_one_raises.callback(one.wait)
 
     # ------------------------------------------------------------------ gradients
 
@@ -447,12 +450,13 @@ class Unit:
 
     def reset(self, *, gradients: bool) -> None:
         """Have sharded parameters registered, whatever was under way; also forget `gradients` that are unsharded."""
-        self.discard()
-        for each in self.gradients:
-            each.discard()
-            if gradients:
-                each.abandon()
-        self.free()
+        with ExitStack() as also_if_one_raises:  # the last named is done first
+            also_if_one_raises.callback(self.free)
+            for each in self.gradients:
+                if gradients:
+                    also_if_one_raises.callback(each.abandon)
+                also_if_one_raises.callback(each.discard)
+            also_if_one_raises.callback(self.discard)
 
 
 def _resting(bucket: Bucket, in_place: bool) -> int:
