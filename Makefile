@@ -7,10 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Done once, and again when what has to be installed changes.
 READY := $(VENV)/.ready
+# Libraries that tests run where they can be installed.
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 TRIED_TORCHTITAN := $(VENV)/.tried-torchtitan
+TRIED_RAY := $(VENV)/.tried-ray
 
-.PHONY: setup deepspeed torchtitan test proofs demo docs site wheel try-wheel bench lint types format clean
+.PHONY: setup deepspeed torchtitan ray test libraries proofs demo docs site wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
@@ -24,28 +26,31 @@ $(READY): pyproject.toml constraints.txt
 deepspeed: $(READY)
 	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-build-isolation deepspeed
 
-$(TRIED_DEEPSPEED): $(READY)
-	$(MAKE) --no-print-directory deepspeed || echo "NOTE: DeepSpeed could not be installed (see above), so the" \
-	    "tests that run it will be skipped; 'make deepspeed' tries again" >&2
-	touch $@
-
 # A test trains torchtitan's model.  It asks for versions of other packages than ours and for many that the test has no
 # use for: hence by itself, with what it cannot be imported without.
 torchtitan: $(READY)
 	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 
-$(TRIED_TORCHTITAN): $(READY)
-	$(MAKE) --no-print-directory torchtitan || echo "NOTE: torchtitan could not be installed (see above), so the" \
-	    "test that runs it will be skipped; 'make torchtitan' tries again" >&2
+# Half a gigabyte with what it needs: only `make libraries` and `make proofs` install it.
+ray: $(READY)
+	$(PIP) install --retries 2 --timeout 30 -c constraints.txt -e '.[ray]'
+
+$(VENV)/.tried-%: $(READY)
+	$(MAKE) --no-print-directory $* || echo "NOTE: $* could not be installed (see above), so the tests that run it will be" \
+	    "skipped; 'make $*' tries again" >&2
 	touch $@
 
 # Two processes, each with ranks of its own, since much of the time one only waits; a file's tests stay together.
 test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Programs of other people that take long: torchtitan, Ray, Kubeflow and the like.  CI runs these after the tests.
+libraries: setup $(TRIED_RAY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --proofs -m proof tests/integrations $(ARGS)
+
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
 # a rank to fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
-proofs: $(READY)
+proofs: setup $(TRIED_RAY)
 	$(BIN)/python -m pytest --proofs -m proof
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md

@@ -20,6 +20,18 @@ def test_programs_are_as_on_one_device():
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     (
+        (2, 2),
+        (
+            "v0 = leaf((3, 3), 'float32', Replicate(), Shard(1))",
+            "v3 = v0.T[:2,]",
+            "v3.unsqueeze(dim=0).contiguous().scatter_(-1, index([[[2], [2]]], Replicate(), Replicate()), 8)",
+        ),
+    ),
+    ((2,), ("v0 = leaf((1, 4), 'float32', Shard(1))", "v0[-1, None] = v0")),
+    ((2,), ("v0 = leaf((1, 4), 'float32', Shard(1))", "v0[-1, None].add_(v0)")),
+    ((2,), ("v0 = leaf((1, 4), 'float32', Shard(1))", "v0[-1, None].copy_(v0)")),
+    ((2,), ("v0 = leaf((2, 4), 'float32', Shard(0))", "v0[:, None].mul_(v0[:, None])")),
+    (
         (4,),
         ("v0 = leaf((5,), 'complex64', Shard(0))", "v1 = v0.real[0:4:1]", "v2 = v1.as_strided((2,), (1,))"),
     ),

@@ -22,14 +22,25 @@ def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     >>> global_stride(torch.empty(2, 3).t(), (3, 8))
     (1, 3)
     """
-    order: Sequence[int] = range(len(shape))
-    if not is_contiguous(local, shape):
-        order = sorted(order, key=lambda d: (-local.stride()[d], d))
     strides, step = [0] * len(shape), 1
-    for d in reversed(list(order)):
+    for d in reversed(order_in_memory(local, shape)):
         strides[d] = step
         step *= max(shape[d], 1)
     return tuple(strides)
+
+
+def order_in_memory(local: torch.Tensor, shape: Sequence[int]) -> list[int]:
+    """The dims of the global tensor, from the one with the largest stride to the one with the smallest.
+
+    Of two dims with the same stride the inner one has a single row on this rank.
+
+    >>> order_in_memory(torch.empty(3, 1).t(), (3, 3))
+    [1, 0]
+    """
+    dims = list(range(len(shape)))
+    if is_contiguous(local, shape):
+        return dims
+    return sorted(dims, key=lambda d: (-local.stride(d), -local.shape[d], d))
 
 
 def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -66,6 +77,18 @@ def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bo
     whole one of which the local tensor is a slice."""
     step = local.stride(inner)
     return local.stride(d) in (step * max(local.shape[inner], 1), step * shape[inner])
+
+
+def with_strides_of(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`source`, with the strides of `target` if both are the same elements of the same memory.
+
+    Strides of dims with one row on this rank may differ, and C++ then takes the two for tensors that overlap in part.
+    """
+    if source.data_ptr() != target.data_ptr() or source.shape != target.shape or source.dtype != target.dtype:
+        return source
+    if any(a != b and n > 1 for a, b, n in zip(source.stride(), target.stride(), source.shape, strict=True)):
+        return source
+    return source if source.stride() == target.stride() else source.as_strided(target.shape, target.stride())
 
 
 def is_thin(local_shape: Sequence[int], shape: Sequence[int]) -> bool:

@@ -26,7 +26,7 @@ from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
-from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin
+from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin, order_in_memory, with_strides_of
 
 _STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
 _grad_enabled = torch.is_grad_enabled
@@ -96,8 +96,7 @@ def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
     """`local` with its dims in memory as `before` has them: whether a view of a view copies depends on that."""
     if is_contiguous(before, shape):
         return local
-    steps = before.stride()
-    order = sorted(range(len(shape)), key=lambda d: (-steps[d], d))
+    order = order_in_memory(before, shape)
     back = sorted(range(len(shape)), key=order.__getitem__)
     return local.permute(order).contiguous().permute(back)
 
@@ -352,6 +351,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     layout = plan.operands[0].src
     # Before communication every rank looks, as those that C++ would stop later must not be waited for.
     looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
+    has_single_rows = 1 in layout.local_shape
     ignores = IGNORES_REPEATS.get(name)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -363,6 +363,9 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
+        if has_single_rows:
+            for o in plan.operands[1:]:
+                put_at(loc, kw, o.path, with_strides_of(loc[0], get_at(loc, kw, o.path)))
         if local_function is None:
             func(*loc, **kw)
         else:

@@ -27,7 +27,7 @@ from terrazzo.tensor.dtensor import DTensor, run_again, wrap
 from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
-from terrazzo.tensor.strides import check_no_overlap
+from terrazzo.tensor.strides import check_no_overlap, with_strides_of
 
 
 def index_otherwise(target: Any, index: Any) -> Any:
@@ -367,7 +367,10 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
         d += 1
     if layout.coord is None:
         return
-    target._local[tuple(local_index)] = _my_part(value, wanted_at, region, mine, layout)
+    part = _my_part(value, wanted_at, region, mine, layout)
+    if isinstance(value, DTensor):
+        part = with_strides_of(target._local[tuple(local_index)], part)
+    target._local[tuple(local_index)] = part
 
 
 def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout:
