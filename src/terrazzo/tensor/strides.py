@@ -40,7 +40,7 @@ def order_in_memory(local: torch.Tensor, shape: Sequence[int]) -> list[int]:
     dims = list(range(len(shape)))
     if is_contiguous(local, shape):
         return dims
-    return sorted(dims, key=lambda d: (-local.stride(d), -local.shape[d], d))
+    return sorted(dims, key=lambda d: (-local.stride()[d], -local.shape[d], d))
 
 
 def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:

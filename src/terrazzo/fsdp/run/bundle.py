@@ -255,5 +255,7 @@ class Bundle:
     def discard(self) -> None:
         """After a failure: wait for what is under way, and forget it."""
         with ExitStack() as also_if_one_raises:
-            for each in (*self._gathers, *self._reductions):
-                also_if_one_raises.callback(each.discard)
+            for gather in self._gathers:
+                also_if_one_raises.callback(gather.discard)
+            for reduction in self._reductions:
+                also_if_one_raises.callback(reduction.discard)
