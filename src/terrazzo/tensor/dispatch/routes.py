@@ -18,7 +18,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
-from terrazzo.tensor.copied_view import CopiedView, check_writable, mark_alias, mark_copied, pass_on
+from terrazzo.tensor.copied_view import CopiedView, check_no_leaf, check_writable, mark_alias, mark_copied, pass_on
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
@@ -360,6 +360,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
         if is_copied:
             check_writable(target)
         if looks and (ignores is None or not ignores(*loc, **kw)):
+            check_no_leaf(target)  # in C++'s order
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
