@@ -201,6 +201,7 @@ def check_not_parallel() -> None:
         trainer(2, 1, strategy=FullyShardStrategy(tensor_parallel_size=2)).fit(Net(), loader(2, 2))
 
 
+@pytest.mark.proof  # `make libraries` runs it, and CI
 def test_tensor_parallel_modules(tmp_path):
     two, four, whole = (str(tmp_path / name) for name in ("two.ckpt", "four.ckpt", "whole.ckpt"))
     run_all(4, check_tensor_parallel, four)

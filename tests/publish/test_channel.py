@@ -38,8 +38,8 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert worlds.digest({"x": found[name]}) == worlds.digest({"x": value}), name
 
 
-def begin_trainer(address, dtype, bucket):
-    worlds.begin_trainer(Channel(address, bucket_bytes=bucket), dtype=dtype)
+def begin_trainer(address, dtype, bucket, limit=worlds.LIMIT):
+    worlds.begin_trainer(Channel(address, bucket_bytes=bucket), dtype=dtype, limit=limit)
 
 
 def begin_receiver(address, dtype, bucket, lossy=False):
@@ -214,7 +214,7 @@ def receive_and_die(address):
 
 
 def test_receivers_die_and_others_come(address):
-    run_ranks(4, begin_trainer, address, torch.float32, 1 << 10)
+    run_ranks(4, begin_trainer, address, torch.float32, 1 << 10, SHORT)  # the dead are waited for so long
     run_ranks(4, worlds.publish, 0, 1.0, False)
     dead, alive = run_fresh(2, receive_and_die, address)[::-1]
     assert dead.signal == signal.SIGKILL

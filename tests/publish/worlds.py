@@ -86,9 +86,9 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return seen.hexdigest()
 
 
-def begin_trainer(to: Any, **settings: Any) -> None:
+def begin_trainer(to: Any, *, limit: timedelta = LIMIT, **settings: Any) -> None:
     model = trainer()
-    KEPT["trainer"] = model, Publisher(to, model, timeout=LIMIT, **settings), settings.get("dtype", torch.float32)
+    KEPT["trainer"] = model, Publisher(to, model, timeout=limit, **settings), settings.get("dtype", torch.float32)
 
 
 def publish(step: int, share: float, wait: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
