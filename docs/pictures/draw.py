@@ -107,11 +107,11 @@ def gradients() -> Picture:
     """How the gradient of a tensor is placed, and what that costs."""
     rows = [(placement, _dual(placement)) for placement in (Shard(0), Replicate(), Partial())]
     why = {
-        "Shard(dim=0)": "each rank's part gets its part's gradient; nothing moves",
-        "Replicate()": "where ranks used it differently, its gradient is summed over them: one all-reduce",
-        "Partial(sum)": "d(a + b) = da = db: every rank's term gets the whole gradient of the sum",
+        "Shard(dim=0)": ("each rank's shard gets the gradient of that shard:", "nothing is sent"),
+        "Replicate()": ("ranks that used it differently sum their gradients:", "one all-reduce"),
+        "Partial(sum)": ("the gradient of a sum is that of each of its terms:", "nothing is sent"),
     }
-    picture = Picture(860, 60 + 70 * len(rows))
+    picture = Picture(780, 60 + 70 * len(rows))
     for x, words in ((90, "the tensor"), (330, "its gradient"), (450, "why")):
         picture.text(x, 24, words, 12, anchor="start" if x == 450 else "middle", fill=GREY)
     for number, (placement, dual) in enumerate(rows):
@@ -122,7 +122,8 @@ def gradients() -> Picture:
         picture.text(330, y + 27, repr(dual))
         picture.arrow(164, y + 22, 256, y + 22)
         picture.text(210, y + 16, "backward", 11, fill=GREY)
-        picture.text(420, y + 27, why[repr(placement)], 12, anchor="start")
+        for line, words in enumerate(why[repr(placement)]):
+            picture.text(420, y + 18 + 17 * line, words, 13, anchor="start")
     return picture
 
 
@@ -149,11 +150,13 @@ def step() -> Picture:
     shown = [each for each in operations if each.kind.value in wanted and each.unit >= 0]
     shown = [each for each in shown if each.kind.value != "use" or each.reads]  # not what backward writes
     used: set[int] = set()
-    rows, width, at = {"gather": 60, "compute": 110, "reduce": 160}, 62, 100
-    picture = Picture(at + width * (len(shown) + 1), 240)
-    for name, y in rows.items():
-        picture.text(86, y + 5, name, anchor="end")
-        picture.box(at, y - 18, width * len(shown), 36, "#fafafa", LIGHT)
+    rows, width, at, band = {"gather": 60, "compute": 110, "reduce": 160}, 62, 80, 160
+    half = (len(shown) + 1) // 2  # in a band below the other, so that words stay readable
+    picture = Picture(at + width * half + 20, 60 + 2 * band + 40)
+    for down in (0, band):
+        for name, y in rows.items():
+            picture.text(at - 10, down + y + 5, name, anchor="end")
+            picture.box(at, down + y - 18, width * half, 36, "#fafafa", LIGHT)
     numbers = {unit: n for n, unit in enumerate(sorted({each.unit for each in shown}))}
     for n, each in enumerate(shown):
         kind = each.kind.value
@@ -164,12 +167,12 @@ def step() -> Picture:
             kind = "gradient"
         elif kind == "write":
             kind = "optimizer"
-        y = rows[each.stream.value] - 16
-        picture.box(at + n * width + 1, y, width - 2, 32, RANK_COLOURS[numbers[each.unit]])
-        picture.text(at + n * width + width / 2, y + 20, kind, 11, fill="white")
+        x, y = at + n % half * width, n // half * band + rows[each.stream.value] - 16
+        picture.box(x + 1, y, width - 2, 32, RANK_COLOURS[numbers[each.unit]])
+        picture.text(x + width / 2, y + 20, kind, 12, fill="white")
     for n, unit in enumerate(numbers.values()):
-        picture.box(at + n * 130, 200, 14, 14, RANK_COLOURS[unit])
-        picture.text(at + n * 130 + 20, 212, f"layer {unit}", 12, anchor="start")
+        picture.box(at + n * 130, 2 * band + 50, 14, 14, RANK_COLOURS[unit])
+        picture.text(at + n * 130 + 20, 2 * band + 62, f"layer {unit}", anchor="start")
     picture.text(at, 26, "a step of three sharded layers, in the order in which the host asks for it", anchor="start")
     return picture
 
