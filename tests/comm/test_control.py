@@ -224,7 +224,7 @@ def misuse() -> None:
     rank = dist.get_rank()
     with pytest.raises(CommError, match="no position 2"):
         plane.broadcast(b"", 2)
-    with pytest.raises(CommError, match="position 0 gives the data"):
+    with pytest.raises(CommError, match="position 0 must pass the data"):
         plane.broadcast(None if rank == 0 else b"x", 0)
     with pytest.raises(CommError, match="one part per rank" if rank == 0 else "position 0 gives"):
         plane.scatter([b""], 0)
