@@ -183,7 +183,7 @@ def test_a_rank_that_comes_late_is_named_and_told() -> None:
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:
         text, missing, waited = outcome.value
-        assert missing == (2,) and "no word from ranks [2], still running" in text  # the same on rank 2 itself
+        assert missing == (2,) and "no answer from ranks [2]: still running" in text  # the same on rank 2 itself
         assert "0.8 s" in text and waited < 10
 
 

@@ -94,7 +94,7 @@ class Link:
             self._store.set(f"saw/{self.index}", "failed " + why[:_LONGEST_REPORT])
         except RuntimeError:
             pass  # the store is gone: the others only see closed connections
-        self._break(f"this rank left: {why}")
+        self._break(f"this rank gave up: {why}")
 
     def all_gather(self, data: bytes, timeout: timedelta) -> list[bytes]:
         """The data of every rank."""
@@ -257,9 +257,11 @@ class Link:
             told.append(f"{_named(stopped)} stopped (SIGSTOP)")
         if not told:
             if late:
-                told.append(f"no word from {_named(late)}: still running, but they hang or are in another place")
+                told.append(
+                    f"no answer from {_named(late)}: still running; they hang or have not reached this call"
+                )
             if unknown:
-                told.append(f"no word from {_named(unknown)}: they died, hang, or are in another place")
+                told.append(f"no answer from {_named(unknown)}: they died, hang, or have not reached this call")
         if not told:
             told.append("a connection broke, or some ranks called this only after others had given up")
         if store_lost:
