@@ -94,7 +94,7 @@ def check_run_check():
         "requires_grad": one.clone().requires_grad_(first),
     }
     for what, part in parts.items():
-        with pytest.raises(ValueError, match="do not make one tensor"):
+        with pytest.raises(ValueError, match="do not fit together"):
             DTensor.from_local(part, mesh, [Shard(0)], run_check=True)
         if what not in ("dims", "shape"):
             DTensor.from_local(part, mesh, [Shard(0)])
