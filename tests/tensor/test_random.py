@@ -333,7 +333,7 @@ def drifted() -> None:
             for _ in range(draws):
                 draw()
         except RandomStateError as error:
-            assert "not in step" in str(error)
+            assert "not in the same state" in str(error)
             return True
         return False
 

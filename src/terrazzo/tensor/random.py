@@ -1,11 +1,11 @@
-"""Random numbers that belong to the global tensor.
+"""Random numbers that depend on the global tensor only.
 
-Each random operation draws one 62-bit key from a PyTorch generator (the default one, which `torch.manual_seed`
-governs and activation checkpointing saves and restores). The values of an element follow from the key and the
-element's index in the global tensor (`counter`), so they depend neither on placements nor on the number of ranks, and a
-rank computes only what it holds. Everything is written to the result piece by piece.
+Each random operation draws one 62-bit key from a PyTorch generator (the default one follows `torch.manual_seed`, and
+activation checkpointing saves and restores its state). The value of an element is computed from the key and the
+element's index in the global tensor (`counter`), so it does not depend on placements or on the number of ranks, and a
+rank computes only what it holds. The result is written piece by piece.
 
-This needs the generators of all ranks to be in step; `in_step` makes it an error if they are not.
+This needs generators in the same state on all ranks; `in_step` raises an error if they are not.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | 
 
 
 def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
-    """The next number of a generator that all ranks of the mesh draw from."""
+    """The next number of a generator that has the same state on all ranks of the mesh."""
     number = next_number(generator)
     check_in_step(mesh, number, (), generator)
     return number
 
 
 def next_number(generator: torch.Generator | None = None) -> int:
-    """The next number of a generator, whatever other ranks do."""
+    """The next number of a generator, independent of other ranks."""
     if under_fake_tensors():
         with real_values():
             return next_number(generator)
@@ -61,19 +61,19 @@ def next_number(generator: torch.Generator | None = None) -> int:
 
 
 def _key_without_waiting(generator: torch.Generator) -> int:
-    """From the seed and offset of a device's generator: a number drawn there would have to be waited for."""
+    """Made from the seed and offset of a device's generator: drawing a number there would wait for the device."""
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + 4)  # what one draw takes at least; offsets are multiples of 4
+    generator.set_offset(offset + 4)  # the smallest step of one draw; offsets are multiples of 4
     source = torch.Generator().manual_seed((seed ^ (offset * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1))
     return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=source))
 
 
-# For each layout the run of its elements on this rank, and that of its elements' real and imaginary parts.
+# For each layout the indices of this rank's elements, and those of their real and imaginary parts.
 _runs: WeakKeyDictionary[Layout, tuple[Run, Run] | None] = WeakKeyDictionary()
 
 
 def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
-    """Where in the global tensor this rank's elements lie; None if it has none."""
+    """The global indices of this rank's elements; None if it has none."""
     if layout not in _runs:
         box, shape = layout.box(), tuple(layout.shape)
         parts = Box((*box.offsets, 0), (*box.lengths, 2))
@@ -83,7 +83,7 @@ def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
     return None if runs is None else runs[dtype.is_complex]
 
 
-# For layouts of few elements on a CPU, which are one piece.
+# For layouts of few elements on a CPU, which are processed in one piece.
 _few: WeakKeyDictionary[Layout, Few] = WeakKeyDictionary()
 _MOST = 4096
 
@@ -91,7 +91,7 @@ _MOST = 4096
 def drawn(
     layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
-    """A new local tensor of what `make(words, *pieces of aligned)` makes of the random words of each piece."""
+    """A new local tensor; `make(words, *pieces of aligned)` computes each piece from its random words."""
     key = draw_key(layout, generator)
     if type(key) is int and not dtype.is_complex and not under_fake_tensors():
         few = _few.get(layout) or _few_of(layout)
@@ -119,9 +119,9 @@ def _few_of(layout: Layout) -> Few | None:
 def fill(
     out: torch.Tensor, layout: Layout, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
-    """The same, written to `out`, which is contiguous."""
+    """`drawn`, written to the contiguous `out`."""
     key, run = draw_key(layout, generator), _run(layout, out.dtype)
-    return out.zero_() if run is None else _fill(out, run, key, make, aligned)  # it counts as written on every rank
+    return out.zero_() if run is None else _fill(out, run, key, make, aligned)  # zero_ counts as a write on every rank
 
 
 def _fill(
@@ -135,14 +135,14 @@ def _fill(
 
 
 def _piece(tensor: torch.Tensor, at: Sequence[slice]) -> torch.Tensor:
-    """`tensor[at]`, which Python's binding cannot do for fake tensors of a device that is not there."""
+    """`tensor[at]`, which `__getitem__` cannot do for fake tensors of a device that does not exist here."""
     for d, span in enumerate(at):
         tensor = tensor.narrow(d, span.start, span.stop - span.start)
     return tensor
 
 
 def is_double(dtype: torch.dtype) -> bool:
-    """Whether one word is too little for an element of this dtype."""
+    """Whether one 32-bit word is not enough for an element of this dtype."""
     return dtype in (torch.float64, torch.complex128)
 
 
@@ -151,8 +151,8 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 
 
 def centred(words: AnyWords, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
-    """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0; from words `first` and, for doubles,
-    `first + 1`, of 2**-65."""
+    """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0, from word number `first`; for doubles
+    an odd multiple of 2**-65, from words `first` and `first + 1`."""
     work = _working(dtype)
     low = words.word(first).to(work).add_(0.5)
     if work == torch.float32:
@@ -174,13 +174,13 @@ def unit(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bell(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal (Box and Muller); finite, for what the logarithm is taken of is never 0."""
+    """Standard normal (Box and Muller); always finite, because the argument of the logarithm is never 0."""
     radius = centred(words, dtype).abs_().mul_(2).log_().mul_(-2).sqrt_()
     return radius.mul_(centred(words, dtype, 2 if is_double(dtype) else 1).mul_(2 * math.pi).cos_())
 
 
 def waiting(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
-    """Exponential with mean 1; never 0, which is what rounding would make of the smallest."""
+    """Exponential with mean 1; never 0, although the smallest value would round to it."""
     smallest = {torch.float64: 2.0**-55, torch.float16: 2.0**-24}.get(dtype, 2.0**-26)
     return centred(words, dtype).abs_().mul_(2).log_().neg_().clamp_min_(smallest)
 
@@ -202,7 +202,7 @@ def _threshold(p: float) -> int:
 
 
 def _settled_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
-    """Draw as if terms were replicas, then turn them into terms."""
+    """Draw for the layout with replicas in place of terms, then turn the replicas into terms."""
     if layout.dual is layout:
         return make(layout)
     plain = layout.with_placements(
@@ -230,9 +230,9 @@ def kept(layout: Layout, p: float, generator: torch.Generator | None = None) -> 
 
 
 def kept_factors(layout: Layout, p: float) -> Callable[[], torch.Tensor | None]:
-    """Makes what `kept` makes, as float32 factors 0 and 1 / p; None unless they are few, on a CPU, in no graph.
+    """A function that makes the mask of `kept` as float32 factors 0 and 1 / p.
 
-    One multiplication is all that such a dropout then takes.
+    None unless the elements are few, on a CPU, and no graph is captured. Such a dropout then takes one multiplication.
     """
     threshold = _threshold(p)
     limit, factor = np.array(min(threshold, (1 << 31) - 1), dtype=np.int32), np.float32(1 / p)
