@@ -257,9 +257,7 @@ class Link:
             told.append(f"{_named(stopped)} stopped (SIGSTOP)")
         if not told:
             if late:
-                told.append(
-                    f"no answer from {_named(late)}: still running; they hang or have not reached this call"
-                )
+                told.append(f"no answer from {_named(late)}: still running; they hang or have not reached this call")
             if unknown:
                 told.append(f"no answer from {_named(unknown)}: they died, hang, or have not reached this call")
         if not told:
