@@ -232,7 +232,7 @@ def refusals() -> None:
     x = torch.ones(n, 3)
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: collectives.all_reduce(x, axis, "mean"), "'mean' is not a reduction"),
-        (lambda: collectives.all_reduce(x.int(), axis, "avg"), "no avg of torch.int32"),
+        (lambda: collectives.all_reduce(x.int(), axis, "avg"), "cannot reduce torch.int32 with avg"),
         (lambda: collectives.all_reduce(x.bool(), axis, "avg"), "no avg of torch.bool"),
         (lambda: collectives.all_reduce(x.cfloat(), axis, "max"), "no max of torch.complex64"),
         (lambda: collectives.reduce_scatter(x.to(torch.float8_e5m2), axis, 0, (1,) * n), "no sum of torch.float8"),

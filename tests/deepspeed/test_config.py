@@ -182,7 +182,7 @@ def check_sharding_within_a_group() -> None:
         torch.testing.assert_close(steps_of(engine), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(EngineConfigError, match="zero_hpz_partition_size 3 does not divide the 4 ranks"):
         initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": 3}))
-    with pytest.raises(EngineConfigError, match="does not divide 4"):
+    with pytest.raises(EngineConfigError, match="does not divide the 4 data-parallel ranks"):
         initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "mics_shard_size": 3}))
     quick = {"type": "SGD", "params": {"lr": 0.1}}
     other = {"type": "StepLR", "params": {"step_size": 2}}

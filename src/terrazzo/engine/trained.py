@@ -1,4 +1,4 @@
-"""What saving and loading know of the engine: the parts of a run that a checkpoint holds."""
+"""What saving and loading use of the engine: the parts of a run that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from terrazzo.engine.sparse import SparseEmbeddings
 
 
 class Trained(Protocol):
-    """A run: its model, the optimizer and all that counts.  `Engine` is one."""
+    """A run: its model, its optimizer and its counters.  `Engine` implements it."""
 
     module: Any
     optimizer: torch.optim.Optimizer
@@ -42,7 +42,7 @@ class Trained(Protocol):
 
     @property
     def between_steps(self) -> bool:
-        """Whether no gradients wait for the optimizer."""
+        """Whether there are no accumulated gradients that the optimizer has not used."""
 
     @property
     def dp_world_size(self) -> int:
