@@ -233,9 +233,9 @@ def refusals() -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: collectives.all_reduce(x, axis, "mean"), "'mean' is not a reduction"),
         (lambda: collectives.all_reduce(x.int(), axis, "avg"), "cannot reduce torch.int32 with avg"),
-        (lambda: collectives.all_reduce(x.bool(), axis, "avg"), "no avg of torch.bool"),
-        (lambda: collectives.all_reduce(x.cfloat(), axis, "max"), "no max of torch.complex64"),
-        (lambda: collectives.reduce_scatter(x.to(torch.float8_e5m2), axis, 0, (1,) * n), "no sum of torch.float8"),
+        (lambda: collectives.all_reduce(x.bool(), axis, "avg"), "cannot reduce torch.bool with avg"),
+        (lambda: collectives.all_reduce(x.cfloat(), axis, "max"), "cannot reduce torch.complex64 with max"),
+        (lambda: collectives.reduce_scatter(x.to(torch.float8_e5m2), axis, 0, (1,) * n), "cannot reduce torch.float8"),
         (lambda: collectives.all_gather(x, axis, 0, (n,) * (n - 1)), "does not fit sizes"),
         (lambda: collectives.all_gather(x, axis, 0, (1,) * n), "does not fit sizes"),
         (lambda: collectives.all_gather(x, axis, 2, (1,) * n), "does not fit sizes"),
