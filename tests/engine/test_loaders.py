@@ -119,7 +119,7 @@ def test_places_of_each_rank_s_own(tmp_path: Path) -> None:
 def check_refused() -> None:
     with pytest.raises(EngineConfigError, match="DataLoader without state_dict"):
         engine_with(DataLoader(list(range(8))))
-    with pytest.raises(EngineConfigError, match="use one of them"):
+    with pytest.raises(EngineConfigError, match="pass one of them"):
         initialize(nn.Linear(2, 2), training_data=[1, 2], training_dataloader=Loader(), config=config(0))
 
 
