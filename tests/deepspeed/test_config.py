@@ -140,7 +140,10 @@ def test_configs_that_people_have():
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "needs stage 3"),
         ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "stage 0, 1 or 2"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
-        ({"scheduler": {"type": "NoSuchLR"}, "optimizer": {"type": "SGD", "params": {"lr": 1}}}, "nor a scheduler of PyTorch"),
+        (
+            {"scheduler": {"type": "NoSuchLR"}, "optimizer": {"type": "SGD", "params": {"lr": 1}}},
+            "nor a scheduler of PyTorch",
+        ),
         ({"no_such_key": 1}, "no_such_key"),
         ({}, "train_micro_batch_size_per_gpu"),
     ],

@@ -575,7 +575,9 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match="needs a dim named 'pp'"):
         flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         initialize(stage(own), pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=flat, config=config(1))
-    with pytest.raises(EngineConfigError, match="Schedule1F1B could not create a schedule of 1 stage and 1 micro-batches"):
+    with pytest.raises(
+        EngineConfigError, match="Schedule1F1B could not create a schedule of 1 stage and 1 micro-batches"
+    ):
         build(stage(own), Schedule1F1B, gradient_accumulation_steps=1)
 
 

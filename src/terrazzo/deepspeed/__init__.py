@@ -17,10 +17,10 @@ from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from terrazzo.deepspeed.engine import DeepSpeedEngine
-from terrazzo.deepspeed.homes import ABSENT, register
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
 from terrazzo.deepspeed.pipe import PipelineModule
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
+from terrazzo.deepspeed.submodules import ABSENT, register
 from terrazzo.deepspeed.utils import OnDevice, log_dist, logger
 from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
-from terrazzo.deepspeed.live import forget, remember
+from terrazzo.deepspeed.engines import forget, remember
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
 from terrazzo.deepspeed.settings import SETTINGS, setting
 from terrazzo.deepspeed.utils.sharded import whole

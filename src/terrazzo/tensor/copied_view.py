@@ -38,7 +38,7 @@ _RESHAPES = _COPYING_RESHAPES | {"view", "unflatten"}
 _copies_of: Any = WeakIdKeyDictionary()
 
 
-class Origin:
+class CopySource:
     """Where a copy comes from; shared by the copy and its own views."""
 
     __slots__ = ("__weakref__", "_base", "_copy", "_data", "_index", "_layout", "_local", "_version", "region")
@@ -197,7 +197,7 @@ def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
     indices = _indices_of(name, args, kwargs, results)
     for t, index in zip(results, indices, strict=True):
         if isinstance(t, DTensor):
-            _become(t, Origin(base, t, index))
+            _become(t, CopySource(base, t, index))
 
 
 def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
@@ -209,10 +209,10 @@ def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
         if isinstance(t, DTensor):
             # Not writable: where one device might have copied, and where a copy was needed here.
             copies = has_gaps or (reshapes and not has_view(_local_slot.__get__(view), view.shape, t.shape))
-            _become(t, Origin(view, t, None) if copies else origin)
+            _become(t, CopySource(view, t, None) if copies else origin)
 
 
-def _become(view: DTensor, origin: Origin) -> None:
+def _become(view: DTensor, origin: CopySource) -> None:
     object.__setattr__(view, "__class__", CopiedView)
     view._pending = origin
 

@@ -85,7 +85,7 @@ def key_words_of(key: torch.Tensor, upper: int, number: int) -> tuple[torch.Tens
     return tuple((pair >> shift).to(torch.int32) for pair in pairs for shift in (0, 32))
 
 
-class Run(NamedTuple):
+class Indices(NamedTuple):
     """A strided set of element indices: `first`, plus for each dim a multiple of its stride below its length."""
 
     first: int
@@ -97,7 +97,7 @@ class Run(NamedTuple):
         return self.first + sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
 
 
-def run_of(box: Box, shape: Sequence[int]) -> Run:
+def indices_of(box: Box, shape: Sequence[int]) -> Indices:
     """The indices of a box in a tensor of `shape`, in as few dims as possible; the box is not empty."""
     first, stride = 0, 1
     lengths: list[int] = []
@@ -111,17 +111,17 @@ def run_of(box: Box, shape: Sequence[int]) -> Run:
                 lengths.insert(0, length)
                 strides.insert(0, stride)
         stride *= size
-    return Run(first, tuple(lengths) or (1,), tuple(strides) or (1,))
+    return Indices(first, tuple(lengths) or (1,), tuple(strides) or (1,))
 
 
-def is_one_piece(run: Run, device: torch.device | str) -> bool:
+def is_one_piece(run: Indices, device: torch.device | str) -> bool:
     """Whether the elements are few enough to be processed at once, or have no values (fake tensors)."""
     if under_fake_tensors():
         return True  # fake tensors take no memory
     return prod(run.lengths) <= piece_limit(device) and run.first >> 32 == run.last >> 32
 
 
-def pieces_of(run: Run, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], Run]]:
+def pieces_of(run: Indices, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], Indices]]:
     """The indices in pieces of at most `limit` elements with common upper 32 bits, and where each piece lies."""
     starts = starts or (0,) * len(run.lengths)
     count = prod(run.lengths)
@@ -133,7 +133,7 @@ def pieces_of(run: Run, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tu
     step = max(1, limit * length // count) if count > limit else -(-length // 2)
     for begin in range(0, length, step):
         lengths = (*run.lengths[:d], min(step, length - begin), *run.lengths[d + 1 :])
-        part = Run(run.first + begin * run.strides[d], lengths, run.strides)
+        part = Indices(run.first + begin * run.strides[d], lengths, run.strides)
         yield from pieces_of(part, limit, (*starts[:d], starts[d] + begin, *starts[d + 1 :]))
 
 
@@ -142,14 +142,14 @@ class Words:
 
     __slots__ = ("_folded", "_index", "_key", "_keys", "_run", "_word")
 
-    def __init__(self, run: Run, key: int | torch.Tensor, index: torch.Tensor) -> None:
+    def __init__(self, run: Indices, key: int | torch.Tensor, index: torch.Tensor) -> None:
         self._key = key
         self._keys: dict[int, tuple[torch.Tensor, ...]] = {}
         self._run = run
         self._index = index
         self._word, self._folded = torch.empty_like(index), torch.empty_like(index)
 
-    def move(self, run: Run) -> None:
+    def move(self, run: Indices) -> None:
         """Switch to another piece of the same lengths and strides."""
         if run.first >> 32 != self._run.first >> 32:
             self._keys = {}
@@ -187,7 +187,7 @@ class Few(NamedTuple):
     upper: int
 
     @staticmethod
-    def of(run: Run, shape: Sequence[int]) -> Few:
+    def of(run: Indices, shape: Sequence[int]) -> Few:
         """For the elements of a box that is not 0-d."""
         index = lower_index(run, "cpu").reshape(tuple(shape)).numpy()
         return Few(index * _MULTIPLIER_ARRAYS[0], index * np.int32(_INDEX_AGAIN), run.first >> 32)
@@ -226,7 +226,7 @@ class FewWords:
 AnyWords: TypeAlias = Words | FewWords
 
 
-def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
+def lower_index(run: Indices, device: torch.device | str) -> torch.Tensor:
     """The lower 32 bits of the index of each element."""
     index: torch.Tensor | None = None
     for d, (length, stride) in enumerate(zip(reversed(run.lengths), reversed(run.strides), strict=True)):
@@ -239,7 +239,7 @@ def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
 
 
 def words_of(
-    run: Run, key: int | torch.Tensor, device: torch.device | str
+    run: Indices, key: int | torch.Tensor, device: torch.device | str
 ) -> Iterator[tuple[tuple[slice, ...], Words]]:
     """The words of the elements, piece by piece, and where each piece lies in a tensor of the given lengths."""
     words: Words | None = None

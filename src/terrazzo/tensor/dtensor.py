@@ -42,7 +42,7 @@ from terrazzo.tensor.dispatch.keys import (
 )
 from terrazzo.tensor.links import links
 from terrazzo.tensor.raw_access import NoRawAccess
-from terrazzo.tensor.strides import global_stride, is_contiguous, telling
+from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
 
 WRITTEN = "_on_write"
 """An attribute of some DTensors: a function to call before they can be written to past all version counters."""
@@ -66,7 +66,7 @@ def become(target: DTensor, value: DTensor) -> None:
     if target.requires_grad and local.grad_fn is None and local is not target._local:
         local = local.detach().requires_grad_()
     elif not local.requires_grad and is_view(local) and not is_view(target._local):
-        local = telling(local.detach(), local)  # the tensor whose shape was changed is not a view of itself
+        local = keeping_strides(local.detach(), local)  # the tensor whose shape was changed is not a view of itself
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
     target._local, target._layout, target._memo = local, value._layout, value._memo
@@ -467,7 +467,9 @@ class DTensor(NoRawAccess, torch.Tensor):
             written()  # the caller may write to it past all version counters
         local = self._local
         if not local.requires_grad:
-            return wrap(telling(local.detach(), local), self._layout)  # writes to it count as writes to this tensor
+            return wrap(
+                keeping_strides(local.detach(), local), self._layout
+            )  # writes to it count as writes to this tensor
         data = local.data
         for origin in list(links.copies):
             origin.watch(data)  # counts the writes to it separately
@@ -496,7 +498,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             pass
 
     def detach(self) -> DTensor:
-        return wrap(telling(self._local.detach(), self._local), self._layout)
+        return wrap(keeping_strides(self._local.detach(), self._local), self._layout)
 
     def detach_(self) -> DTensor:
         self._local.detach_()

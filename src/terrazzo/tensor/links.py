@@ -31,7 +31,7 @@ class Links:
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
     copies: WeakSet[Any] = WeakSet()
-    """The origins of the copied views that are alive (`copied_view.Origin`)."""
+    """The origins of the copied views that are alive (`copied_view.CopySource`)."""
 
 
 links = Links()

@@ -51,7 +51,7 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     (True, False)
     """
     says_all = local.numel() > 0 or 0 in shape  # C++ calls every empty tensor contiguous
-    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _says_nothing(local):
+    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _lacks_strides(local):
         return True
     dims = [d for d, n in enumerate(shape) if n != 1]
     if 0 in shape or not dims:
@@ -60,14 +60,14 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
 
 
-def _says_nothing(local: torch.Tensor) -> bool:
+def _lacks_strides(local: torch.Tensor) -> bool:
     """Whether the strides are only those that C++ gives a new tensor without elements, or a view of one."""
     return not local.numel() and 0 in base_of(local).stride()
 
 
-def telling(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+def keeping_strides(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`view` of all of `of`; if it has no elements, rebuilt so that its strides still show the order of its dims."""
-    if view.numel() or 0 not in view.stride() or _says_nothing(of):
+    if view.numel() or 0 not in view.stride() or _lacks_strides(of):
         return view
     return view.new_empty(1).as_strided(view.shape, view.stride())
 
@@ -102,7 +102,7 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
     >>> has_view(torch.empty(4, 6)[:, :3], (4, 3), (12,)), has_view(torch.empty(4, 6)[:, :3], (4, 3), (2, 2, 3))
     (False, True)
     """
-    if 0 in shape or _says_nothing(local):
+    if 0 in shape or _lacks_strides(local):
         return True
     for old, _ in view_groups(shape, new_shape):
         joined = [d for d in old if shape[d] != 1]
@@ -169,7 +169,7 @@ def repeats(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> bool
     >>> repeats(row, (3, 4)), repeats(row, (3, 4), (0, slice(2)))
     (True, False)
     """
-    if 0 not in local.stride() or _says_nothing(local):
+    if 0 not in local.stride() or _lacks_strides(local):
         return False
     taken = torch.empty_strided(tuple(shape), local.stride(), device="meta")[index]
     return taken.numel() > 0 and any(step == 0 and n > 1 for step, n in zip(taken.stride(), taken.shape, strict=True))

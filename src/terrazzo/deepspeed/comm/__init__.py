@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.deepspeed.accelerator import get_accelerator
-from terrazzo.deepspeed.live import comms_reports
+from terrazzo.deepspeed.engines import comms_reports
 from terrazzo.errors import EngineConfigError, EngineError
 
 

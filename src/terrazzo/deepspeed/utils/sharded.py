@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.deepspeed.live import as_sharded, engine_of
+from terrazzo.deepspeed.engines import as_sharded, engine_of
 from terrazzo.errors import EngineValueError
 from terrazzo.tensor import DTensor, distribute_tensor
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo._torch.dispatching import tree_map
-from terrazzo.deepspeed.live import as_sharded, reshard_all
+from terrazzo.deepspeed.engines import as_sharded, reshard_all
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.tensor import DTensor

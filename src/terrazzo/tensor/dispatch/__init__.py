@@ -10,6 +10,7 @@
     aten        composites without a rule, decomposed by PyTorch's C++
     fallback    replicate and run, where nothing else applies
 
-The other modules are parts of these: `overrides` holds users' own rules, `absent` runs calls on ranks outside the mesh,
-`empties` checks whether a function accepts empty shards, `bounds` checks index values, `structure` maps nested results.
+The other modules are parts of these: `overrides` holds users' own rules, `outside_mesh` runs calls on ranks outside the
+mesh, `empties` checks whether a function accepts empty shards, `bounds` checks index values, `structure` maps nested
+results.
 """

@@ -13,8 +13,8 @@ from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
-from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aliases import alias_of
+from terrazzo.tensor.dispatch.decompose import run_composite
 from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
@@ -22,12 +22,12 @@ from terrazzo.tensor.dispatch.inplace import run_in_place
 from terrazzo.tensor.dispatch.keys import Route, any_float, remember, routes
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.out import with_out
+from terrazzo.tensor.dispatch.outside_mesh import run_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.spec import Call, Spec
-from terrazzo.tensor.dispatch.taken_apart import run_composite
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures
@@ -67,7 +67,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if call.operands[0].layout.coord is None:
         if entry.draws:
             return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
-        return run_absent(call, args, loc, kw)
+        return run_outside_mesh(call, args, loc, kw)
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode
+from terrazzo.tensor.dispatch.decompose import run_composite
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
-from terrazzo.tensor.dispatch.taken_apart import run_composite
 from terrazzo.tensor.dtensor import DTensor
 
 OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec]] = {}

@@ -19,7 +19,7 @@ from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 
 
-def _settled(x: Any) -> DTensor:
+def _without_terms(x: Any) -> DTensor:
     """`x` with terms reduced: random results must be the same on every rank that holds an element."""
     layout = x._layout
     if layout.dual is layout:
@@ -98,10 +98,10 @@ def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.T
 def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float) -> random.Make:
     low, high = named.get("from", a), named.get("to", b)
     if (low, high) == (0, 1):
-        return lambda words: random.unit(words, dtype)
+        return lambda words: random.standard_uniform(words, dtype)
 
     def make(words: AnyWords) -> torch.Tensor:
-        drawn = random.unit(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
+        drawn = random.standard_uniform(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
         return drawn.masked_fill_(drawn == high, low)  # rounding may give `high`, which is outside the range
 
     return make
@@ -110,25 +110,27 @@ def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float)
 def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> random.Make:
     if dtype.is_complex:
         std *= math.sqrt(0.5)
-    return lambda words: random.bell(words, dtype).mul_(std).add_(mean)
+    return lambda words: random.standard_normal(words, dtype).mul_(std).add_(mean)
 
 
 def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> random.Make:
-    return lambda words: random.waiting(words, dtype).div_(lambd)
+    return lambda words: random.standard_exponential(words, dtype).div_(lambd)
 
 
 def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> random.Make:
     # The cotangent instead of the tangent, because its pole is at 0, where floats are most precise.
-    return lambda words: random.centred(words, dtype).mul_(math.pi).tan_().reciprocal_().mul_(sigma).add_(median)
+    return lambda words: (
+        random.centred_uniform(words, dtype).mul_(math.pi).tan_().reciprocal_().mul_(sigma).add_(median)
+    )
 
 
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> random.Make:
-    return lambda words: random.bell(words, dtype).mul_(std).add_(mean).exp_()
+    return lambda words: random.standard_normal(words, dtype).mul_(std).add_(mean).exp_()
 
 
 def _geometric(dtype: torch.dtype, p: float) -> random.Make:
     """Computed in float64: for a small `p` neighbouring results differ little before they are rounded."""
-    return lambda words: random.waiting(words, torch.float64).div_(-math.log1p(-p)).ceil_()
+    return lambda words: random.standard_exponential(words, torch.float64).div_(-math.log1p(-p)).ceil_()
 
 
 def _random(dtype: torch.dtype, *bounds: Any, **named: Any) -> random.Make:
@@ -147,7 +149,7 @@ def _integers(low: int, high: int) -> random.Make:
     count = high - low
 
     def make(words: AnyWords) -> torch.Tensor:
-        drawn = random.whole(words)
+        drawn = random.bits64(words)
         if count & (count - 1) == 0:
             drawn = drawn if count >> 64 else drawn.bitwise_and_(count - 1)
         elif count >> 63:  # more than int64 can hold: at most one multiple of `count` fits into 64 bits
@@ -174,7 +176,7 @@ def _below(dtype: torch.dtype) -> random.Make:
 
     def make(words: AnyWords, probability: torch.Tensor) -> torch.Tensor:
         if dtype == torch.float64:
-            return random.unit(words, dtype) < probability
+            return random.standard_uniform(words, dtype) < probability
         return words.word().to(torch.float64).add_(2.0**31).mul_(2.0**-32) < probability
 
     return make
@@ -187,7 +189,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     check_writable(target)
     if not isinstance(p, DTensor):
         _check_parameters(target.dtype, "bernoulli_", p, numel=target.numel())
-        return _write(target, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
+        return _write(target, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
     if p.shape != target.shape:
         p = p.expand(target.shape)
     local = redistribute_local(p._local.detach(), p._layout, _plain_layout(target._layout))
@@ -198,15 +200,15 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
-    settled = _settled(source)
-    layout, dtype = settled._layout, source.dtype
+    reduced = _without_terms(source)
+    layout, dtype = reduced._layout, source.dtype
     if p is None:
-        probability = settled._local.detach()
+        probability = reduced._local.detach()
         drawn = random.drawn(layout, dtype, kwargs.get("generator"), _below(dtype), probability)
     else:
         _check_parameters(dtype, "bernoulli_", p)
-        drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
-    result = wrap(_without_gradient(drawn, settled._local), settled._layout)
+        drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
+    result = wrap(_without_gradient(drawn, reduced._local), reduced._layout)
     if kwargs.get("out") is not None:
         kwargs["out"].copy_(result)
         return kwargs["out"]
@@ -220,10 +222,10 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     if kwargs.get("out") is not None or not any(isinstance(v, DTensor) for v in (mean, std)):
         return NotImplemented
-    mean, std = (_settled(v) if isinstance(v, DTensor) else v for v in (mean, std))
+    mean, std = (_without_terms(v) if isinstance(v, DTensor) else v for v in (mean, std))
     shaped = mean + 0 * std if isinstance(mean, DTensor) else mean + std * 0
-    settled = _settled(shaped)
-    noise = wrap(random.normal(settled._layout, settled.dtype, kwargs.get("generator")), settled._layout)
+    reduced = _without_terms(shaped)
+    noise = wrap(random.normal(reduced._layout, reduced.dtype, kwargs.get("generator")), reduced._layout)
     drawn = cast(DTensor, (mean + noise * std).detach())
     sources = [v._local for v in (mean, std) if isinstance(v, DTensor)]
     return wrap(_without_gradient(drawn._local, *sources), drawn._layout)
@@ -250,12 +252,12 @@ class _WithoutGradient(torch.autograd.Function):
 
 def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:
     """`x` without terms, and its local mask (True is kept); `mask_shape` has 1 where a whole dim shares one draw."""
-    settled = _settled(x)
-    layout = settled._layout
+    reduced = _without_terms(x)
+    layout = reduced._layout
     if tuple(mask_shape) != tuple(layout.shape):
         placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
         layout = Layout.of(layout.mesh, placements, mask_shape)
-    return settled, random.kept(layout, 1 - p)
+    return reduced, random.keep_mask(layout, 1 - p)
 
 
 def _leaves_alone(func: Any, x: DTensor, p: float, train: bool) -> bool:
@@ -270,16 +272,16 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
         return x
     if p == 1:
         return x.mul_(0) if inplace else x * 0
-    settled, keep = _dropped(x, p, mask_shape)
+    reduced, keep = _dropped(x, p, mask_shape)
     if inplace:
         check_writable(x)
-        if settled is x:
+        if reduced is x:
             x._local.mul_(keep).mul_(1 / (1 - p))
             pass_on(x)
         else:
-            x.copy_(wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout))
+            x.copy_(wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout))
         return x
-    return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
+    return wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout)
 
 
 @rule("dropout", draws=True)
@@ -298,12 +300,12 @@ def dropout_that_drops(
 
 
 def _drop_of(layout: Layout, p: float) -> LocalFunction:
-    factors = random.kept_factors(layout, p)
+    factors = random.keep_factors(layout, p)
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         x = loc[0]
         few = factors() if x.dtype is torch.float32 else None
-        result: torch.Tensor = (x * random.kept(layout, p)).mul_(1 / p) if few is None else x * few
+        result: torch.Tensor = (x * random.keep_mask(layout, p)).mul_(1 / p) if few is None else x * few
         return result
 
     return run
@@ -336,10 +338,10 @@ def _alpha_dropped(func: Any, x: DTensor, p: float, train: bool, mask_shape: Seq
         return x * 0
     alpha = 1.7580993408473766
     scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    settled, keep = _dropped(x, p, mask_shape)
+    reduced, keep = _dropped(x, p, mask_shape)
     # Kept elements are shifted by alpha * scale * p, dropped ones become alpha * scale * (p - 1).
     shift = torch.where(keep, alpha * scale * p, alpha * scale * (p - 1)).to(x.dtype)
-    return wrap((settled._local * keep).mul_(scale).add_(shift), settled._layout)
+    return wrap((reduced._local * keep).mul_(scale).add_(shift), reduced._layout)
 
 
 @handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
@@ -363,7 +365,7 @@ def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if not 0 <= p <= 1:
         func(torch.empty(1), p, True)  # raises for an invalid `p`
-    settled, keep = _dropped(x, p, x.shape)
-    return wrap((settled._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), settled._layout), wrap(
-        keep, settled._layout
+    reduced, keep = _dropped(x, p, x.shape)
+    return wrap((reduced._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), reduced._layout), wrap(
+        keep, reduced._layout
     )

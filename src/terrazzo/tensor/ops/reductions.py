@@ -140,7 +140,7 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
         # The gradient of a max of all elements is shared by all ties, as in amax.
         return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
-    # Along a sharded dim `places` computes it.
+    # Along a sharded dim `positions` computes it.
     return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
 
 

@@ -13,7 +13,7 @@ from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition
-from terrazzo.tensor.strides import telling
+from terrazzo.tensor.strides import keeping_strides
 
 
 @decomposition("view")
@@ -38,7 +38,7 @@ def view_as_dtype(x: Any, dtype: Any) -> Any:
 
 
 def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
-    result = wrap(telling(local, x._local), layout)
+    result = wrap(keeping_strides(local, x._local), layout)
     if type(x) is CopiedView:
         mark_alias(result, x)
     return result

@@ -18,7 +18,7 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
 
-def run_absent(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
+def run_outside_mesh(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
     """The result of `call` on a rank that holds none of its operands."""
     if call.inplace:
         return args[0]

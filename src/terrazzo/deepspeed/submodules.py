@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Final
 
 # Our modules by their names in DeepSpeed, parents first.
-HOMES: Final[Mapping[str, str]] = {
+SUBMODULES: Final[Mapping[str, str]] = {
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
@@ -44,7 +44,7 @@ ABSENT: Final[Mapping[str, str]] = {
 
 def register(package: str) -> None:
     """Make all of these modules importable below a package."""
-    for place, module in HOMES.items():
+    for place, module in SUBMODULES.items():
         found = importlib.import_module(f"{package}.{module}") if module else ModuleType(f"{package}.{place}")
         if not module:
             found.__path__ = []  # mark it as a package

@@ -78,7 +78,7 @@ _by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Watch]
 _by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch | None]] = weakref.WeakKeyDictionary()
 
 
-def check_in_step(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
+def check_generators(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
     """Record a draw for a tensor of this shape, and raise if earlier draws differed between ranks."""
     group = default_group()
     known = _by_mesh.get(mesh)
