@@ -1,8 +1,8 @@
 """Every exception that terrazzo raises on purpose.
 
-All derive from `TerrazzoError`, and each also from the built-in type that a caller of the same operation in
-PyTorch would have caught, so that existing `except` clauses keep working.  A message says what happened, to
-which name, on which rank, and what to do.
+All derive from `TerrazzoError`.  Each also derives from the built-in type that PyTorch raises for the same operation,
+so that existing `except` clauses keep working.  A message says what happened, to which name, on which rank, and what to
+do.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from types import MappingProxyType
 
 
 class TerrazzoError(Exception):
-    """The root of terrazzo's exceptions."""
+    """The base class of terrazzo's exceptions."""
 
 
 class TorchMovedError(TerrazzoError, ImportError):
-    """The installed torch lacks private names that terrazzo uses; the message lists them."""
+    """The installed torch lacks private names that terrazzo needs; the message lists them."""
 
 
 # ------------------------------------------------------------------ layouts
 
 
 class LayoutError(TerrazzoError, ValueError):
-    """A placement, box or layout that cannot describe the tensor it was given for."""
+    """A placement, box or layout that does not fit its tensor."""
 
 
 class PlacementsError(LayoutError, RuntimeError, AssertionError):
-    """Placements that do not fit their mesh or tensor, or are not placements of terrazzo.
+    """Placements that do not fit their mesh or tensor, or that are not terrazzo's.
 
-    PyTorch raises a ValueError, a RuntimeError or an AssertionError here, depending on who is called.
+    In such cases PyTorch raises a ValueError, a RuntimeError or an AssertionError, depending on the function.
     """
 
 
@@ -42,8 +42,8 @@ class PlacementsError(LayoutError, RuntimeError, AssertionError):
 class CommError(TerrazzoError, RuntimeError):
     """Communication between ranks failed.
 
-    `missing` holds the global ranks that nobody has heard of, as far as that is known, and `reports` says for each of
-    them and for each rank that gave up what is known of it.
+    `missing` has the global ranks that did not answer, as far as that is known.  `reports` says, for each of them and
+    for each rank that gave up, what is known about it.
     """
 
     missing: tuple[int, ...] = ()
@@ -84,20 +84,20 @@ class RankError(CommError):
 
 
 class DTensorError(TerrazzoError, RuntimeError):
-    """An operation on a distributed tensor that cannot be carried out."""
+    """An operation on a distributed tensor that is not possible."""
 
 
 class DTensorArgumentError(DTensorError, ValueError, AssertionError):
-    """An argument that a function of distributed tensors cannot take.
+    """An argument that a function of distributed tensors does not accept.
 
     For such arguments PyTorch raises a ValueError, a RuntimeError or an AssertionError, depending on the function.
     """
 
 
 class CaptureError(DTensorError):
-    """A program of which `terrazzo.compile` can make no graph.
+    """`terrazzo.compile` cannot make a graph of a program.
 
-    `operation` is what stands in the way, `file` and `line` are where the program asks for it, as far as known.
+    `operation` is the operation that prevents it; `file` and `line` are where the program calls it, as far as known.
     """
 
     def __init__(self, message: str, *, operation: str = "", file: str = "", line: int = 0) -> None:
@@ -108,13 +108,13 @@ class CaptureError(DTensorError):
 
 
 class RandomStateError(DTensorError):
-    """The random generators of the ranks are not in step."""
+    """The random generators of the ranks are not in the same state."""
 
 
 class MixedTensorError(DTensorError, ValueError):
-    """Plain tensors and DTensors met in one operation.
+    """Plain tensors and DTensors were mixed in one operation.
 
-    PyTorch raises a RuntimeError, and a ValueError where `loss_parallel` needs a DTensor.
+    PyTorch raises a RuntimeError, or a ValueError where `loss_parallel` needs a DTensor.
     """
 
 
@@ -127,43 +127,43 @@ class ParallelPlanTypeError(ParallelPlanError, TypeError):
 
 
 class UnsupportedCallError(DTensorError, NotImplementedError):
-    """A form of a call that works on one device and not on distributed tensors."""
+    """A form of a call that works on one device but is not supported for distributed tensors."""
 
 
 class UnsupportedModuleError(UnsupportedCallError):
-    """A parallel style was given a kind of module that it cannot cut."""
+    """A parallel style was applied to a kind of module that it does not support."""
 
 
 # ------------------------------------------------------------------ fully_shard
 
 
 class FSDPError(TerrazzoError, RuntimeError):
-    """A module that cannot be sharded, or a sharded module used in a way that cannot work."""
+    """A module that cannot be sharded, or a sharded module that is used in an unsupported way."""
 
 
 class FSDPValueError(FSDPError, ValueError, AssertionError):
-    """An argument that `fully_shard` or one of its module's methods cannot take.
+    """An argument that `fully_shard` or a method of a sharded module does not accept.
 
-    It is of both types that PyTorch has for these.
+    It has both of the types that PyTorch raises for these.
     """
 
 
 class FSDPTypeError(FSDPError, TypeError):
-    """An argument of another type than a method of a sharded module takes."""
+    """An argument of the wrong type for a method of a sharded module."""
 
 
 class DivergedRanksError(FSDPError, CommError):
-    """Ranks asked for different collectives; the message names each rank and where it was."""
+    """Ranks called different collectives; the message says for each rank where it was."""
 
 
 class OptimError(TerrazzoError, RuntimeError):
-    """Tensors that an optimizer of `terrazzo.optim`, or what these are built on, cannot take."""
+    """Tensors that an optimizer of `terrazzo.optim`, or `Owners`, does not accept."""
 
 
 class CommPolicyError(DTensorError):
     """An operation would communicate more than `terrazzo.tensor.policy.communication_policy` allows.
 
-    `kind` is the collective, `bytes` what it would move, and `operation` the one that asked for it, as far as known.
+    `kind` is the collective, `bytes` what it would move, and `operation` the operation that needs it, as far as known.
     """
 
     def __init__(self, message: str, *, kind: str = "", bytes: int = 0, operation: str = "") -> None:
@@ -174,11 +174,11 @@ class CommPolicyError(DTensorError):
 
 
 class LocalMapError(DTensorError, AssertionError):
-    """What went into or came out of a function under `local_map` is not what was declared."""
+    """The arguments or results of a function under `local_map` are not as declared."""
 
 
 class PlacementMismatchError(DTensorArgumentError):
-    """A DTensor is placed otherwise than a function requires, and nobody allowed to redistribute it."""
+    """A DTensor does not have the placements that a function requires, and may not be redistributed."""
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -191,8 +191,8 @@ class CheckpointError(TerrazzoError, RuntimeError):
 class CheckpointException(CheckpointError):
     """Ranks that save or load together failed; all of them raise it, with the same text.
 
-    Where every rank that failed did so with one of terrazzo's exceptions, this is an exception of that type too:
-    `except CheckpointCorruptError` and `except CommTimeout` see it.  It is also PyTorch's exception of this name, where
+    Where every rank that failed raised one of terrazzo's exceptions, this is an exception of that type, too:
+    `except CheckpointCorruptError` and `except CommTimeout` catch it.  It is also PyTorch's exception of this name, if
     `torch.distributed.checkpoint.api` has been imported.
     """
 
@@ -202,7 +202,7 @@ class CheckpointException(CheckpointError):
 
     @property
     def failures(self) -> dict[int, tuple[BaseException, StackSummary]]:
-        """By global rank: the exception, and where on that rank it was raised."""
+        """For each global rank that failed: the exception, and where on that rank it was raised."""
         return self._failures
 
     def __str__(self) -> str:
@@ -210,38 +210,38 @@ class CheckpointException(CheckpointError):
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """A file of a checkpoint could not be read; `__cause__` is what the system said."""
+    """A file of a checkpoint could not be read; `__cause__` is the system's error."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint at the path, or a file that it refers to is gone."""
+    """There is no committed checkpoint at the path, or a file that it refers to is missing."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """There is a checkpoint at the path already and overwriting it was forbidden."""
+    """There is a checkpoint at the path already, and it may not be overwritten."""
 
 
 class ConflictError(CheckpointError, FileExistsError):
-    """Somebody else has replaced a checkpoint since this save began: theirs stays, and nothing of it was touched."""
+    """Another process has replaced the checkpoint since this save began; its checkpoint is left as it is."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Stored bytes are not the bytes that were written."""
+    """Stored bytes differ from the bytes that were written."""
 
 
 class CheckpointFormatError(CheckpointError):
-    """What lies at the path is of no format, or of no version of a format, that this release can read."""
+    """The files at the path have no format, or no version of a format, that this release can read."""
 
 
 class CheckpointManagerError(CheckpointError, ValueError):
-    """A checkpoint manager was given a policy, a step or metrics that it cannot work with, or is used after its end."""
+    """A checkpoint manager got a policy, a step or metrics that it does not accept, or is used after `close`."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The state dict to be loaded does not fit the checkpoint; all that does not fit is listed."""
+    """The state dict to load does not fit the checkpoint; the message lists everything that does not fit."""
 
     def __init__(
         self,
@@ -256,19 +256,19 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class IndexMismatchError(CheckpointError, ValueError):
-    """A planner's index means nothing in the state dict."""
+    """A planner's index does not exist in the state dict."""
 
 
 class DivergentValueError(CheckpointError, ValueError):
-    """Ranks hold different values under one name that is meant to be the same everywhere."""
+    """Ranks hold different values under one name whose value must be the same on all ranks."""
 
 
 class DivergentValueWarning(UserWarning):
-    """Ranks hold different values under one name, of a kind of which the lowest rank's is kept."""
+    """Ranks hold different values under one name, of a kind for which the lowest rank's value is stored."""
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """A value that cannot be stored as typed data, or was stored as code and may not be run."""
+    """A value that cannot be stored as typed data, or was stored as a pickle that may not be loaded."""
 
 
 class UnsafePickleError(UnsupportedValueError, pickle.UnpicklingError):
@@ -283,22 +283,22 @@ class PublishError(TerrazzoError, RuntimeError):
 
 
 class PublishValueError(PublishError, ValueError):
-    """An argument that a publisher or a receiver cannot take."""
+    """An argument that a publisher or a receiver does not accept."""
 
 
 # ------------------------------------------------------------------ the training engine
 
 
 class EngineError(TerrazzoError, RuntimeError):
-    """The training engine was used in a way that cannot work."""
+    """The training engine was used in an unsupported way."""
 
 
 class EngineConfigError(EngineError, ValueError):
-    """A config with an option that is unknown, of the wrong type, or in contradiction to another one."""
+    """A config with an option that is unknown, of the wrong type, or that contradicts another one."""
 
 
 class EngineValueError(EngineError, ValueError):
-    """A value that does not fit what the engine trains."""
+    """A value that does not fit the model that the engine trains."""
 
 
 class LossScaleError(EngineError, FloatingPointError):
@@ -306,9 +306,9 @@ class LossScaleError(EngineError, FloatingPointError):
 
 
 class StateNameError(EngineError, KeyError):
-    """The client state of a checkpoint uses names that are the engine's own."""
+    """The client state of a checkpoint uses names that the engine uses itself."""
 
-    def __str__(self) -> str:  # KeyError shows the repr of its argument
+    def __str__(self) -> str:  # KeyError would show the repr of its argument
         return str(self.args[0])
 
 
@@ -320,7 +320,7 @@ class LaunchError(TerrazzoError, RuntimeError):
 
 
 class RunConfigError(TerrazzoError, ValueError):
-    """The file that says how a run is started lacks an option, or has one that is unknown or of the wrong type."""
+    """The file of a run lacks an option, or has one that is unknown or of the wrong type."""
 
 
 class DemoError(TerrazzoError, RuntimeError):

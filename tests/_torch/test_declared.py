@@ -46,7 +46,7 @@ def test_what_has_a_fallback_is_not_missed(table):
 
 def test_only_what_is_declared_is_replaced(table):
     private("torch.nn.functional.relu", "is used")
-    with pytest.raises(AssertionError, match="not declared as replaced"):
+    with pytest.raises(AssertionError, match="not declared with patched"):
         replace("torch.nn.functional.relu", None)
     assert torch.nn.functional.relu(torch.ones(1)) == 1
 

@@ -231,19 +231,19 @@ def refusals() -> None:
     n = axis.size
     x = torch.ones(n, 3)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: collectives.all_reduce(x, axis, "mean"), "'mean' is no reduction"),
-        (lambda: collectives.all_reduce(x.int(), axis, "avg"), "no avg of torch.int32"),
-        (lambda: collectives.all_reduce(x.bool(), axis, "avg"), "no avg of torch.bool"),
-        (lambda: collectives.all_reduce(x.cfloat(), axis, "max"), "no max of torch.complex64"),
-        (lambda: collectives.reduce_scatter(x.to(torch.float8_e5m2), axis, 0, (1,) * n), "no sum of torch.float8"),
+        (lambda: collectives.all_reduce(x, axis, "mean"), "'mean' is not a reduction"),
+        (lambda: collectives.all_reduce(x.int(), axis, "avg"), "cannot reduce torch.int32 with avg"),
+        (lambda: collectives.all_reduce(x.bool(), axis, "avg"), "cannot reduce torch.bool with avg"),
+        (lambda: collectives.all_reduce(x.cfloat(), axis, "max"), "cannot reduce torch.complex64 with max"),
+        (lambda: collectives.reduce_scatter(x.to(torch.float8_e5m2), axis, 0, (1,) * n), "cannot reduce torch.float8"),
         (lambda: collectives.all_gather(x, axis, 0, (n,) * (n - 1)), "does not fit sizes"),
         (lambda: collectives.all_gather(x, axis, 0, (1,) * n), "does not fit sizes"),
         (lambda: collectives.all_gather(x, axis, 2, (1,) * n), "does not fit sizes"),
         (lambda: collectives.reduce_scatter(x, axis, 1, (1,) * n), "does not fit sizes"),
         (lambda: collectives.all_to_all(x, axis, 0, (1,) * n, 1, (2,) * n), "does not fit sizes"),
         (lambda: collectives.all_to_all(torch.ones(n), axis, 0, (1,) * n, 0, (n,) * n), "must differ"),
-        (lambda: collectives.exchange([None], axis, [None] * n, x), "a piece and a shape per rank"),
-        (lambda: collectives.exchange([x] * n, axis, [(1,)] * n, x), "what a rank keeps"),
+        (lambda: collectives.exchange([None], axis, [None] * n, x), "one piece and one shape per rank"),
+        (lambda: collectives.exchange([x] * n, axis, [(1,)] * n, x), "that this rank keeps"),
         (lambda: collectives.scatter([x], axis, axis.index, (1,), x), "one part per rank"),
         (lambda: collectives.scatter([x] * n, axis, axis.index, (1,), x), "keeps"),
     ]

@@ -183,7 +183,7 @@ def test_a_rank_that_comes_late_is_named_and_told() -> None:
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:
         text, missing, waited = outcome.value
-        assert missing == (2,) and "no word from ranks [2], still running" in text  # the same on rank 2 itself
+        assert missing == (2,) and "no answer from ranks [2]: still running" in text  # the same on rank 2 itself
         assert "0.8 s" in text and waited < 10
 
 
@@ -224,9 +224,9 @@ def misuse() -> None:
     rank = dist.get_rank()
     with pytest.raises(CommError, match="no position 2"):
         plane.broadcast(b"", 2)
-    with pytest.raises(CommError, match="position 0 gives the data"):
+    with pytest.raises(CommError, match="position 0 must pass the data"):
         plane.broadcast(None if rank == 0 else b"x", 0)
-    with pytest.raises(CommError, match="one part per rank" if rank == 0 else "position 0 gives"):
+    with pytest.raises(CommError, match="one part per rank" if rank == 0 else "position 0 must pass"):
         plane.scatter([b""], 0)
     plane.barrier()
 

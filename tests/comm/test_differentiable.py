@@ -435,7 +435,7 @@ def refusals() -> None:
         lambda: d.reduce_scatter(x, axis, 0, (1,) * n, "mean"),
         lambda: d.replicate_to_partial(x, axis, "mean"),
     ):
-        with pytest.raises(CommError, match="'mean' is no reduction"):
+        with pytest.raises(CommError, match="'mean' is not a reduction"):
             call()
     for sizes in ((2,) * n, (n,)):
         with pytest.raises(CommError, match="cannot be sliced"):

@@ -140,7 +140,10 @@ def test_configs_that_people_have():
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "needs stage 3"),
         ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "stage 0, 1 or 2"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
-        ({"scheduler": {"type": "NoSuchLR"}, "optimizer": {"type": "SGD", "params": {"lr": 1}}}, "none of PyTorch's"),
+        (
+            {"scheduler": {"type": "NoSuchLR"}, "optimizer": {"type": "SGD", "params": {"lr": 1}}},
+            "nor a scheduler of PyTorch",
+        ),
         ({"no_such_key": 1}, "no_such_key"),
         ({}, "train_micro_batch_size_per_gpu"),
     ],
@@ -182,7 +185,7 @@ def check_sharding_within_a_group() -> None:
         torch.testing.assert_close(steps_of(engine), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(EngineConfigError, match="zero_hpz_partition_size 3 does not divide the 4 ranks"):
         initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": 3}))
-    with pytest.raises(EngineConfigError, match="does not divide 4"):
+    with pytest.raises(EngineConfigError, match="does not divide the 4 data-parallel ranks"):
         initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "mics_shard_size": 3}))
     quick = {"type": "SGD", "params": {"lr": 0.1}}
     other = {"type": "StepLR", "params": {"step_size": 2}}

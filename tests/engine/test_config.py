@@ -33,8 +33,8 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
         ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),
         ({"curriculum_learning": {"enabled": True}}, "data_efficiency.data_sampling.curriculum_learning"),
         ('{"train_batch_size": ', "not valid JSON"),
-        ("[1]", "can be read"),
-        ("/no/such/file.json", "can be read"),
+        ("[1]", "readable file"),
+        ("/no/such/file.json", "readable file"),
     ],
 )
 def test_what_is_refused(given, message):

@@ -133,11 +133,11 @@ def check_optimizers() -> None:
     )
     torch.testing.assert_close(torch.tensor(train(made, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
-    with pytest.raises(EngineConfigError, match="keep one"):
+    with pytest.raises(EngineConfigError, match="one of them"):
         initialize(make_model(), built, config=config(0))
     with pytest.raises(EngineConfigError, match="no optimizer"):
         initialize(make_model(), config=described)
-    with pytest.raises(EngineError, match="of other models"):
+    with pytest.raises(EngineError, match="not in the model"):
         initialize(make_model(), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), config=described)
 
 

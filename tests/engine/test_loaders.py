@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_the_middle_of_a_pass(tmp_path: Path) -> None:
 def check_other_ranks(folder: str) -> None:
     engine = engine_with(Loader(alike=False))
     before = engine.module.weight.full_tensor()
-    with pytest.raises(EngineError, match="positions of 2 data-parallel ranks"):
+    with pytest.raises(EngineError, match="position for each of 2 data-parallel ranks"):
         engine.load_checkpoint(folder)
     assert torch.equal(engine.module.weight.full_tensor(), before) and engine.global_steps == 0
     engine.load_checkpoint(folder, load_module_only=True)
@@ -119,7 +119,7 @@ def test_places_of_each_rank_s_own(tmp_path: Path) -> None:
 def check_refused() -> None:
     with pytest.raises(EngineConfigError, match="DataLoader without state_dict"):
         engine_with(DataLoader(list(range(8))))
-    with pytest.raises(EngineConfigError, match="keep one of them"):
+    with pytest.raises(EngineConfigError, match="pass one of them"):
         initialize(nn.Linear(2, 2), training_data=[1, 2], training_dataloader=Loader(), config=config(0))
 
 

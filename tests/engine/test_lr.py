@@ -90,13 +90,13 @@ def test_deepspeeds_own_schedules_agree(kind, params):
 
 
 def test_what_is_refused():
-    with pytest.raises(EngineConfigError, match="'TwoCycles' is none of"):
+    with pytest.raises(EngineConfigError, match="'TwoCycles' is not one of"):
         rates("TwoCycles", 1)
     with pytest.raises(EngineConfigError, match="do not fit OneCycle"):
         rates("OneCycle", 1, cycle_min_lr=0.1)
-    with pytest.raises(EngineConfigError, match="cycle_first_step_size is positive"):
+    with pytest.raises(EngineConfigError, match="cycle_first_step_size must be positive"):
         rates("OneCycle", 1, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=0)
-    with pytest.raises(EngineConfigError, match="lr_range_test_step_size is a positive int"):
+    with pytest.raises(EngineConfigError, match="lr_range_test_step_size must be a positive int"):
         rates("LRRangeTest", 1, lr_range_test_step_size=0)
     with pytest.raises(EngineConfigError, match="do not fit WarmupLR"):
         rates("WarmupLR", 1, warmup_steps=3)

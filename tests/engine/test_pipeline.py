@@ -151,7 +151,7 @@ def check_training(depth: int, runs: list[tuple[Any, int]]) -> None:
                 found = engine.eval_batch(x[own], target=y[own]).item()
                 assert found == pytest.approx(evaluate_plainly(weights, x, y), rel=1e-4)
             else:
-                with pytest.raises(EngineError, match=r"cannot run forward alone .* here \[1, 2\], lie on one rank"):
+                with pytest.raises(EngineError, match=r"cannot run forward only .* here \[1, 2\], are on one rank"):
                     engine.eval_batch(x[own], target=y[own])
         for name, ours in engine.module.named_parameters():
             torch.testing.assert_close(ours.detach().full_tensor(), weights[name].detach(), rtol=1e-4, atol=1e-5)
@@ -531,7 +531,7 @@ def check_data_and_evaluation(folder: str) -> None:
 
     with pytest.raises(EngineError, match="call train_batch"):
         engine(x[:8])
-    with pytest.raises(EngineError, match="have 5 samples; a step of this rank takes 8: 2 micro-batches of 4"):
+    with pytest.raises(EngineError, match="have 5 samples, but a step of this rank takes 8: 2 micro-batches of 4"):
         engine.train_batch(x[:5], target=x[:5])
 
 
@@ -553,8 +553,8 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match=r"embed.weight on ranks \[0, 1\].*nn.Identity"):
         build(stage(whole()))
     for same, message in (
-        ({"head.weight": "embed.bias"}, "differ in shape"),
-        ({"head.weight": "tail.weight"}, r"tail.weight has to be a parameter of one stage.*none"),
+        ({"head.weight": "embed.bias"}, "have different shapes"),
+        ({"head.weight": "tail.weight"}, r"tail.weight must be a parameter of exactly one stage.*none"),
         ({"head.weight": "head.bias"}, "are on the same rank"),
     ):
         with pytest.raises(EngineConfigError, match=message):
@@ -566,16 +566,18 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match=rf"communicates with ranks \[{here}\].*get_group\('pp'\)"):
         alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")).get_group("dp")
         build(PipelineStage(own, here, 2, torch.device("cpu"), group=alone))
-    with pytest.raises(EngineConfigError, match="hold each stage once"):
+    with pytest.raises(EngineConfigError, match="hold each stage exactly once"):
         build(stage(own, 0, 3))
-    with pytest.raises(EngineConfigError, match="no PipelineStage"):
+    with pytest.raises(EngineConfigError, match="not a PipelineStage"):
         build(own)
     with pytest.raises(EngineConfigError, match="not Linear|not str"):
         build("model")
-    with pytest.raises(EngineConfigError, match="dims named 'pp'"):
+    with pytest.raises(EngineConfigError, match="needs a dim named 'pp'"):
         flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         initialize(stage(own), pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=flat, config=config(1))
-    with pytest.raises(EngineConfigError, match="Schedule1F1B made no schedule of 1 stage and 1 micro-batches"):
+    with pytest.raises(
+        EngineConfigError, match="Schedule1F1B could not create a schedule of 1 stage and 1 micro-batches"
+    ):
         build(stage(own), Schedule1F1B, gradient_accumulation_steps=1)
 
 

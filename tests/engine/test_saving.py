@@ -153,9 +153,9 @@ def check_parts(folder: str) -> None:
     train(engine, 2)
     with pytest.raises(StateNameError, match="module, rng"):
         engine.save_checkpoint(folder, client_state={"rng": 1, "module": 2, "fine": 3})
-    with pytest.raises(EngineError, match="cannot be the name"):
+    with pytest.raises(EngineError, match="cannot be used as the name"):
         engine.save_checkpoint(folder, "a/b")
-    with pytest.raises(ValueError, match="ranks name the checkpoint differently"):
+    with pytest.raises(ValueError, match="ranks passed different tags"):
         engine.save_checkpoint(folder, f"rank{dist.get_rank()}")
     assert engine.load_checkpoint(folder) == (None, {})
     engine.save_checkpoint(folder, "first")

@@ -184,7 +184,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     # Numbers are rounded only where that is asked for, and only to what is asked for.
     half = holder({"a.w": torch.zeros(2, 3).half(), "b": torch.zeros(4), "c": torch.zeros(1)})
     for dtype in (None, torch.bfloat16):
-        with pytest.raises(CheckpointMismatchError, match="dtype mismatch for a.w: torch.float16 does not hold"):
+        with pytest.raises(CheckpointMismatchError, match="dtype mismatch for a.w: torch.float16 cannot represent"):
             load_model(half, tmp_path, strict=False, dtype=dtype)
     result = load_model(half, tmp_path, strict=False, dtype=torch.float16)
     assert (result.missing_keys, result.unexpected_keys) == (["c"], ["m"])
@@ -192,7 +192,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointMismatchError, match="would all be 'x'"):
         save_model(model, tmp_path, rename={"b": "x", "n": "x"})
-    with pytest.raises(CheckpointMismatchError, match="of which the model lacks c"):
+    with pytest.raises(CheckpointMismatchError, match="not in the model: c"):
         save_model(model, tmp_path, rename=Rename([Rule(["b", "c"], "x")]))
     model.register_buffer("i", torch.ones(2, dtype=torch.complex32))
     with pytest.raises((UnsupportedValueError, CheckpointError), match="i: safetensors has no type"):
@@ -302,10 +302,10 @@ def check_adapters(folder: str) -> None:
     torch.testing.assert_close(logits(other), expected)
 
     config.lora_alpha = 50
-    with pytest.raises(CheckpointMismatchError, match="lora_alpha is 5, the model's is 50"):
+    with pytest.raises(CheckpointMismatchError, match="lora_alpha is 5, but 50 in the model"):
         load_adapter(get_peft_model(tiny("llama"), config), f"{folder}/ours")
     model.base_model.model.model.norm.weight.requires_grad_(True)
-    with pytest.raises(UnsupportedValueError, match="norm.weight: trained, but no part of the adapter"):
+    with pytest.raises(UnsupportedValueError, match="norm.weight: trained, but not part of the adapter"):
         save_adapter(model, f"{folder}/ours")
 
 

@@ -80,9 +80,9 @@ best = { metric = "accuracy", mode = "max" }
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "script or entry"),
-        ('script = "train.py"\nentry = "a:b"', "script or entry"),
-        ('script = "absent.py"', "no script .*absent.py"),
+        ("", "script and entry"),
+        ('script = "train.py"\nentry = "a:b"', "script and entry"),
+        ('script = "absent.py"', "script .*absent.py does not exist"),
         ('entry = "module"', "module:function"),
         ('script = "train.py"\nscrpit = 1', "scrpit"),
         ('script = "train.py"\n[ranks]\nper_host = 0', "per_host"),

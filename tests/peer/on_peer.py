@@ -38,7 +38,7 @@ FAMILY = tuple(OURS)
 # Helpers of the tests, which are loaded as the tests are.
 HELPERS = ("torch.testing._internal.distributed._tensor.common_dtensor", "torch.testing._internal.common_fsdp")
 # What a name's module was called in older versions of PyTorch, and where names have moved since.
-HOMES = {
+SUBMODULES = {
     "torch.distributed._tensor": ["torch.distributed.tensor"],
     "torch.distributed._tensor.api": ["torch.distributed.tensor"],
     "torch.distributed._tensor.placement_types": [
@@ -134,7 +134,7 @@ class Tree:
         return self.names(f"{module}.{name}")
 
     def _homes(self, module: str) -> list[str]:
-        theirs = [module, *HOMES.get(module, [])]
+        theirs = [module, *SUBMODULES.get(module, [])]
         if self._peer != "terrazzo":
             return theirs
         # Private modules of a package have its names; terrazzo's are in the package itself.

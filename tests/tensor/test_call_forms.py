@@ -94,7 +94,7 @@ def check_run_check():
         "requires_grad": one.clone().requires_grad_(first),
     }
     for what, part in parts.items():
-        with pytest.raises(ValueError, match="do not make one tensor"):
+        with pytest.raises(ValueError, match="do not fit together"):
             DTensor.from_local(part, mesh, [Shard(0)], run_check=True)
         if what not in ("dims", "shape"):
             DTensor.from_local(part, mesh, [Shard(0)])
@@ -192,7 +192,7 @@ def check_plain_tensors_of_one_element():
     factor = torch.tensor([2.0], requires_grad=True)
     (x * factor).sum().backward()
     torch.testing.assert_close(factor.grad, whole.sum()[None])
-    with pytest.raises(RuntimeError, match="meets DTensors"):
+    with pytest.raises(RuntimeError, match="mixed with DTensors"):
         torch.ones(3) + x
 
 
@@ -269,7 +269,7 @@ def check_shared_parameters():
     # Placed otherwise, the two would train apart.
     model = copy.deepcopy(reference)
     parallelize_module(model.words, mesh, ColwiseParallel())
-    with pytest.raises(ParallelPlanError, match="are one parameter"):
+    with pytest.raises(ParallelPlanError, match="share one parameter"):
         parallelize_module(model.head, mesh, ColwiseParallel())
     # A module that gets the plain parameter again starts from its values.
     plain, layer = nn.Parameter(torch.ones(4, 4)), nn.Linear(4, 4, bias=False)

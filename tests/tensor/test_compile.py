@@ -569,7 +569,7 @@ def test_under_checkpointing_and_other_compilers():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="backend is one of"):
+    with pytest.raises(ValueError, match="backend must be one of"):
         terrazzo.compile(nn.Linear(1, 1), backend="other")
     with pytest.raises(ValueError, match="at least 1"):
         terrazzo.compile(nn.Linear(1, 1), recompile_limit=0)

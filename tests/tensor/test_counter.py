@@ -19,7 +19,7 @@ KEYS = [0, 1, 2, (1 << 62) - 1, 0x1234_5678_9ABC_DEF]
 
 def words(box: Box, shape: Sequence[int], key: int = 7, number: int = 0) -> torch.Tensor:
     """The words of a box, as numbers in [0, 2**32)."""
-    run = counter.run_of(box, shape)
+    run = counter.indices_of(box, shape)
     out = torch.empty(run.lengths, dtype=torch.int64)
     for at, piece in counter.words_of(run, key, "cpu"):
         out[at] = piece.word(number).long() + HALF
@@ -82,7 +82,7 @@ def test_boxes_of_a_tensor_of_more_than_2_to_the_32_elements() -> None:
 
 
 def test_pieces_share_their_upper_bits_and_keep_to_the_limit() -> None:
-    run = counter.run_of(Box((0, 1000), (5000, 2000)), (5000, 3_000_000))
+    run = counter.indices_of(Box((0, 1000), (5000, 2000)), (5000, 3_000_000))
     seen = 0
     for at, piece in counter.pieces_of(run, 10_000):
         assert math.prod(piece.lengths) <= 10_000 and piece.first >> 32 == piece.last >> 32
@@ -171,7 +171,7 @@ def test_even_where_the_first_key_words_of_two_draws_run_into_each_other(monkeyp
 
 @pytest.mark.parametrize("shape", [(64,), (3, 5), (1, 1, 7)])
 def test_few_elements_have_the_same_words(shape: tuple[int, ...]) -> None:
-    run = counter.run_of(Box((2, *[0] * (len(shape) - 1)), shape), (9, *shape[1:]) if len(shape) > 1 else (80,))
+    run = counter.indices_of(Box((2, *[0] * (len(shape) - 1)), shape), (9, *shape[1:]) if len(shape) > 1 else (80,))
     run = run._replace(first=run.first + (5 << 32))
     for key in (0, 1, (1 << 62) - 1):
         many = counter.Words(run, key, counter.lower_index(run, "cpu"))

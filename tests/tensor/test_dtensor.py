@@ -96,7 +96,7 @@ def conversions() -> None:
     checked = DTensor.from_local(torch.full((2,), float(rank)), mesh, [R], run_check=True)
     assert checked.to_local().tolist() == [0.0, 0.0]
     wrong = torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32)
-    with pytest.raises(DTensorError, match="do not make one tensor"):
+    with pytest.raises(DTensorError, match="do not fit together"):
         DTensor.from_local(wrong, mesh, [R], run_check=True)
 
 
@@ -337,7 +337,7 @@ def test_writes_equal_one_device() -> None:
 def refused_writes() -> None:
     mesh = line()
     x = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
-    with pytest.raises(DTensorError, match="would not reach the tensor that was viewed"):
+    with pytest.raises(DTensorError, match="would not reach the viewed tensor"):
         x.unfold(0, 3, 3)[1].zero_()
     with pytest.raises(DTensorError, match="would not reach"):
         x.view(2, 16).zero_()
@@ -526,7 +526,7 @@ def stale_views() -> None:
             x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
             view, kept = x[2:5], x[2:5].clone()
             write(x)
-            with pytest.raises(DTensorError, match="used after the DTensor was written to"):
+            with pytest.raises(DTensorError, match="was written to after the copy was made"):
                 use(view)
             with pytest.raises(DTensorError, match="used after"):
                 view[0].sum()

@@ -25,7 +25,7 @@ from terrazzo.tensor import (
     Shard,
     counter,
     distribute_tensor,
-    in_step,
+    generator_check,
     init_device_mesh,
     rand,
     randn,
@@ -122,15 +122,15 @@ class Extremes:
 def test_the_most_extreme_words_give_values_of_the_distribution() -> None:
     words: Any = Extremes()
     for dtype in FLOATS:
-        unit = random.unit(words, dtype).to(dtype)
+        unit = random.standard_uniform(words, dtype).to(dtype)
         assert unit.min() == 0 and unit.max() < 1
-        bell = random.bell(words, dtype).to(dtype)
+        bell = random.standard_normal(words, dtype).to(dtype)
         assert bell.isfinite().all() and bell.abs().max() > 6
-        waiting = random.waiting(words, dtype).to(dtype)
+        waiting = random.standard_exponential(words, dtype).to(dtype)
         assert waiting.min() > 0 and waiting.isfinite().all() and waiting.max() > 20
-        centred = random.centred(words, dtype)
+        centred = random.centred_uniform(words, dtype)
         assert centred.abs().min() > 0 and centred.abs().max() <= 0.5
-    assert not random.chance(words, 0.0).any() and random.chance(words, 1.0).all()
+    assert not random.true_with(words, 0.0).any() and random.true_with(words, 1.0).all()
 
 
 def counted() -> None:
@@ -333,7 +333,7 @@ def drifted() -> None:
             for _ in range(draws):
                 draw()
         except RandomStateError as error:
-            assert "not in step" in str(error)
+            assert "not in the same state" in str(error)
             return True
         return False
 
@@ -343,7 +343,7 @@ def drifted() -> None:
         return sum(found)
 
     torch.manual_seed(1000)
-    assert reported(3 * in_step.EVERY) == 0
+    assert reported(3 * generator_check.EVERY) == 0
     # Another seed on each rank is seen at the first draw, by all but the first that comes.
     torch.manual_seed(2000 + rank)
     found_first = reported(1)
@@ -351,13 +351,13 @@ def drifted() -> None:
     # The others said so, and the first one hears of it when it next compares.
     torch.manual_seed(3000)
     assert found_first + reported(1) == dist.get_world_size()
-    assert reported(2 * in_step.EVERY) == 0
+    assert reported(2 * generator_check.EVERY) == 0
     # A number that one rank alone draws.
     torch.manual_seed(4000)
     assert reported(10) == 0
     if rank == 1:
         torch.rand(1)
-    assert any(reported(in_step.EVERY) for _ in range(20)), "soon: an answer is looked at when it has come"
+    assert any(reported(generator_check.EVERY) for _ in range(20)), "soon: an answer is looked at when it has come"
     # A generator of one's own that differs.
     torch.manual_seed(5000)
     own = torch.Generator().manual_seed(6000 + rank)
@@ -390,12 +390,12 @@ def drawn_alone() -> None:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     stage, rank = whole["data"], dist.get_rank()
     torch.manual_seed(77 + rank // 2)
-    for _ in range(in_step.EVERY * (1 + rank // 2) + 3):
+    for _ in range(generator_check.EVERY * (1 + rank // 2) + 3):
         rand(2, device_mesh=stage, placements=[Shard(0)])
     torch.manual_seed(78)
     for turn in range(2):
         if (rank > 0) == turn:  # rank 0 does not wait for the others, who come only later
-            for _ in range(in_step.EVERY + 1):
+            for _ in range(generator_check.EVERY + 1):
                 rand(2, device_mesh=whole, placements=[Replicate(), Replicate()])
         dist.barrier()
 
@@ -409,22 +409,22 @@ def results_are_there() -> None:
     torch.manual_seed(9)
     F.dropout(x, 0.5)
     there: list[bool] = []
-    original = in_step._Watch._look
+    original = generator_check._Watch._look
 
     def look(self: Any, started: Any) -> None:
         there.append(started.done())
         original(self, started)
 
-    in_step._Watch._look = look  # type: ignore[method-assign]
+    generator_check._Watch._look = look  # type: ignore[method-assign]
     seen = torch.zeros(1)
     try:
         while not seen:  # a busy machine's store may answer late; the test's own time limit ends this
-            for _ in range(in_step.EVERY):
+            for _ in range(generator_check.EVERY):
                 F.dropout(x, 0.5)
             seen[0] = len(there)
             dist.all_reduce(seen, dist.ReduceOp.MIN)
     finally:
-        in_step._Watch._look = original  # type: ignore[method-assign]
+        generator_check._Watch._look = original  # type: ignore[method-assign]
     assert there and all(there)
 
 

@@ -1,8 +1,8 @@
-"""The only place that knows torch's inside: private names, and what of torch is replaced.
+"""All uses of torch's private names, and everything that terrazzo replaces in torch.
 
-Every such name is declared in one of these modules with what it is for and since which version it is known, and is
-used from elsewhere through a plain name. Importing the package looks all of them up, and a torch that lacks some raises
-one `TorchMovedError` that names them all. `python -m terrazzo._torch` prints the table.
+Every such name is declared in one of these modules, with the reason why it is needed and the first version known to
+have it; the rest of terrazzo uses it through a plain name. Importing the package looks up all of them. If a torch lacks
+some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints the table.
 
     tensors, storages, modules      attributes of tensors, memory and modules
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
@@ -11,10 +11,11 @@ one `TorchMovedError` that names them all. `python -m terrazzo._torch` prints th
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     function_apply, transforms,
     optimizers, clipping, masked,
-    exporting                       what is replaced: each asks first, cheaply, whether a tensor is one of ours
-    replaced                        names of modules that stand for ours while `terrazzo.install()` says so
+    exporting                       functions of torch that are replaced; each first checks cheaply for a tensor of ours
+    replaced                        module names that stand for ours while `terrazzo.install()` is in effect
 
-It is the lowest layer. What is replaced is given functions by the layers above: `is_ours`, and what to run then.
+This is the lowest layer. The layers above pass in what the replaced functions need: the class of our tensors
+(`is_ours`), and the function to call for them.
 """
 
 from terrazzo._torch import (

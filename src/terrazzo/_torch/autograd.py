@@ -22,7 +22,7 @@ attribute("torch._C._FunctionBase._sequence_nr", "debug modes find the module th
 
 
 def number_of(node: Any) -> int:
-    """The number that a node had when it was made."""
+    """The sequence number of a node, which it got when it was created."""
     return node._sequence_nr()
 
 
@@ -32,7 +32,7 @@ _graph_task: Callable[[], int] = private(
 
 
 def in_backward() -> bool:
-    """Whether this thread is running a backward, be it a node or what was queued for its end."""
+    """Whether this thread is running a backward, including callbacks that run at its end."""
     return _graph_task() != -1
 
 
@@ -65,7 +65,7 @@ is_transformed: Callable[[Tensor], bool] = private(
 )
 
 default_setup_context: Any = private(
-    "torch.autograd.function._SingleLevelFunction.setup_context", "which autograd.Functions have one of their own"
+    "torch.autograd.function._SingleLevelFunction.setup_context", "which autograd.Functions define setup_context"
 )
 
 attribute("torch.Tensor._backward_hooks", "hooks of sharded parameters run on their reduced gradients")
@@ -73,10 +73,10 @@ attribute("torch.Tensor._post_accumulate_grad_hooks", "hooks of sharded paramete
 
 
 def gradient_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]] | None:
-    """What `register_hook` has put on a leaf."""
+    """The hooks that `register_hook` has added to a leaf."""
     return tensor._backward_hooks
 
 
 def accumulation_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
-    """What `register_post_accumulate_grad_hook` has put on a leaf."""
+    """The hooks that `register_post_accumulate_grad_hook` has added to a leaf."""
     return tensor._post_accumulate_grad_hooks

@@ -1,4 +1,4 @@
-"""The total norm of gradients, and scaling by it: these take lists, so no tensor subclass sees one operation."""
+"""The total norm of gradients, and scaling by it: these functions take lists, which no tensor subclass can override."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from terrazzo._torch.declared import like, private, replace
 
-_WHY = "clip_grad_norm_ of DTensors takes one reduction a mesh, also where parameters live on several"
+_WHY = "clip_grad_norm_ of DTensors takes one reduction per mesh, also where parameters are on several"
 _INNER = "torch.nn.utils.clip_grad._get_total_norm"
 _OUTER = "torch.nn.utils.get_total_norm"
 _plain: Any = private(_INNER, _WHY, patched=True)
@@ -23,7 +23,7 @@ private(_OUTER_SCALE, _WHY_SCALE, patched=True)
 
 
 def install(is_ours: type, total_norm: Callable[[list[torch.Tensor], float, bool], torch.Tensor]) -> None:
-    """Have `total_norm(tensors, order, error_if_nonfinite)` called where a tensor of class `is_ours` is among them."""
+    """Call `total_norm(tensors, order, error_if_nonfinite)` if a tensor of class `is_ours` is among the tensors."""
 
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

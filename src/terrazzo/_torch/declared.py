@@ -1,8 +1,8 @@
-"""How a private name of torch is declared: what it is, why it is needed, since when it is known to be there.
+"""Declarations of torch's private names: what the name is, why it is needed, since which version it is known.
 
-Each declaration looks its name up at once, so that the modules of this package are the table and hold the values too.
-What is missing is collected, and `check` reports all of it in one error: a new torch that moved five names says so at
-once, and says what depends on them.
+Each declaration looks its name up at once, so the modules of this package are both the table and the place of the
+values. Missing names are collected, and `check` reports all of them in one error: a new torch that moved five names is
+recognised at once, with what depends on each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from terrazzo.errors import TorchMovedError
 
 OLDEST = "2.11"
-"""The oldest torch that terrazzo runs on: names that are there in it are "since" then, whenever they came."""
+"""The oldest torch that terrazzo runs on: names that it has are "since" this version, even if they are older."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Declared:
     why: str
     since: str
     patched: bool
-    without: str  # what is done where it is missing; empty: terrazzo cannot do without
+    without: str  # what happens where it is missing; empty: terrazzo does not run without it
     found: bool
 
 
 TABLE: list[Declared] = []
-"""Everything that terrazzo knows of torch's inside, in the order of the modules of this package."""
+"""All private names, in the order of the modules of this package."""
 
 
 class _Missing:
-    """Stands where a name was not found, until `check` raises."""
+    """Placeholder for a name that was not found, until `check` raises."""
 
 
 _REQUIRED = object()
@@ -49,7 +49,7 @@ _REQUIRED = object()
 def private(
     path: str, why: str, *, since: str = OLDEST, instead: Any = _REQUIRED, without: str = "", patched: bool = False
 ) -> Any:
-    """The object called `path`, declared; `instead`, where there is one, is used where torch has no such name."""
+    """Declare and return the object called `path`; `instead`, if given, is used where torch has no such name."""
     found, value = _look_up(path)
     if not found:
         value = _Missing if instead is _REQUIRED else instead
@@ -58,8 +58,7 @@ def private(
 
 
 def attribute(path: str, why: str, *, there: Callable[[], bool] | None = None, since: str = OLDEST) -> None:
-    """Declare an attribute of instances, which functions of these modules ask for; `there` tells whether instances
-    have it, where the class does not."""
+    """Declare an attribute of instances; `there` returns whether instances have it, if the class does not show it."""
     _note(path, why, since, False, "", _look_up(path)[0] if there is None else there())
 
 
@@ -70,9 +69,9 @@ def later(path: str, why: str, *, since: str = OLDEST) -> Callable[[], Any]:
 
 
 def replace(path: str, value: Any) -> None:
-    """Put `value` where the function declared as `path` is."""
+    """Replace the function that was declared as `path` by `value`."""
     if not any(entry.path == path and entry.patched for entry in TABLE):
-        raise AssertionError(f"{path} is not declared as replaced")
+        raise AssertionError(f"{path} is not declared with patched=True")
     home, _, name = path.rpartition(".")
     setattr(_look_up(home)[1], name, value)
 
@@ -80,8 +79,8 @@ def replace(path: str, value: Any) -> None:
 def like(function: Any, plain: Any) -> Any:
     """`function` with the name, documentation and signature of `plain`, which it replaces.
 
-    Dynamo knows some functions by name, and pickles hold functions by name. `__wrapped__` is not set: Dynamo would look
-    through it. TorchScript, which reads sources, gets `plain`: `torch.distributed.optim` is scripted at its import.
+    Needed because Dynamo and pickle know functions by name. `__wrapped__` is not set, because Dynamo would follow it.
+    TorchScript, which reads sources, gets `plain`: `torch.distributed.optim` is scripted when it is imported.
     """
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         if getattr(plain, name, None) is not None:
@@ -114,18 +113,18 @@ def _look_up(path: str) -> tuple[bool, Any]:
 
 
 def check() -> None:
-    """Raise if a name that terrazzo cannot do without is missing in this torch."""
+    """Raise if this torch lacks a name that terrazzo needs."""
     missing = [entry for entry in TABLE if not entry.found and not entry.without]
     if missing:
         lines = [f"{entry.path} (known since {entry.since}): {entry.why}" for entry in missing]
         raise TorchMovedError(
-            f"torch {torch.__version__} lacks what terrazzo uses of its inside, so it cannot run on it: install a "
-            f"torch that it knows ({OLDEST} or newer), or a newer terrazzo. Missing:\n  " + "\n  ".join(lines)
+            f"torch {torch.__version__} lacks private names that terrazzo needs, so terrazzo cannot run on it: install "
+            f"torch {OLDEST} or a newer one that it knows, or a newer terrazzo. Missing:\n  " + "\n  ".join(lines)
         )
 
 
 def as_text() -> str:
-    """The table, for people."""
+    """The table as text."""
     lines = [f"torch {torch.__version__}: {len(TABLE)} private or replaced names"]
     for entry in TABLE:
         state = "there" if entry.found else f"missing, {entry.without}" if entry.without else "MISSING"

@@ -1,4 +1,4 @@
-"""Operators, the dispatcher, its modes, and what is kept per thread."""
+"""Operators, the dispatcher, its modes, and thread-local state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    OpOverload = private("torch._ops.OpOverload", "operators are told from functions, and rules registered for them")
-    OpOverloadPacket = private("torch._ops.OpOverloadPacket", "operators are told from functions")
+    OpOverload = private("torch._ops.OpOverload", "operators differ from functions, and rules are registered for them")
+    OpOverloadPacket = private("torch._ops.OpOverloadPacket", "operators differ from functions")
     TorchDispatchMode = private(
         "torch.utils._python_dispatch.TorchDispatchMode", "debug modes and register_sharding see operators"
     )
@@ -44,7 +44,7 @@ def qualified_name(operator: Any) -> str:
 
 
 def schema_of(operator: OpOverload) -> Any:
-    """The operator's arguments and results, with what they are aliases of."""
+    """The operator's arguments and results, and which of them share memory."""
     return operator._schema
 
 
@@ -54,11 +54,11 @@ def writes_arguments(operator: OpOverload) -> bool:
 
 
 def overload_name(operator: OpOverload) -> str:
-    """Which of an operator's overloads this is."""
+    """The name of an overload within its operator."""
     return operator._overloadname
 
 
-# ------------------------------------------------------------------ the way through C++
+# ------------------------------------------------------------------ calls that go through C++
 
 without_subclass_functions: Any = private(
     "torch._C.DisableTorchFunctionSubclass", "composites decompose in C++, and wrappers are asked for what they know"
@@ -66,19 +66,19 @@ without_subclass_functions: Any = private(
 
 run_without_overrides_once: Callable[..., Any] | None = private(
     "torch._C._skip_one_hop_torch_function",
-    "the body of a function of torch's runs with DTensors, without its asking for overrides again",
+    "the body of a function of torch runs with DTensors, without checking for overrides again",
     since="2.13",
     instead=None,
     without="bodies are run as C++ composites are",
 )
 
 _has_kernel: Callable[[str, str], bool] = private(
-    "torch._C._dispatch_has_kernel_for_dispatch_key", "composite operators are taken apart"
+    "torch._C._dispatch_has_kernel_for_dispatch_key", "composite operators are decomposed"
 )
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Whether the operator is made of others, whose derivatives are its own."""
+    """Whether the operator is composed of others, which define its derivative."""
     return _has_kernel(operator.name(), "CompositeImplicitAutograd")
 
 
@@ -86,10 +86,10 @@ thread_state_before_dispatch: Any = private(
     "torch._C._RestorePythonTLSSnapshot", "operations on locals record the graph although C++ autograd was passed"
 )
 
-_Key: Any = private("torch._C.DispatchKey", "pieces of composites are not cast by autocast a second time")
-_KeySet: Any = private("torch._C.DispatchKeySet", "pieces of composites are not cast by autocast a second time")
+_Key: Any = private("torch._C.DispatchKey", "parts of composites are not cast by autocast a second time")
+_KeySet: Any = private("torch._C.DispatchKeySet", "parts of composites are not cast by autocast a second time")
 _without_keys: Any = private(
-    "torch._C._ExcludeDispatchKeyGuard", "pieces of composites are not cast by autocast a second time"
+    "torch._C._ExcludeDispatchKeyGuard", "parts of composites are not cast by autocast a second time"
 )
 
 
@@ -99,7 +99,7 @@ def _autocast() -> Any:
 
 
 def without_autocast() -> Any:
-    """A block in which operators are not cast."""
+    """A block in which autocast does not cast the arguments of operators."""
     return _without_keys(_autocast())
 
 
@@ -116,7 +116,7 @@ def being_traced() -> bool:
 
 
 def under_fake_tensors() -> bool:
-    """Whether operations make tensors without values."""
+    """Whether operations create fake tensors, which have no values."""
     return _mode_of(_FAKE) is not None
 
 
@@ -125,10 +125,10 @@ real_values: Any = private(
 )
 
 has_inner_tensors: Callable[[Any], bool] = private(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "saving refuses tensors that are made of others"
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "saving refuses wrapper subclasses"
 )
 
-# ------------------------------------------------------------------ per thread, handed on to autograd's threads
+# ------------------------------------------------------------------ per thread, inherited by autograd's threads
 
 _ACROSS = "policies and context_parallel hold in the backward threads of the thread that set them"
 _keep: Callable[[str, Any], None] = private("torch._C._stash_obj_in_tls", _ACROSS)
@@ -137,12 +137,12 @@ _kept: Callable[[str], Any] = private("torch._C._get_obj_in_tls", _ACROSS)
 
 
 def set_in_thread(name: str, value: Any) -> None:
-    """Keep a value for this thread, and for the threads of the backward passes that it starts."""
+    """Set a value for this thread, and for the threads of the backward passes that it starts."""
     _keep(name, value)
 
 
 def get_in_thread(name: str) -> Any:
-    """What was kept under `name`; None when there is nothing."""
+    """The value that was set under `name`; None if there is none."""
     return _kept(name) if _is_kept(name) else None
 
 
@@ -161,6 +161,6 @@ functional_collectives: Callable[[], Any] = later(
 
 
 def collective_operators() -> Any:
-    """The operators that a captured graph communicates with."""
-    functional_collectives()  # gives them their shapes
+    """The operators that a captured graph uses for communication."""
+    functional_collectives()  # the import registers their fake implementations
     return torch.ops._c10d_functional

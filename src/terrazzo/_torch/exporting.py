@@ -1,4 +1,4 @@
-"""DLPack: the C function sees only a wrapper, and would export a null pointer."""
+"""DLPack: the C function sees only the wrapper, and would export a null pointer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _plain: Any = [private(path, "a DTensor's memory is not exported", patched=True)
 
 
 def install(is_ours: type, refuse: Callable[[], Any]) -> None:
-    """Have `refuse()` called where a tensor of class `is_ours` is to be exported."""
+    """Call `refuse()` if a tensor of class `is_ours` is exported."""
 
     def to_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, is_ours):
@@ -20,7 +20,7 @@ def install(is_ours: type, refuse: Callable[[], Any]) -> None:
         return _plain(tensor, *args, **kwargs)
 
     like(to_dlpack, _plain)
-    # Under this name it can be pickled, and is found again.
+    # With the original name, so that it can be pickled and found again.
     to_dlpack.__module__, to_dlpack.__name__, to_dlpack.__qualname__ = "torch.utils.dlpack", "to_dlpack", "to_dlpack"
     for path in _PATHS:
         replace(path, to_dlpack)

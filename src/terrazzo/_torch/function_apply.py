@@ -1,4 +1,4 @@
-"""`torch.autograd.Function.apply`: C++ would run a user's Function over wrappers without a trace."""
+"""`torch.autograd.Function.apply`: C++ would run a user's Function on DTensors without recording it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from terrazzo._torch.declared import attribute, like, private, replace
 
 _PATH = "torch.autograd.Function.apply"
-private(_PATH, "a user's autograd Function of DTensors runs on their locals", patched=True)
+private(_PATH, "a user's autograd Function of DTensors runs on their local tensors", patched=True)
 
-# A class method written in Python or, since PyTorch 2.14, in C.
+# A class method, in Python or, since PyTorch 2.14, in C.
 _original: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 attribute(
@@ -29,17 +29,17 @@ def node_class_of(function: Any) -> Any:
 
 
 def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """What PyTorch does."""
+    """PyTorch's own `apply`."""
     return _original.__get__(None, cls)(*args, **kwargs)
 
 
 def only_saves(cls: Any) -> bool:
-    """Whether the Function is that of non-reentrant checkpointing, which keeps its inputs and nothing else."""
+    """Whether the Function is that of non-reentrant checkpointing, which only saves its inputs."""
     return cls.__name__ == "_NoopSaveInputs"
 
 
 def install(is_ours: type, run: Callable[..., Any]) -> None:
-    """Have `run(cls, *args, **kwargs)` called where a tensor of class `is_ours` is among the arguments."""
+    """Call `run(cls, *args, **kwargs)` if a tensor of class `is_ours` is among the arguments."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for a in args:

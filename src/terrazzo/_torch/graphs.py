@@ -1,6 +1,6 @@
-"""What `terrazzo.compile` needs of torch: tracing without data, AOTAutograd, Inductor.
+"""What `terrazzo.compile` uses of torch: tracing without data, AOTAutograd, Inductor.
 
-Not imported with the package, for it takes long; what it declares is checked when it is.
+Not imported with the package, because it takes long; its declarations are checked when it is imported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", _C
 NEEDS_VALUE: Any = private("torch._subclasses.fake_tensor.DataDependentOutputException", "errors say what is missing")
 NEEDS_SHAPE: Any = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "errors say what is missing")
 NO_FAKE: Any = private("torch._subclasses.fake_tensor.UnsupportedOperatorException", "errors name the operation")
-without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", "random numbers are real ones")
+without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", "random keys are real numbers")
 
-# ------------------------------------------------------------------ what is set around a call
+# ------------------------------------------------------------------ settings around a call
 
-_AROUND = "a compiled program has one graph for each state of what is set around it"
+_AROUND = "a compiled program has one graph for each state of the settings around it"
 any_autocast: Callable[[], bool] = private("torch._C._is_any_autocast_enabled", _AROUND)
 _disable_autocast: Any = private("torch._C._DisableAutocast", "graphs hold their casts, and are not cast again")
 dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _AROUND)
@@ -33,12 +33,12 @@ _backend_name: Callable[[], str] = private("torch._C._get_privateuse1_backend_na
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The function modes in force: that of a default device, for instance."""
+    """The active function modes: that of a default device, for instance."""
     return tuple(_function_mode_stack()) if _function_modes() else ()
 
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """The kinds of devices under autocast, and in which dtype."""
+    """The device types for which autocast is enabled, and with which dtype."""
     if not any_autocast():
         return ()
     kinds = dict.fromkeys(["cpu", "cuda", _backend_name(), "xpu", "mps"])
@@ -47,7 +47,7 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """A block without autocast; it may be entered anew inside."""
+    """A block without autocast; it may be enabled again inside."""
     if not any_autocast():
         yield
         return
@@ -58,7 +58,7 @@ def no_autocast() -> Iterator[None]:
         del guard
 
 
-_HOOKS = "what is captured under checkpointing must not reach its hooks"
+_HOOKS = "capturing under activation checkpointing must not call its hooks"
 _top_hooks: Any = private("torch._C._autograd._top_saved_tensors_default_hooks", _HOOKS)
 _pop_hooks: Any = private("torch._C._autograd._pop_saved_tensors_default_hooks", _HOOKS)
 _push_hooks: Any = private("torch._C._autograd._push_saved_tensors_default_hooks", _HOOKS)
@@ -66,7 +66,8 @@ _push_hooks: Any = private("torch._C._autograd._push_saved_tensors_default_hooks
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Without the hooks of those around: what they would keep is not there when the graph runs."""
+    """A block without the saved-tensor hooks that are set outside: they would save tensors that exist only while the
+    graph is captured."""
     outer = []
     while (top := _top_hooks(True)) is not None:
         outer.append(top)

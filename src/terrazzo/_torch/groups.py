@@ -1,4 +1,4 @@
-"""Process groups and meshes."""
+"""Process groups and device meshes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
     from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
 else:
-    _OPTIONS = "process groups are called directly, which a small collective's time needs"
+    _OPTIONS = "process groups are called directly, because the usual way takes as long as a small collective"
     AllreduceOptions = private("torch._C._distributed_c10d.AllreduceOptions", _OPTIONS)
     AllToAllOptions = private("torch._C._distributed_c10d.AllToAllOptions", _OPTIONS)
     BroadcastOptions = private("torch._C._distributed_c10d.BroadcastOptions", _OPTIONS)
@@ -52,13 +52,13 @@ _new_group: Any = private(
     "axes of several mesh dims get a group that only their own ranks make",
 )
 
-attribute("torch.distributed.distributed_c10d._world.pg_map", "groups that were destroyed are told from living ones")
+attribute("torch.distributed.distributed_c10d._world.pg_map", "destroyed groups must be recognised")
 attribute("torch.distributed.distributed_c10d._world.pg_group_ranks", "groups of an axis are known to torch as groups")
 attribute(
     "torch.distributed.distributed_c10d._world.pg_backend_config", "a group of an axis has the default's backends"
 )
 
-attribute("torch.distributed.ProcessGroup._device_types", "which devices a group communicates for")
+attribute("torch.distributed.ProcessGroup._device_types", "the devices that a group communicates for")
 attribute("torch.distributed.ProcessGroup._get_backend", "a group's time limit, and whether it serves an accelerator")
 attribute(
     "torch._C._distributed_c10d.Backend.Options._timeout", "collectives and control messages keep a group's time limit"
@@ -66,12 +66,12 @@ attribute(
 
 
 def device_types(group: ProcessGroup) -> list[torch.device]:
-    """The devices whose tensors a group takes."""
+    """The devices whose tensors a group accepts."""
     return group._device_types
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """What communicates for a device in a group."""
+    """The backend for a device in a group."""
     return group._get_backend(device)
 
 
@@ -81,32 +81,32 @@ attribute(
 
 
 def allocates(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend has memory of its own to give, from which it sends without copies."""
+    """Whether the group's backend can allocate memory from which it sends without copies."""
     found: bool = group._get_backend(device).supports_tensor_alloc(device)
     return found
 
 
 def empty_from(group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Some of that."""
+    """An empty tensor in memory of the group's backend."""
     tensor: torch.Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
     return tensor
 
 
 def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
-    """How long collectives of a group wait; of none, torch's default."""
+    """The time limit of a group's collectives; torch's default without a group."""
     options = None if group is None else group._get_backend(device).options
     limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
     return limit
 
 
 def is_alive(group: ProcessGroup | None) -> bool:
-    """Whether torch knows the group: `destroy_process_group` takes it out."""
+    """Whether the group has not been destroyed."""
     return group is not None and group in distributed_c10d._world.pg_map
 
 
 def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, description: str) -> ProcessGroup:
-    """A group of these ranks, in this order, which only they make; `name` must be new to the store."""
-    default, world = default_group(), distributed_c10d._world  # tests of torch put another world there
+    """Create a group of these ranks, in this order, called by these ranks only; `name` must be new to the store."""
+    default, world = default_group(), distributed_c10d._world  # looked up each time: tests of torch replace the world
     group, _ = _new_group(
         len(ranks),
         ranks.index(rank),
@@ -124,7 +124,7 @@ def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, d
 # ------------------------------------------------------------------ groups that are destroyed
 
 _ENDS = "caches of plans, axes and meshes are emptied when a process group is destroyed"
-_LATER = "they keep meshes whose groups are gone"
+_LATER = "caches keep meshes whose groups are destroyed"
 
 
 def _replaced(path: str) -> Any:
@@ -141,7 +141,7 @@ _endings = {
 
 
 def when_destroyed(run: Callable[[], None]) -> Callable[[], None]:
-    """Have `run` called whenever a process group has been destroyed; what is public stays as it is."""
+    """Call `run` whenever a process group has been destroyed; the public function stays the same object."""
     for path, plain in _endings.items():
         if plain is not None:
             replace(path, _followed_by(plain, run))
@@ -182,7 +182,7 @@ attribute(
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the enclosing `with mesh:`; a RuntimeError where there is none."""
+    """The mesh of the enclosing `with mesh:`; raises a RuntimeError if there is none."""
     mesh: DeviceMesh = _meshes.get_current_mesh()
     return mesh
 
@@ -193,37 +193,37 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the dims of several parts of one root."""
+    """One mesh of the dims of several meshes that were sliced from the same root."""
     return DeviceMesh._concatenate(meshes)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The 1-D mesh of all dims of a mesh; it stays part of its root."""
+    """The 1-D mesh of all ranks of a mesh; it belongs to the same root."""
     return mesh._flatten(name)
 
 
 def split(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh with one dim made into several; it stays part of its root."""
+    """The mesh with one dim split into several; it belongs to the same root."""
     return mesh._unflatten(dim, sizes, names)
 
 
 def seen_from(rank: int | None, device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
-    """A mesh of ranks that are not there, as `rank` sees it."""
+    """A mesh without process groups, with the coordinate that `rank` has in it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def without_groups(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
-    """A mesh that makes no process groups."""
+    """A mesh that creates no process groups."""
     return DeviceMesh(device_type, ranks, _init_backend=False)
 
 
 attribute(
     "torch.distributed.device_mesh.DeviceMesh._dim_group_names",
-    "a mesh that makes no process groups has none to offer",
-    there=lambda: True,  # of instances, once they have groups
+    "whether a mesh was made without process groups",
+    there=lambda: True,  # instances have it once they have groups
 )
 
 
 def has_groups(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has made process groups of its own."""
+    """Whether a mesh has created its process groups."""
     return hasattr(mesh, "_dim_group_names")

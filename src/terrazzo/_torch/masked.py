@@ -10,7 +10,7 @@ from terrazzo._torch.declared import like, private, replace
 _PATH = "torch.masked._ops._std_var"
 _plain: Any = private(
     _PATH,
-    "torch.masked.var and std of DTensors count in a DTensor",
+    "torch.masked.var and std of DTensors count elements in a DTensor",
     instead=None,
     without="they need a mask",
     patched=True,
@@ -18,7 +18,7 @@ _plain: Any = private(
 
 
 def install(is_ours: type, full_mask: Callable[[Any], Any]) -> None:
-    """Give them the mask `full_mask(input)` where the input is of class `is_ours` and has none."""
+    """Pass the mask `full_mask(input)` to them if the input is of class `is_ours` and no mask is given."""
 
     if _plain is None:
         return

@@ -1,4 +1,4 @@
-"""Modules: what they register, without the copies and recursion of the public iterators."""
+"""Modules: their registered parameters, buffers and children, without the copies of the public iterators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _contract = later(
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:
-    """Have PyTorch's `replicate` around the module leave its parameters alone."""
+    """Make PyTorch's `replicate` of an outer module ignore the parameters of this module."""
     contract = _contract()
     module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()
 
@@ -61,5 +61,5 @@ attribute("torch.optim.Adam._init_group", "optimizer states are made before the 
 
 
 def state_maker_of(optimizer: torch.optim.Optimizer) -> Any:
-    """The method with which PyTorch's own optimizers make missing state; None where there is no such thing."""
+    """The method with which PyTorch's own optimizers create missing state; None for other optimizers."""
     return getattr(optimizer, "_init_group", None)

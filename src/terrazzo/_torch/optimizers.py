@@ -1,4 +1,4 @@
-"""Optimizers: the functions that make a step of lists, and the methods that collect parameters and make state."""
+"""Optimizers: the functions that run a step on lists of tensors, and the methods that collect parameters and state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _supported: list[Any] = [
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils")
 ]
 
-# These write their tensors in place and leave the lists alone, be it all tensors at once or one by one. SGD's and
-# ASGD's put new tensors into the lists.
+# These write their tensors in place and leave the lists alone, whether they take all tensors at once or one by one.
+# Those of SGD and ASGD are not among them, as they put new tensors into the lists.
 _STEPS: dict[str, Any] = {
     path: private(
         path,
@@ -48,10 +48,10 @@ _COLLECTORS: dict[str, Any] = {
 
 
 def install(is_ours: type, unwrap: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]] | None]) -> None:
-    """Let optimizers take tensors of class `is_ours`.
+    """Make optimizers accept tensors of class `is_ours`.
 
-    `unwrap(parameters, others)` gives the tensors to step with in their place and the other arguments to match, or None
-    where the step has to be made of operations on the tensors as they are.
+    `unwrap(parameters, others)` returns the tensors to use in place of the parameters, and the other arguments to
+    match; None if the step must run on the tensors as they are.
     """
     for known in _supported:
         if is_ours not in known:
@@ -80,7 +80,7 @@ def _stepping(step: Callable[..., None], is_ours: type, unwrap: Callable[..., An
 
 
 def _collecting(collect: Callable[..., Any], is_ours: type) -> Callable[..., Any]:
-    """State of other subclasses is made as they make it, so overrides stay in force where one of them is there."""
+    """Skipped if there are other subclasses among the parameters: their overrides must see how state is created."""
     plain = (torch.Tensor, torch.nn.Parameter)
 
     def _init_group(self: Any, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Names of PyTorch's public modules that stand for others: `terrazzo.install()` asks for it, and can be undone.
+"""Replacing names in PyTorch's public modules, for `terrazzo.install()`; it can be undone.
 
-Whatever has to have PyTorch's own for a moment, as a pickle of its classes has, asks for `originals()`.
+Code that needs PyTorch's own objects for a moment, such as pickling its classes, uses `originals()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terrazzo._torch.tensors import make_wrapper
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A name of a module, what it stood for, and what it stands for now."""
+    """A name of a module, its original object, and the one that replaces it."""
 
     module: types.ModuleType
     name: str
@@ -33,7 +33,7 @@ _done: tuple[Replacement, ...] = ()
 
 
 class _Probe(torch.Tensor):
-    """A tensor with a dispatch of its own, which does nothing."""
+    """A tensor subclass whose dispatch does nothing."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch names the arguments loosely
@@ -43,14 +43,14 @@ class _Probe(torch.Tensor):
 
 
 def _let_torch_find_its_own() -> None:
-    """PyTorch's C++ looks its DTensor up in its module at the first dispatch of any subclass, and keeps it."""
+    """Dispatch once: PyTorch's C++ then looks its DTensor up in its module, and keeps the original class."""
     probe = make_wrapper(_Probe, (1,))
     with without_subclass_functions():
         torch.zeros_like(probe)
 
 
 def replace(replacements: Sequence[Replacement]) -> None:
-    """Have names stand for others, until `restore`."""
+    """Replace names, until `restore`."""
     global _done
     with _lock:
         restore()
@@ -60,7 +60,7 @@ def replace(replacements: Sequence[Replacement]) -> None:
 
 
 def restore() -> None:
-    """Have all names stand for what they did."""
+    """Restore the originals of all names."""
     global _done
     with _lock:
         _set(new=False)
@@ -68,13 +68,13 @@ def restore() -> None:
 
 
 def any_replaced() -> bool:
-    """Whether names stand for others now."""
+    """Whether names are replaced now."""
     return bool(_done)
 
 
 @contextmanager
 def originals() -> Iterator[None]:
-    """Within, all names stand for what they did.  Also a decorator."""
+    """A block, or with a decorator a function, in which all names have their originals."""
     if not _done:
         yield
         return

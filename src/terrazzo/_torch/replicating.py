@@ -1,4 +1,4 @@
-"""DistributedDataParallel: it flattens parameters below Python, where a tensor subclass has no memory to flatten."""
+"""DistributedDataParallel: it flattens parameters in C++, where a tensor subclass has no storage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _INIT = "torch.nn.parallel.DistributedDataParallel.__init__"
 _plain: Any = private(_INIT, "DistributedDataParallel of DTensors ends the process", patched=True)
 attribute(
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    "what DistributedDataParallel is told to leave alone may be DTensors",
+    "parameters that DistributedDataParallel is to ignore may be DTensors",
 )
 
 
 def install(is_ours: type, refuse: Callable[[nn.Module, str], None]) -> None:
-    """Have `refuse(module, name)` called where a tensor that it would replicate is of class `is_ours`."""
+    """Call `refuse(module, name)` if a tensor that it would replicate is of class `is_ours`."""
 
     def __init__(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

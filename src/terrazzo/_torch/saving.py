@@ -1,4 +1,4 @@
-"""What `torch.save` writes: functions that a pickle of tensors names."""
+"""Functions whose names `torch.save` writes into a pickle of tensors."""
 
 from __future__ import annotations
 

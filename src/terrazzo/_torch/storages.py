@@ -1,4 +1,4 @@
-"""Memory of tensors that is taken away while they live: what an access finds then."""
+"""Storages whose memory is freed while tensors still refer to them, and what an access to them does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from terrazzo._torch.declared import attribute, private
 
-_ACCESS = "a storage whose memory fully_shard gave back raises when it is read, where torch was built for CUDA"
-_TRAP = "a storage whose memory fully_shard gave back reads as NaN and cannot be written, on CPU"
-_SILENT = "memory that was given back is not guarded"
+_ACCESS = "a storage whose memory fully_shard has freed raises when it is read, where torch was built for CUDA"
+_TRAP = "a storage whose memory fully_shard has freed reads as NaN and cannot be written, on CPU"
+_SILENT = "accesses to freed memory are not detected"
 _CUDA = "2.11, in builds for CUDA"
 
 set_access_error: Any = private(
@@ -28,7 +28,7 @@ CAN_SWAP = _swap is not None and storage_at is not None and refuse_writes is not
 
 attribute(
     "torch.UntypedStorage._cdata",
-    "whether two tensors share memory, also while that is given back, and of subclasses that have none of their own",
+    "whether two tensors share memory, also while it is freed, and for subclasses without a storage",
     there=lambda: hasattr(torch.empty(0).untyped_storage(), "_cdata"),
 )
 
@@ -39,10 +39,9 @@ def identity_of(storage: Any) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the memory of a tensor: equal for tensors that share it.
+    """A number that identifies the memory of a tensor: equal for tensors that share it.
 
-    Unlike an address, which a wrapper of other tensors refuses to tell, and which is 0 for all that have given theirs
-    back.
+    An address would not do: wrapper subclasses refuse to give it, and it is 0 for all freed storages.
     """
     return identity_of(tensor.untyped_storage())
 

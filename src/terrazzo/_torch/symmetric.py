@@ -1,4 +1,4 @@
-"""Symmetric memory: buffers at one address on all ranks of a group, which CUDA devices read from each other."""
+"""Symmetric memory: buffers on all ranks of a group that the CUDA devices can read from each other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _module = later(
 
 
 def use_backend(name: str) -> None:
-    """Have this backend make symmetric memory from now on."""
+    """Use this backend for symmetric memory from now on."""
     _module().set_backend(name)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Memory of a pool that is symmetric, and used again."""
+    """Memory from a pool of symmetric memory, which is reused."""
     with torch.cuda.use_mem_pool(_module().get_mem_pool(device)):
         return torch.empty(numel, dtype=dtype, device=device)
 
 
 def rendezvous(tensor: torch.Tensor, group_name: str) -> None:
-    """Let the ranks of a group know where it lies on each; known ones cost nothing."""
+    """Exchange the buffer's addresses among the ranks of a group; for a known buffer this costs nothing."""
     _module().rendezvous(tensor, group=group_name)

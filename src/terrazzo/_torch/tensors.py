@@ -1,4 +1,4 @@
-"""Tensors: wrapper subclasses, versions, views, and the types that list operations take."""
+"""Tensors: wrapper subclasses, version counters, views, and the types that list operations accept."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ set_wrapper_data: Callable[[Any, Any], None] = private(
 )
 
 is_view: Callable[[torch.Tensor], bool] = private(
-    "torch.Tensor._is_view", "results of communication are no views; views among results of fallbacks are marked"
+    "torch.Tensor._is_view", "results of communication must not be views; fallbacks mark views among results"
 )
 
 same_kind_of_storage: Callable[[torch.Tensor, torch.Tensor], bool] = private(
     "torch._has_compatible_shallow_copy_type", "nn.Module.to asks whether a parameter's data can be exchanged"
 )
 
-assert_async: Any = private("torch._assert_async", "indices out of bounds are reported without waiting for a device")
+assert_async: Any = private("torch._assert_async", "indices out of bounds raise without waiting for the device")
 
-attribute("torch.Tensor._version", "whether a tensor was written since something was derived from it")
+attribute("torch.Tensor._version", "whether a tensor was written after something was derived from it")
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place."""
+    """The version counter: how often the tensor was written in place."""
     return tensor._version
 
 
@@ -37,17 +37,17 @@ attribute("torch.Tensor._base", "writes to views of leaves that require grad are
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view is of; a tensor that is no view itself."""
+    """The tensor that a view is based on; the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 _creation_meta: Any = private(
-    "torch._C._autograd._get_creation_meta", "in-place changes of views that were made together are refused"
+    "torch._C._autograd._get_creation_meta", "in-place changes of views that were created together are refused"
 )
 
 
 def is_one_of_several_views(tensor: torch.Tensor) -> bool:
-    """Whether autograd allows no in-place change, as the function that made the view made others with it."""
+    """Whether autograd forbids in-place changes, because the view was created together with others (split, ...)."""
     return is_view(tensor) and _creation_meta(tensor).name == "MULTI_OUTPUT_NODE"
 
 
@@ -56,7 +56,7 @@ PARAMETER_MARK = "_is_param"
 
 
 def mark_as_parameter(tensor: Any) -> None:
-    """Have `isinstance(tensor, nn.Parameter)` be true for a tensor of a subclass."""
+    """Make `isinstance(tensor, nn.Parameter)` true for a tensor of a subclass."""
     tensor._is_param = True
 
 

@@ -1,4 +1,4 @@
-"""`torch.func.grad` and its like, and `torch.func.jvp`: functorch wraps each tensor in a plain one of its own."""
+"""`torch.func.grad`, `torch.func.jvp` and the like: functorch wraps each tensor in a plain tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from terrazzo._torch.dispatching import tree_leaves
 _GRAD = "torch._functorch.eager_transforms.grad_and_value_impl"
 _JVP = "torch._functorch.eager_transforms._jvp_with_argnums"
 _grad: Any = private(_GRAD, "torch.func.grad and grad_and_value work over DTensors", patched=True)
-_jvp: Any = private(_JVP, "torch.func.jvp over DTensors is refused, for it would be wrong", patched=True)
+_jvp: Any = private(_JVP, "torch.func.jvp over DTensors would be wrong, so it is refused", patched=True)
 
 
 def install(is_ours: type, grad_and_value: Callable[..., Any], refuse_jvp: Callable[[], Any]) -> None:
-    """Have `grad_and_value(func, argnums, has_aux, args, kwargs)` called where what is differentiated holds a tensor
-    of class `is_ours`, and `refuse_jvp()` where that is asked for."""
+    """Call `grad_and_value(func, argnums, has_aux, args, kwargs)` if the differentiated arguments contain a tensor of
+    class `is_ours`, and `refuse_jvp()` if a jvp of one is asked for."""
 
     def there(tree: Any) -> bool:
         return any(isinstance(leaf, is_ours) for leaf in tree_leaves(tree))

@@ -15,9 +15,9 @@ from terrazzo.errors import CheckpointExistsError
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[str, typer.Argument(help="Where the new one goes: a path or a URL.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="Where the new checkpoint goes: a path or a URL.", show_default=False)],
     to: Annotated[
-        str, typer.Option("--to", "--format", help=f"The new one's format: {', '.join(names())}.")
+        str, typer.Option("--to", "--format", help=f"The new checkpoint's format: {', '.join(names())}.")
     ] = "native",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     stage: Annotated[
@@ -47,5 +47,5 @@ def convert(
             except CheckpointExistsError as error:
                 if overwrite or not format.replaces:
                     raise
-                raise CheckpointExistsError(f"{target} exists; name another target, or pass --overwrite") from error
+                raise CheckpointExistsError(f"{target} exists: name another target, or pass --overwrite") from error
         say(f"{source} -> {target} ({to})")

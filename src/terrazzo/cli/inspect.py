@@ -34,7 +34,8 @@ def list_values(
 ) -> None:
     """List what a checkpoint holds, with shapes, dtypes, sizes and the number of parts.
 
-    Of the folder of a run, list its steps, their metrics and what keeps them; with a pattern, the last one's values.
+    For the folder of a run, list its steps, their metrics and why they are kept; with a pattern, the values of the last
+    step.
     """
     with errors(), paused_collector():
         if pattern == "*" and (steps := steps_at(checkpoint)):
@@ -53,7 +54,7 @@ def list_values(
         if json:
             print_json({"checkpoint": str(checkpoint), **_about(opened), "bytes": total, "values": rows})
             return
-        if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
+        if len(rows) > _LAID_OUT:  # laying out a table would take longer than everything else
             cells = {number: "  ".join(_cells(about)[1:]) for number, about in said.items()}
             typer.echo("\n".join(f"{shown(row['name'])}  {cells[id(entries[row['name']])]}" for row in rows))
         else:
@@ -71,13 +72,13 @@ def show(
     name: Annotated[str, typer.Argument(help="The value's name, as `ls` lists it.", show_default=False)],
     json: Json = False,
 ) -> None:
-    """Show one value: shape, dtype, where each part lies in the tensor and on which file, and its first numbers."""
+    """Show one value: shape, dtype, where each part is in the tensor and in which file, and its first numbers."""
     with errors(), paused_collector():
         opened = Checkpoint(checkpoint)
         if name not in opened:
             close = [known for known in opened if name in known][:5]
-            hint = f"; there are {', '.join(close)}" if close else ""
-            raise typer.BadParameter(shown(f"the checkpoint holds no {name!r}{hint}"))
+            hint = f"; similar names are {', '.join(close)}" if close else ""
+            raise typer.BadParameter(shown(f"the checkpoint has no value {name!r}{hint}"))
         value = opened[name]
         if not isinstance(value, LazyTensor):
             if json:
@@ -138,7 +139,7 @@ def diff(
 
 
 def _row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """What `ls` says of one value."""
+    """What `ls` prints for one value."""
     entry = checkpoint.metadata.state_dict_metadata[name]
     if not isinstance(entry, TensorStorageMetadata):
         return {"name": name, "dtype": None, "shape": None, "bytes": None, "parts": None}
@@ -159,7 +160,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the manifest says of the save as a whole, where there is one."""
+    """What the manifest says about the save as a whole, if there is a manifest."""
     manifest = checkpoint.metadata.storage_data
     if not isinstance(manifest, (Manifest, Root)):
         return {}
@@ -168,7 +169,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _parts(checkpoint: Checkpoint, tensor: LazyTensor) -> list[dict[str, Any]]:
-    """Each stored part of a tensor: which slice it is, and in which file it lies."""
+    """Each stored part of a tensor: which slice it is, and which file has it."""
     manifest = checkpoint.metadata.storage_data
     files: list[str | None] = [None] * len(tensor.chunks)
     if isinstance(manifest, (Manifest, Root)):
@@ -184,7 +185,7 @@ def _slice_text(box: Box) -> str:
 
 
 def _first_numbers(tensor: LazyTensor) -> list[Any]:
-    """A few elements from the beginning."""
+    """The first elements."""
     if 0 in tensor.shape:
         return []
     corner = Box((0,) * len(tensor.shape), (*(1 for _ in tensor.shape[:-1]), *(min(n, 8) for n in tensor.shape[-1:])))

@@ -1,4 +1,4 @@
-"""A command line whose commands are imported when they are used: help and version wait for nothing."""
+"""A command line whose commands are imported when they are used, so that --help and --version are fast."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Lazy:
     function: str  # "module:name"
     arguments: str
     line: str
-    passes_on: bool = False  # what it does not know, as `terrazzo run` does for the script
+    passes_on: bool = False  # unknown options are passed on: `terrazzo run` gives them to the script
 
 
 class LazyGroup(TyperGroup):
-    """Knows its commands by a table.  To be subclassed with that table."""
+    """A group whose commands are in a table, which subclasses define."""
 
     table: ClassVar[Mapping[str, Lazy]] = {}
 
@@ -31,7 +31,7 @@ class LazyGroup(TyperGroup):
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command; None if there is none of that name."""
+        """Import a command; None if there is no command of that name."""
         entry = self.table.get(cmd_name)
         if entry is None:
             return None
@@ -44,7 +44,7 @@ class LazyGroup(TyperGroup):
         return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The table, which needs no import, each line whole."""
+        """The table, without importing the commands and without wrapping lines."""
         rows = [(f"{name} {entry.arguments}".rstrip(), entry.line) for name, entry in self.table.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows, col_max=36)

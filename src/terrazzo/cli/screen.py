@@ -1,4 +1,4 @@
-"""What all commands share: where they print, how errors end them, and a progress bar."""
+"""Code that all commands share: printing, reporting errors, and a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERR = Console(stderr=True)
 
 
 def shown(text: str) -> str:
-    r"""Text from a checkpoint, fit for a terminal: what would steer it is written out.
+    r"""Text from a checkpoint, safe for a terminal: control characters are escaped.
 
     >>> shown("red: \x1b[31m, [bold]")
     'red: \\x1b[31m, [bold]'
@@ -30,7 +30,7 @@ def shown(text: str) -> str:
 
 
 def say(text: str, *, on: Console = OUT, style: str | None = None) -> None:
-    """Print text as it is, whoever wrote it: no markup, no control characters."""
+    """Print text from any source literally, without markup and control characters."""
     on.print(shown(text), style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -40,13 +40,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def print_json(document: Any) -> None:
     text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    # JSON escapes some control characters; the others are escaped in its own way.
+    # JSON escapes some control characters; the others are escaped here in the same way.
     typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Our errors and the system's as one line and exit status 2."""
+    """Print terrazzo's and the system's errors as one line, with exit status 2."""
     try:
         yield
     except (TerrazzoError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What `terrazzo ls` says of the folder of a run: its steps, their metrics, and what keeps them."""
+"""What `terrazzo ls` prints for the folder of a run: its steps, their metrics, and why they are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps_at(path: str) -> list[Record]:
 
 
 def list_steps(path: str, records: list[Record], *, json: bool) -> None:
-    """Print them."""
+    """Print the steps."""
     place = Place(path)
     reasons = read_reasons(place)
     latest = _latest(place)
@@ -63,7 +63,7 @@ def list_steps(path: str, records: list[Record], *, json: bool) -> None:
 
 
 def _latest(place: Place) -> str | None:
-    """What `latest` names."""
+    """The step that `latest` names."""
     try:
         return next((folder.name for folder in named_by_latest(place)), None)
     except CheckpointFormatError:

@@ -17,9 +17,9 @@ def train(
     ],
     per_host: Annotated[int | None, typer.Option(min=1, help="Ranks on this host, instead of the file's.")] = None,
     restarts: Annotated[int | None, typer.Option(min=0, help="Restarts after a crash, instead of the file's.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the equal line of torchrun, and start nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the equivalent torchrun command and exit.")] = False,
 ) -> None:
-    """Start a run, or go on with it, and start it again when it crashes.
+    """Start or resume a run, and restart it when it crashes.
 
     On several hosts, give the same command on each.  The exit status is that of the rank that failed.
     """

@@ -1,4 +1,4 @@
-"""The axis: a line of ranks that communicate, as one dim or several dims of a device mesh taken together."""
+"""The axis: the ranks along one mesh dim, or along several taken together, that communicate with each other."""
 
 import threading
 import weakref
@@ -21,9 +21,9 @@ from terrazzo.errors import CommError
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Axis:
-    """Ranks in a line, seen from one of them.
+    """Ranks that communicate with each other, in an order, seen from one of them.
 
-    The position of a rank in `ranks` is its rank in `group`.
+    A rank's position in `ranks` is also its rank in `group`.
     """
 
     group: ProcessGroup | None  # None exactly if the axis has one rank
@@ -37,18 +37,18 @@ class Axis:
         return f"Axis({self.name!r}, ranks {list(self.ranks)}, here {self.index})"
 
 
-# What is made below is looked up without a lock and made under one, so that threads that ask at once get the same.
+# Looked up without a lock and created under one, so that threads that ask at the same time get the same object.
 _lock = threading.Lock()
 
-# Axes by mesh object: meshes that are equal need not share process groups, and a mesh that is gone must not keep its.
+# Keyed by mesh object, as equal meshes need not share process groups; weak, so that a dead mesh does not keep its axes.
 _axes_by_mesh: dict[int, tuple["weakref.ref[DeviceMesh]", dict[tuple[int, ...], Axis]]] = {}
 
 
 def axis_of(mesh: DeviceMesh, dims: int | tuple[int, ...]) -> Axis:
     """The axis of this rank along one mesh dim, or along several taken together (the first is outermost).
 
-    Several dims may need a process group that does not exist yet; then all ranks of the axis have to ask for it at
-    the same point of the program, as with every collective.
+    Several dims may need a process group that does not exist yet; then all ranks of the axis must call this at the
+    same point of the program, as with every collective.
     """
     entry = _axes_by_mesh.get(id(mesh))
     if entry is None or entry[0]() is not mesh:
@@ -73,7 +73,7 @@ def _forget(mesh_id: int) -> "Callable[[weakref.ref[DeviceMesh]], None]":
     return forget
 
 
-# Axes of no mesh, with the default group that was there when they were made.
+# Axes that belong to no mesh, each with the default group at the time when it was made.
 _axes_over: dict[tuple[tuple[int, ...], str], tuple["weakref.ref[ProcessGroup]", Axis]] = {}
 
 
@@ -85,12 +85,12 @@ def _forget_axes() -> None:
 
 
 def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
-    """The axis of these global ranks, of no mesh in particular; the first time, all of them ask for it together."""
+    """The axis of these global ranks, independent of any mesh; the first time, all of them must call this together."""
     default = default_group()
     found = _axes_over.get((ranks, device_type))
     if found is None or found[0]() is not default:
         if dist.get_rank() not in ranks:
-            raise CommError(f"rank {dist.get_rank()} is not one of the ranks {list(ranks)} of the axis it asks for")
+            raise CommError(f"rank {dist.get_rank()} asks for an axis of ranks {list(ranks)}, of which it is not one")
         name = f"ranks {','.join(map(str, ranks))}"
         group = _group_of(ranks, device_type, []) if len(ranks) > 1 else None
         made = Axis(group, len(ranks), ranks.index(dist.get_rank()), ranks, name, device_type)
@@ -102,9 +102,9 @@ def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
 
 
 def axis_beside(axis: Axis) -> Axis:
-    """The same ranks with connections of their own: collectives of one axis never meet those of the other.
+    """An axis of the same ranks with its own process group, so that the collectives of the two axes never mix.
 
-    The first time, all ranks of the axis ask for it together.
+    The first time, all ranks of the axis must call this together.
     """
     return replace(axis, group=_own_group(axis.device_type, axis.ranks)) if axis.size > 1 else axis
 
@@ -112,12 +112,12 @@ def axis_beside(axis: Axis) -> Axis:
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
     if not dist.is_initialized():
         raise CommError(
-            f"nothing can be sent on {mesh}, for there is no process group: call torch.distributed.init_process_group, "
-            "and load anew what was loaded before"
+            f"cannot communicate on {mesh}: there is no process group. Call torch.distributed.init_process_group, and "
+            "load again any DTensors that were loaded before it"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise CommError(f"rank {dist.get_rank()} is not part of the mesh {mesh}, so it has no axis in it")
+        raise CommError(f"rank {dist.get_rank()} is not part of the mesh {mesh}, so it cannot communicate on it")
     if not dims or len(set(dims)) != len(dims) or not all(0 <= dim < mesh.ndim for dim in dims):
         raise CommError(f"{dims} are not distinct dims of the {mesh.ndim}-dim mesh {mesh}")
     with real_values():
@@ -137,7 +137,7 @@ def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
 
 
 def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[ProcessGroup]) -> ProcessGroup:
-    """A group whose ranks are `ranks` in this order: one of the candidates, the default group, or one of our own."""
+    """A group of exactly `ranks` in this order: one of the candidates, the default group, or a new one."""
     default = default_group()
     if any(device.type == device_type for device in device_types(default)):
         candidates = [*candidates, default]
@@ -147,7 +147,7 @@ def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[Process
     return _own_group(device_type, ranks)
 
 
-# The groups made below, for as long as they are in use; how often one was made of the same ranks; who is making one.
+# The groups made below, while they are in use; how many were made of the same ranks; a lock per group being made.
 _Key = tuple[str, tuple[int, ...]]
 _groups: weakref.WeakValueDictionary[_Key, ProcessGroup] = weakref.WeakValueDictionary()
 _made: Counter[_Key] = Counter()
@@ -155,7 +155,7 @@ _making: weakref.WeakValueDictionary[_Key, "_Making"] = weakref.WeakValueDiction
 
 
 class _Making:
-    """One lock for each group: a thread waits here for other ranks, and they may be busy making another group."""
+    """One lock per group: creating a group waits for its other ranks, which may be busy creating another group."""
 
     __slots__ = ("__weakref__", "lock")
 
@@ -164,7 +164,7 @@ class _Making:
 
 
 def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group of these ranks in this order, made once: another mesh with the same line shares it."""
+    """A group of these ranks in this order, created once: meshes that share a line of ranks share the group."""
     key = (device_type, ranks)
     with _lock:
         making = _making.get(key)
@@ -174,10 +174,10 @@ def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
         group = _groups.get(key)
         if group is not None and is_alive(group):
             return group
-        # Either dist.new_group is called by every rank of the world, or it names the group by how many groups this
-        # process is in.  But an axis is made by its own ranks only, and that count differs between them once there is a
-        # group of some of them: they would wait for each other under different names.  So the name is made of what all
-        # of them know.  The number is there because a store remembers the names of old groups.
+        # dist.new_group either must be called by every rank of the world, or names the group by the number of groups
+        # that this process is in.  An axis is made by its own ranks only, and after groups of some ranks that number
+        # differs between them: they would wait for each other under different names.  So the name is made from what all
+        # of them know.  It includes a counter because a store remembers the names of old groups.
         _made[key] += 1
         name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
         default = default_group()
@@ -187,5 +187,5 @@ def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
 
 
 def time_limit(axis: Axis) -> timedelta:
-    """How long collectives of the axis wait."""
+    """The time limit of the axis's collectives."""
     return time_limit_of(axis.group, torch.device(axis.device_type))

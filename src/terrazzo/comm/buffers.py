@@ -1,4 +1,4 @@
-"""How tensors lie in the flat buffers that are sent, and are made of those that are received."""
+"""Packing tensors into the flat buffers that are sent, and unpacking those that are received."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ from terrazzo.layout.box import Box
 
 
 def detached(x: Tensor) -> Tensor:
-    """The values of `x`, stored as they show, without history."""
+    """`x` detached from autograd, with pending conjugation and negation applied."""
     if x.requires_grad and torch.is_grad_enabled():
         x = x.detach()
     if x.is_conj() or x.is_neg():
@@ -21,7 +21,7 @@ def detached(x: Tensor) -> Tensor:
 
 
 def dense(x: Tensor) -> Tensor:
-    """The values of `x` in row-major order, without history."""
+    """The values of `x`, contiguous and detached from autograd."""
     return detached(x).contiguous()
 
 
@@ -31,7 +31,7 @@ def flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     if prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
     if sizes.count(sizes[0]) == len(sizes):
-        # An expanded gradient can be flattened without a copy, and still has to be one.
+        # flatten of an expanded tensor (a gradient, for example) may return a view; here it has to be a copy.
         parts = x.view(*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :]).movedim(dim, 0)
         return parts.reshape(-1).contiguous()
     flat = x.new_empty(x.numel())
@@ -46,12 +46,12 @@ def flat_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes that are not zero, with how many of each follow one another: few, where one rule cuts for all ranks."""
+    """The nonzero sizes, as (size, how many in a row): few entries where one rule cuts for all ranks."""
     return [(size, sum(1 for _ in group)) for size, group in groupby(sizes) if size]
 
 
 def concatenate(flat: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
-    """Parts that lie in `flat` one after the other, of `shape` but for their `sizes` along `dim`, as one tensor."""
+    """One tensor from the parts that lie in `flat`: of `shape`, except for their `sizes` along `dim`."""
     before, after = tuple(shape[:dim]), tuple(shape[dim + 1 :])
     if prod(before) == 1:
         return flat.view(*before, sum(sizes), *after)
@@ -73,7 +73,7 @@ def repeat(x: Tensor, n: int) -> Tensor:
 
 
 def assemble(parts: Sequence[Tensor], boxes: Sequence[Box | None], shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor of `shape` with each part added in its box (None: the part does not count), 0 where there is none."""
+    """A tensor of `shape` to which each part is added in its box (a None box is skipped); 0 elsewhere."""
     out = like.new_empty(tuple(shape))
     once = _tile(tuple(boxes), tuple(shape))
     if not once:

@@ -1,10 +1,10 @@
-"""The primitives of `wire` for a program that is being captured as a graph: as functional operations.
+"""The primitives of `wire` while a program is captured as a graph: functional collectives of PyTorch.
 
-A graph of them can be run, compiled and moved; a call of a process group would be left out of it, and what it receives
-would be whatever memory held at the time.
+They become nodes of the graph, which can then be run, compiled and moved.  A direct call of a process group would not
+be in the graph, and its result would be uninitialised memory.
 
-A program is captured by `make_fx`, whose mode says so, or by `terrazzo.compile`, which also wants to be asked for the
-numbers that random operations draw: they are inputs of its graphs.
+A program is captured either by `make_fx`, which is recognised by its mode, or by `terrazzo.compile`.  The latter also
+provides the keys that random operations draw, because they are inputs of its graphs.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,26 @@ from terrazzo.comm.axis import Axis
 
 
 class Recording(Protocol):
-    """A capture that keeps a list of the random numbers that the program draws."""
+    """A capture by `terrazzo.compile`: it provides the random keys that the program draws."""
 
     def draw(self, mesh: Any, generator: torch.Generator | None) -> Tensor:
         """The number that the program draws next, as a 0-d int64 tensor on the CPU."""
 
 
 recording: Recording | None = None
-"""The capture under way.
+"""The capture that is running.
 
-Autograd may run a part of it on threads of its own, so this is not kept by thread: ask `recorder`.
+Not thread-local, because autograd runs a part of the program on its own threads.  Use `recorder` to ask for it.
 """
 
 
 def recorder() -> Recording | None:
-    """The capture that this thread works for, also where autograd runs it."""
+    """The capture that this thread runs in, also on autograd's threads."""
     return recording if recording is not None and under_fake_tensors() else None
 
 
 def capturing() -> bool:
-    """Whether operations are being recorded."""
+    """Whether operations are being recorded into a graph."""
     return being_traced() or recorder() is not None
 
 

@@ -1,10 +1,11 @@
-"""The collectives, on plain tensors and without autograd: take and return dense local tensors, never touch the input.
+"""The collectives on plain tensors, without autograd.  They return contiguous tensors and never modify their input.
 
 Any dtype, any device, uneven and empty parts.  Each comes in two forms: `all_gather(...)` returns the tensor, and
-`all_gather_start(...)` a `Pending` whose `wait()` returns it.  On an axis of one rank the result is the input itself.
+`all_gather_start(...)` returns a `Pending` whose `wait()` returns it.  On an axis of one rank the result is the input
+itself.
 
-Whatever is to be reduced in a way that a backend does not do exactly (see `wire`) is moved to where it is needed and
-reduced there by torch, in the order of the ranks.  So max and min keep NaN, bool and int16 work, and all ranks get
+Where a backend does not reduce exactly (see `wire`), the terms are sent to the rank that needs the result and torch
+reduces them there, in the order of the ranks.  So max and min propagate NaN, bool and int16 work, and all ranks get
 identical bits.
 """
 
@@ -23,14 +24,14 @@ from terrazzo.errors import CommError
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.layout.placement import REDUCE_OPS
 
-# What torch itself does not reduce on one device.
+# Combinations that torch cannot reduce on one device either.
 _IRREDUCIBLE = frozenset(
     [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
     + [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 )
 
-# Up to this many bytes on all ranks together, all-gather and all-reduce are one all-to-all on CPU: latency counts, not
-# bandwidth.  On any device that much of a half type is gathered too: torch then sums it in single and rounds once.
+# Up to this many bytes over all ranks, all-gather and all-reduce are one all-to-all on CPU: latency matters more than
+# bandwidth.  On any device, half types up to this size are gathered, too: torch then sums in float32 and rounds once.
 _ONE_ROUND_BYTES = 1 << 18
 
 
@@ -106,7 +107,7 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> 
             return Pending("all_gather", axis, gather_into(axis, out, x), out)
         stack = x.new_empty((n, *x.shape))
         work = gather_into(axis, stack, x)
-        # Parts of length 1 can be joined without a copy, out of order.
+        # Parts of length 1 can be stacked without a copy; movedim then puts the dim where it belongs.
         return Pending("all_gather", axis, work, stack, lambda: stack.movedim(0, dim).reshape(shape).contiguous())
     row = lead * prod(x.shape[dim + 1 :])
     numels = [size * row for size in sizes]
@@ -170,7 +171,7 @@ def all_to_all(
     concat_dim: int,
     concat_sizes: Sequence[int],
 ) -> Tensor:
-    """Part i of `x` along `split_dim` goes to rank i; what comes is concatenated along `concat_dim`, another dim.
+    """Part i of `x` along `split_dim` goes to rank i; the received parts are concatenated along another `concat_dim`.
 
     `concat_sizes[i]` is the length of rank i's tensor along `concat_dim`.
     """
@@ -207,7 +208,7 @@ def _all_to_all(
         raise CommError(f"all_to_all on {axis} splits and concatenates dim {split_dim}; the two must differ")
     shape = list(x.shape)
     shape[split_dim], shape[concat_dim] = split_sizes[index], 1
-    row = prod(shape)  # what comes is this much for each element along concat_dim
+    row = prod(shape)  # received elements for each index along concat_dim
     if observe.observers:
         rest = prod([length for dim, length in enumerate(x.shape) if dim not in (split_dim, concat_dim)])
         kept = sum([a * b for a, b in zip(split_sizes, concat_sizes, strict=True)])
@@ -232,10 +233,10 @@ def exchange(
     recv_shapes: Sequence[Sequence[int] | None],
     like: Tensor,
 ) -> list[Tensor]:
-    """Send `pieces[i]` to rank i, and return what comes from each rank, of the given shapes (None: nothing).
+    """Send `pieces[i]` to rank i, and return the tensors received from each rank, of the given shapes (None: nothing).
 
-    All ranks send tensors of the type of `like`.  Nothing comes as an empty tensor.  The piece of a rank for itself is
-    handed through as it is, not copied.
+    All ranks send tensors of the dtype of `like`.  Where nothing is received the result has an empty tensor.  The piece
+    of a rank for itself is returned as it is, not copied.
     """
     return _exchange(pieces, axis, recv_shapes, like, False).wait()
 
@@ -261,15 +262,15 @@ def _exchange(
     own_shapes = [_shape_or_none(each[index]) if len(each) == n else None for each in (pieces, recv_shapes)]
     if len(pieces) != n or len(recv_shapes) != n or own_shapes[0] != own_shapes[1]:
         raise CommError(
-            f"exchange on {axis} needs a piece and a shape per rank, the same shape for what a rank keeps: "
-            f"{len(pieces)} pieces, {len(recv_shapes)} shapes, keeps {own_shapes[0]} as {own_shapes[1]}"
+            f"exchange on {axis} needs one piece and one shape per rank, and the piece that this rank keeps must have "
+            f"its shape: {len(pieces)} pieces, {len(recv_shapes)} shapes, piece {own_shapes[0]} for {own_shapes[1]}"
         )
     own = pieces[index]
     like = like.detach()
     nothing = like.new_empty(0)
     if n == 1:
         return Pending("exchange", axis, None, [nothing if own is None else own])
-    # Empty pieces for oneself keep what stays off the wire.
+    # An empty piece in its own place: what a rank keeps is not sent.
     sent = [nothing if piece is None or i == index else dense(piece).view(-1) for i, piece in enumerate(pieces)]
     sent_numels = [piece.numel() for piece in sent]
     numels = [0 if shape is None or i == index else prod(shape) for i, shape in enumerate(recv_shapes)]
@@ -294,7 +295,7 @@ def _exchange(
 
 
 def broadcast(x: Tensor, axis: Axis, src: int) -> Tensor:
-    """A copy of the `x` of position `src`, on every rank; all give a tensor of the same shape and dtype."""
+    """A copy of the `x` of the rank at position `src`, on every rank; all pass a tensor of the same shape and dtype."""
     if axis.size == 1:
         return x
     if observe.observers:
@@ -310,14 +311,17 @@ def scatter(
     shape: Sequence[int],
     like: Tensor,
 ) -> Tensor:
-    """The part that position `src` has for this rank, of the given shape and the type of `like`.
+    """The part that the rank at position `src` has for this rank, of the given shape and the dtype of `like`.
 
     Parts may differ in shape.
     """
     if (parts is not None) != (axis.index == src) or (parts is not None and len(parts) != axis.size):
         raise CommError(f"scatter on {axis} takes one part per rank from position {src}, and None from the others")
     if parts is not None and tuple(parts[src].shape) != tuple(shape):
-        raise CommError(f"scatter on {axis}: position {src} keeps {tuple(parts[src].shape)}, not {tuple(shape)}")
+        raise CommError(
+            f"scatter on {axis}: position {src} keeps a part of shape {tuple(parts[src].shape)}, expected "
+            f"{tuple(shape)}"
+        )
     if parts is not None and axis.size == 1:
         return parts[0]
     out = like.detach().new_empty(prod(shape))
@@ -338,15 +342,15 @@ def scatter(
 
 
 def gather_into(axis: Axis, out: Tensor, x: Tensor) -> Work | None:
-    """All parts one after the other in `out`, all as large as the dense `x`."""
+    """All parts one after the other in `out`; each is as large as the contiguous `x`."""
     if x.is_cpu and x.nbytes * axis.size <= _ONE_ROUND_BYTES:
         return wire.all_to_all(axis, out.view(-1), repeat(x, axis.size))
     return wire.all_gather(axis, out, x)
 
 
 def _reduce(stack: Tensor, op: str) -> Tensor:
-    """The reduction along dim 0, as torch does it: NaN stays, half precision accumulates in single."""
-    if stack.dtype == torch.complex32 and stack.is_cpu:  # which torch does not reduce there
+    """The reduction along dim 0, as torch does it: NaN propagates, half types accumulate in float32."""
+    if stack.dtype == torch.complex32 and stack.is_cpu:  # torch cannot reduce it on CPU
         return _reduce(stack.to(torch.complex64), op).to(torch.complex32)
     if op == "sum":
         return stack.sum(0, dtype=stack.dtype)
@@ -359,17 +363,17 @@ def _reduce(stack: Tensor, op: str) -> Tensor:
 
 def _check_reducible(dtype: torch.dtype, op: str) -> None:
     if op not in REDUCE_OPS:
-        raise CommError(f"{op!r} is no reduction; there are {', '.join(REDUCE_OPS)}")
+        raise CommError(f"{op!r} is not a reduction; use one of {', '.join(REDUCE_OPS)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
     if dtype in _IRREDUCIBLE or (op == "avg" and exact) or (op in ("max", "min") and dtype.is_complex):
-        raise CommError(f"torch has no {op} of {dtype}: convert the tensor first")
+        raise CommError(f"torch cannot reduce {dtype} with {op}: convert the tensor first")
 
 
 # ------------------------------------------------------------------ shapes and buffers
 
 
 def _check_sizes(kind: str, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], own: bool) -> None:
-    """Sizes that fit neither this rank's part nor (not `own`) the whole would make ranks wait for what nobody sends."""
+    """Raise for sizes that fit neither this rank's part nor (not `own`) the whole: ranks would wait in vain."""
     if len(sizes) != axis.size or not 0 <= dim < x.ndim or x.shape[dim] != (sizes[axis.index] if own else sum(sizes)):
         raise CommError(
             f"{kind} on {axis}: a tensor of shape {tuple(x.shape)} does not fit sizes {tuple(sizes)} along dim {dim}"

@@ -1,13 +1,13 @@
-"""Comparing numbers between ranks without any rank waiting for another.
+"""Comparing numbers between ranks without waiting for other ranks.
 
-Each comparison of a series has a number: that of a round, and that within the round. The first rank that comes to it
-leaves its value in the store of the default process group; every later one finds that and compares. So one that comes
-late, or never, holds up nobody, and ranks that ask for different collectives are no danger. The price: it is not the
-first rank that learns of a difference, but those behind it; the first one learns at its next comparison, from a mark
-that they leave.
+Each comparison has a number: that of its round, and that within the round.  The first rank to make it writes its value
+to the store of the default process group; every later rank reads that and compares.  So a rank that is late, or that
+never comes, delays nobody, and ranks that call different collectives cannot deadlock here.  The price is that the first
+rank does not see a difference at once: a later rank marks it in the store, and the first one reads that mark at its
+next comparison.
 
-What a rank asks of the store takes one thread and a connection of its own. A store that is gone (the process that hosts
-it has ended, and so has the job) compares nothing.
+The store is asked from a separate thread over a separate connection.  If the store is gone (the process that hosts it
+has ended, and so has the job), nothing is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _asking = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-comparison")
 
 
 class Difference(NamedTuple):
-    """Two global ranks whose values differ in a comparison."""
+    """Two global ranks that gave different values in a comparison."""
 
     number: tuple[int, int]
     rank: int
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """A series of comparisons among `ranks`, of which this process is one; each rank makes them in the same order."""
+    """A series of comparisons among `ranks`, which include this process; each rank makes them in the same order."""
 
     def __init__(self, store: Store, prefix: str, ranks: Sequence[int], rank: int) -> None:
         self._store = store
@@ -44,11 +44,11 @@ class Comparison:
         self._size = len(ranks)
         self._rank = rank
         self._number = (0, 0)
-        self._reported = (0, 0)  # the last comparison of which this rank knows that it showed a difference
+        self._reported = (0, 0)  # the latest comparison for which this rank knows of a difference
 
     @classmethod
     def among(cls, ranks: Sequence[int], name: str) -> Comparison:
-        """A series among global ranks of the default process group."""
+        """A series of comparisons among global ranks of the default process group."""
         made = _made.setdefault(default_group(), Counter())
         who = hashlib.blake2b(repr((name, tuple(ranks))).encode(), digest_size=12).hexdigest()
         made[who] += 1
@@ -57,9 +57,9 @@ class Comparison:
         return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
 
     def start(self, value: int, new_round: bool = False) -> Future[Difference | None]:
-        """Compare `value`; the result is there soon, for it takes an answer of the store, not of other ranks.
+        """Compare `value`.  The future waits for the store only, not for other ranks.
 
-        What ranks have compared more or less often than others in a round does not matter to the next.
+        A new round starts a new count: ranks that made different numbers of comparisons in one round agree in the next.
         """
         self._number = (self._number[0] + 1, 0) if new_round else (self._number[0], self._number[1] + 1)
         return _asking.submit(self._compare, self._number, value)
@@ -89,5 +89,5 @@ class Comparison:
         return None
 
 
-# How often a series of a name was made of the same ranks: a store remembers the keys of old ones.
+# How many series of a name were made among the same ranks: a store remembers the keys of old ones.
 _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()

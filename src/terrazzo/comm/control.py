@@ -1,11 +1,11 @@
-"""The control plane: what ranks tell each other besides tensors, as bytes, in bounded time.
+"""The control plane: bytes that ranks exchange besides tensors, each operation within a time limit.
 
-Its use is to decide together.  `agree` makes one rank's failure everybody's, so that no rank goes on alone and none
-waits for one that gave up; `run_together` is work with such an end.
+It is there for common decisions.  `agree` turns an error on one rank into an error on all, so that no rank goes on
+alone and none waits for one that gave up; `run_together` runs a function on every rank and then agrees.
 
-A plane has connections of its own, so it never disturbs a collective under way, and what runs on a background thread
-has a plane of its own (`ControlPlane.create`).  Like collectives, its operations are called by all ranks in one order.
-Without a process group it has one rank.
+A plane has its own connections, so it never interferes with collectives that are running.  A background thread uses its
+own plane (`ControlPlane.create`).  As with collectives, all ranks call its operations in the same order.  Without a
+process group it has one rank.
 """
 
 import threading
@@ -26,12 +26,12 @@ from terrazzo.errors import CommError, RankError, RankFailure
 
 Result = TypeVar("Result")
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)  # where there is no process group to say
-_LONGEST_MESSAGE = 4000  # characters of an error that travel to other ranks
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # without a process group
+_LONGEST_MESSAGE = 4000  # characters of an error message that are sent to other ranks
 
 
 class ControlPlane:
-    """Exchange of bytes between the ranks of a process group.
+    """Exchanges bytes between the ranks of a process group.
 
     >>> plane = ControlPlane.for_group()  # of one rank, where torch.distributed is not initialised
     >>> plane.all_gather(b"state")
@@ -53,17 +53,17 @@ class ControlPlane:
 
     @classmethod
     def for_group(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Self:
-        """The plane of a group (None: of all ranks); its connections are made once and shared by later calls.
+        """The plane of a group (None: all ranks).  Its connections are made once and shared by later calls.
 
-        Without a `timeout` the group's own is kept.
+        Without a `timeout`, that of the group is used.
         """
         return cls._of(group, timeout, _shared_link)
 
     @classmethod
     def create(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None, name: str = "own") -> Self:
-        """A plane with connections of its own, to be closed after use.
+        """A plane with its own connections; close it after use.
 
-        All ranks create their planes in the same order; where threads make that uncertain, names tell them apart.
+        All ranks create their planes in the same order.  Where threads make the order uncertain, give them names.
         """
         return cls._of(group, timeout, lambda group, ranks, timeout: _own_link(group, ranks, name, timeout))
 
@@ -86,9 +86,9 @@ class ControlPlane:
         return cls(link, ranks, group.rank(), timeout)
 
     def renewed(self, timeout: timedelta | None = None) -> Self:
-        """The same plane with another time limit, and with new connections if these broke, on whatever rank.
+        """The same plane with another time limit, and with new connections if they broke on any rank.
 
-        Whoever goes on after a `CommError` begins with this: all ranks then have the same connections.
+        Call this on all ranks before going on after a `CommError`: they then have the same connections again.
         """
         timeout = timeout or self.timeout
         link = self._link.living(timeout) if self._link is not None else None
@@ -97,18 +97,18 @@ class ControlPlane:
         return type(self)(link, self.ranks, self.index, timeout)
 
     def speaking_of(self, ranks: Sequence[int]) -> Self:
-        """The same plane, whose errors name these ranks: processes that work for others speak of those."""
+        """The same plane, but errors name these ranks: for processes that work on behalf of others."""
         if isinstance(self._link, Link):
             self._link.ranks = tuple(ranks)
         return type(self)(self._link, ranks, self.index, self.timeout)
 
     def abandon(self, why: str) -> None:
-        """Give up what ranks do together: the others, wherever they wait, raise an error that says why."""
+        """Leave the work that ranks do together: the others, wherever they wait, raise an error that says why."""
         if self._link is not None:
             self._link.abandon(why)
 
     def close(self) -> None:
-        """Close the connections.  Only for a plane that was created; those of `for_group` are shared."""
+        """Close the connections.  Only for a plane from `create`; those of `for_group` are shared."""
         if self._link is not None:
             self._link.close()
 
@@ -119,7 +119,7 @@ class ControlPlane:
         return [data] if self._link is None else self._link.all_gather(data, self.timeout)
 
     def broadcast(self, data: bytes | None, src: int = 0) -> bytes:
-        """The data of position `src`, on every rank; the others give None."""
+        """The data of the rank at position `src`, on every rank; the others pass None."""
         self._check_root("broadcast", src, data is not None)
         if self._link is None:
             return data or b""
@@ -131,7 +131,7 @@ class ControlPlane:
         return [data] if self._link is None else self._link.gather(data, dst, self.timeout)
 
     def scatter(self, parts: Sequence[bytes] | None, src: int = 0) -> bytes:
-        """The part that position `src` has for this rank; `src` gives one part per rank, the others None."""
+        """The part that position `src` has for this rank; `src` passes one part per rank, the others None."""
         self._check_root("scatter", src, parts is not None)
         if parts is not None and len(parts) != self.size:
             raise CommError(f"scatter takes one part per rank: {len(parts)} parts for {self.size} ranks")
@@ -140,21 +140,22 @@ class ControlPlane:
         return self._link.scatter(parts, src, self.timeout)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_gather(b"")
 
     def _check_root(self, what: str, root: int, acts_as_root: bool) -> None:
         if not 0 <= root < self.size:
             raise CommError(f"{what}: there is no position {root} among {self.size} ranks")
         if acts_as_root != (self.index == root):
-            raise CommError(f"{what}: position {root} gives the data, and the other ranks None")
+            raise CommError(f"{what}: position {root} must pass the data, and the other ranks None")
 
     # -------------------------------------------------------------- agreement
 
     def agree(self, error: BaseException | None, what: str = "") -> None:
-        """Return if no rank has an error; else raise the same `RankError` on every rank, from the rank's own error.
+        """Return if no rank has an error; else raise the same `RankError` on every rank.
 
-        `what` says in the message what was being done.
+        On a rank with an error of its own that is the cause of the `RankError`.  `what` says in the message what was
+        being done.
         """
         report = b"" if error is None else msgspec.msgpack.encode(_failure_of(error, self.ranks[self.index]))
         replies = self.all_gather(report)
@@ -165,14 +166,14 @@ class ControlPlane:
     def run_together(self, work: Callable[[], Result], what: str = "") -> Result:
         """Run `work` on every rank, and return its result if it succeeded on all of them; else raise as `agree` does.
 
-        The time limit counts from when this rank's work is done: within it, the slowest rank must be done.
+        The time limit counts from when this rank's work is done: the slowest rank must be done within it.
         """
         try:
             result = work()
         except Exception as error:
             self.agree(error, what)
             raise  # agree raises whenever there is an error
-        except BaseException as interrupt:  # stays what it is here, and fails the work elsewhere
+        except BaseException as interrupt:  # raised unchanged here, and reported to the other ranks as an error
             try:
                 self.agree(interrupt, what)
             finally:
@@ -196,7 +197,7 @@ _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDi
 
 
 def time_limit_of(group: ProcessGroup) -> timedelta:
-    """How long the group's own collectives wait."""
+    """The time limit of the group's collectives."""
     return DEFAULT_TIMEOUT if is_simulated(group) else time_limit(group, device_types(group)[0])
 
 
@@ -226,11 +227,11 @@ def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: tim
 
 
 def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
-    """A link that nobody else has, whatever others of this name there are."""
+    """A new link that is not shared, also if others have the same name."""
     with _lock:
         number = _made.setdefault(group, Counter())[name]
-    # Without the lock: connecting may take as long as the slowest rank.  Counted when it is done, for a rank that could
-    # not connect tries again under the same name.
+    # Outside the lock: connecting may take as long as the slowest rank.  Counted after it succeeded, because a rank
+    # that could not connect tries again under the same name.
     link = _new_link(group, ranks, f"plane/{name}/{number}", timeout)
     with _lock:
         _made[group][name] += 1

@@ -1,9 +1,9 @@
-"""The typed collectives: differentiable to any order, because the gradient of each is another of them.
+"""Differentiable collectives, to any order: the gradient of each is another one of them.
 
-Each maps local tensors between three ways in which the ranks of an axis can hold a value, seen by autograd:
+They are typed.  Each maps local tensors between three ways in which the ranks of an axis can hold a value:
 
-    replicated   every rank holds the value, and does the same with it.  Its gradient is the whole one on every rank.
-    varying      each rank holds a value of its own, and does with it what it likes: the terms of a partial sum are
+    replicated   every rank holds the value, and computes the same with it.  Each rank has the whole gradient.
+    varying      each rank holds its own value, or uses a common value differently.  The terms of a partial sum are
                  varying, and so is a copy of a value that every rank uses differently.
     sharded      each rank holds one part of the value.
 
@@ -11,7 +11,7 @@ Each maps local tensors between three ways in which the ranks of an axis can hol
     ----------------------------------------------  -----------------------  ------------------------
     cast                    replicated to varying   nothing                  reduce_replicate
     reduce_replicate        varying to replicated   all-reduce               cast
-    gather_replicate        sharded to replicated   all-gather               slice_own
+    slice_own               replicated to sharded   keeps its own part       gather_replicate
     slice_own               replicated to sharded   keeps the own part       gather_replicate
     gather_varying          sharded to varying      all-gather               reduce_scatter
     reduce_scatter          varying to sharded      reduce-scatter           gather_varying
@@ -20,14 +20,14 @@ Each maps local tensors between three ways in which the ranks of an axis can hol
     first_of                varying to replicated   nothing: all are equal   replicate_to_partial
     exchange                sharded to sharded      boxes to any rank        exchange, back
 
-The table is the whole argument: each row's gradient is its transpose, and the transposes are rows too.  A forgotten
-`cast` gives a right loss and wrong gradients.
+Each row's gradient is its transpose, and the transposes are rows of the table, too.  If a `cast` is forgotten, the loss
+is right and the gradients are wrong.
 
-That `replicate_to_partial` and `first_of` need no communication rests on the type of the gradient of a partial sum:
-it is the gradient of the sum, equal on every rank.
+`replicate_to_partial` and `first_of` need no communication because the gradient of a partial sum is the gradient of the
+sum, which is equal on every rank.
 
-On an axis of one rank each returns its input, and where no gradient is wanted none makes an autograd node.
-Where a collective was started before, `pending` is what is waited for.  Each node keeps its `origin`; see `observe`.
+On an axis of one rank each returns its input; where no gradient is needed none makes an autograd node.  `pending` is a
+collective that was started before and only has to be waited for.  Each node has its `origin`; see `observe`.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ _Pending = Pending[Tensor] | None
 
 
 def _differentiates(x: Tensor) -> bool:
-    # Both hide from requires_grad what they compute, so what they wrap would go through as a constant.
+    # Both hide the computation from requires_grad, so their inner tensors would be treated as constants.
     if forward_mode_active() and forward_ad.unpack_dual(x).tangent is not None:
         raise CommError("communication has no forward-mode derivative: use backward, or autograd.grad twice for a jvp")
     if functorch_active():
@@ -60,13 +60,13 @@ def _differentiates(x: Tensor) -> bool:
 
 
 def _writable(result: Tensor) -> Tensor:
-    # Autograd forbids in-place writes to an output that is a view, and how a result was put together is our affair.
+    # Autograd forbids in-place writes to an output that is a view; that it is one here is an implementation detail.
     return result.detach() if is_view(result) else result
 
 
 def _apply_of(function: type[Function]) -> Callable[..., Any]:
-    # Function.apply looks for a setup_context and for functorch's transforms each time, a microsecond that these do not
-    # need: they have no such context, and _differentiates refuses the transforms.
+    # Function.apply looks for a setup_context and for functorch's transforms at each call, which takes a microsecond.
+    # Not needed here: these functions have no setup_context, and _differentiates refuses the transforms.
     return super(Function, function).apply  # type: ignore[misc]  # the stub of _C._FunctionBase has no apply
 
 
@@ -100,7 +100,7 @@ class _AllReduce(Function):
 
 
 def cast(x: Tensor, axis: Axis) -> Tensor:
-    """A replicated value where ranks go on to use it differently: the same values; gradients are summed over ranks."""
+    """A replicated value for ranks that use it differently: the same values; its gradient is summed over the ranks."""
     if axis.size == 1 or not _differentiates(x):
         return x
     return _apply_cast(x, axis)
@@ -109,7 +109,7 @@ def cast(x: Tensor, axis: Axis) -> Tensor:
 def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending = None) -> Tensor:
     """The reduction of a varying value, replicated; `op` is sum, avg, product, max or min.
 
-    Ranks that tie for max or min share the gradient evenly, as in `torch.amax`.
+    Ranks that tie for max or min share the gradient evenly, as elements do in `torch.amax`.
     For max, min and product a `pending` result is used only if no gradient is wanted.
     """
     if axis.size == 1:
@@ -153,7 +153,7 @@ class _SliceOwn(Function):
 
 
 def gather_replicate(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending = None) -> Tensor:
-    """A sharded value put together, for ranks that all do the same with it; `sizes` are the lengths along `dim`."""
+    """A sharded value gathered, for ranks that compute the same with it; `sizes` are the lengths along `dim`."""
     if axis.size == 1:
         return x
     if not _differentiates(x):
@@ -162,7 +162,7 @@ def gather_replicate(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pend
 
 
 def slice_own(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of a replicated value, as a tensor of its own (a view would keep the whole alive)."""
+    """This rank's part of a replicated value, copied: a view would keep the whole tensor alive."""
     if axis.size == 1:
         return x
     return _apply_slice_own(x, axis, dim, sizes) if _differentiates(x) else _own_part(x, axis, dim, sizes)
@@ -207,7 +207,7 @@ class _ReduceScatter(Function):
 
 
 def gather_varying(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending = None) -> Tensor:
-    """A sharded value put together, for ranks that go on to use it differently; `sizes` are the lengths along `dim`."""
+    """A sharded value gathered, for ranks that use it differently; `sizes` are the lengths along `dim`."""
     if axis.size == 1:
         return x
     if not _differentiates(x):
@@ -231,14 +231,14 @@ def reduce_scatter(
 
 
 def _reduce_received(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str) -> Tensor:
-    """Reduce-scatter by torch's own reduction of what comes, whose gradient torch knows to any order."""
+    """A reduce-scatter that sends the terms and reduces them with torch, whose gradients are known to any order."""
     n = axis.size
     received = all_to_all(x.unsqueeze(0), axis, dim + 1, sizes, 0, (1,) * n)
     if op == "product":
         return received.prod(0)
     if op in ("max", "min"):
         return received.amax(0) if op == "max" else received.amin(0)
-    raise CommError(f"{op!r} is no reduction")
+    raise CommError(f"{op!r} is not a reduction; use one of sum, avg, product, max, min")
 
 
 # ------------------------------------------------------------------ sharded to sharded
@@ -312,9 +312,10 @@ def exchange(
     shape: Sequence[int],
     pending: Pending[list[Tensor]] | None = None,
 ) -> Tensor:
-    """Box `send[i]` of `x` goes to rank i, and a tensor of `shape` is made of what comes: from rank i box `receive[i]`.
+    """Box `send[i]` of `x` goes to rank i; box `receive[i]` of the result, of `shape`, comes from rank i.
 
-    None is for nothing.  Elements of the result that nobody sends are 0, and those that several send are sums.
+    None: nothing is sent or received.  Elements of the result that no rank sends are 0; those that several ranks send
+    are summed.
     `pending` may be a `collectives.exchange_start` of the same boxes.
     """
     if axis.size == 1 and send[0] == receive[0] == Box.whole(x.shape) and tuple(shape) == tuple(x.shape):
@@ -367,7 +368,7 @@ class _FirstOf(Function):
 
 
 def replicate_to_partial(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """A replicated value as terms whose reduction by `op` it is.
+    """A replicated value as partial terms whose reduction by `op` it is.
 
     For sum, the value on the first rank and 0 on the others; for product likewise with 1; for avg, max and min the
     value itself on every rank.
@@ -379,14 +380,14 @@ def replicate_to_partial(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     if op in ("avg", "max", "min"):
         return cast(x, axis)
     if op != "product":
-        raise CommError(f"{op!r} is no reduction")
+        raise CommError(f"{op!r} is not a reduction; use one of sum, avg, product, max, min")
     varying = cast(x, axis)
-    # Filled, not replaced: it stays part of the graph, so that every rank takes part in the backward of the cast.
+    # masked_fill instead of a new tensor: it stays in the graph, so that every rank takes part in the cast's backward.
     return varying.masked_fill(torch.full((), axis.index > 0, device=x.device), 1)
 
 
 def first_of(x: Tensor, axis: Axis) -> Tensor:
-    """A varying value that is equal on all ranks, as the replicated value that it is."""
+    """A varying value that is in fact equal on all ranks, as a replicated one."""
     if axis.size == 1 or not _differentiates(x):
         return x
     return _apply_first_of(x, axis)

@@ -1,14 +1,14 @@
-"""Bytes between the ranks of a group, over gloo connections of its own, each operation within a time limit.
+"""Bytes between the ranks of a group, over gloo connections that belong to the link; each operation has a time limit.
 
-A message travels in a frame of fixed size that says how long the message is, so that a short one, the usual case, is
-there after one round; a long one follows its frame.  What all ranks tell one, or one tells all, costs as many messages
-as there are ranks; only `all_gather` costs their square.
+A message travels in a frame of fixed size that says how long the message is, so that a short one, the usual case, takes
+one round; a long one follows its frame.  Operations with one sender or one receiver cost as many messages as there are
+ranks; only `all_gather` costs their square.
 
-When an operation fails (a rank died, gave up, or did not come in time), the ranks that notice call the roll through the
-group's store: each writes what it saw and looks who else does.  The first to know what happened writes that down, and
-all of them raise the same error.  A rank that says nothing is looked up in the process table, if it is one of this
-host: so it is known whether it died, was stopped, or is only late.  The link is broken from then on, for gloo has
-closed its connections; `living` gives another one, the same on all ranks.
+When an operation fails (a rank died, gave up, or was too late), the ranks that notice find out why through the group's
+store: each writes there what it saw, and reads what the others saw.  The first rank to know the reason writes it down,
+and all of them raise that same error.  A silent rank on the same host is looked up in the process table, which says
+whether it died, was stopped, or is only late.  The link stays broken, because gloo has closed its connections; `living`
+makes a new one on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_REPORT = 2000
 
 
 class _Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """What happened, as all ranks will say."""
+    """The reason of a failure, as all ranks will report it."""
 
     text: str
     timed_out: bool
@@ -47,12 +47,12 @@ class _Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Link:
-    """The connections.  All ranks of the group make it, and use it in the same order, as with collectives."""
+    """The connections.  All ranks of the group create it, and use it in the same order, as with collectives."""
 
     def __init__(
         self, store: Store, index: int, ranks: Sequence[int], name: str, timeout: timedelta, generation: int = 0
     ) -> None:
-        """The group's store, this rank's place in it, its global ranks; `name` tells the links of one group apart."""
+        """`name` tells apart the links of one group; `index` is this rank's position in `ranks`, the global ranks."""
         self.index = index
         self.ranks = tuple(ranks)
         self.broken: str | None = None
@@ -61,7 +61,7 @@ class Link:
         self._gloo: _Gloo | None = None
         self._identities = [""] * len(self.ranks)
         self._links: Store = PrefixStore(f"terrazzo/{name}", store)
-        # Of all links of the group: a rank that never comes to this one may have come to another.
+        # Shared by all links of the group: a rank that never connects to this one may have connected to another.
         self._processes: Store = PrefixStore("terrazzo/processes", store)
         with _store_needed(self.ranks):
             while self._links.check([f"broken/{generation}"]):
@@ -71,7 +71,7 @@ class Link:
         with self._explained("connecting", timeout):
             self._processes.set(str(self.index), own_identity().decode())
             self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), self.index, len(self.ranks), timeout)
-            # Said once more over the connections: the store may be gone when this is needed.
+            # Also sent over the connections: the store may be gone when the identities are needed.
             frames = _all_to_all(self._gloo, [_frame(own_identity())] * len(ranks), [_FRAME] * len(ranks), timeout)
             self._identities = [bytes(_body(frame)).decode() for frame in frames]
 
@@ -81,7 +81,7 @@ class Link:
         self._gloo = None
 
     def living(self, timeout: timedelta) -> Link:
-        """This link; or, where it broke on this rank or on another, a new one in its place."""
+        """This link, or a new one if it broke on this rank or on another."""
         with _store_needed(self.ranks):
             if self.broken is None and not self._links.check([f"broken/{self._generation}"]):
                 return self
@@ -89,11 +89,11 @@ class Link:
         return Link(self._group_store, self.index, self.ranks, self._name, timeout, self._generation)
 
     def abandon(self, why: str) -> None:
-        """Break the link, and leave word why for the ranks that will notice."""
+        """Break the link, and write the reason to the store for the ranks that will notice."""
         try:
             self._store.set(f"saw/{self.index}", "failed " + why[:_LONGEST_REPORT])
         except RuntimeError:
-            pass  # the store is gone: then the others see closed connections and no more
+            pass  # the store is gone: the others only see closed connections
         self._break(f"this rank gave up: {why}")
 
     def all_gather(self, data: bytes, timeout: timedelta) -> list[bytes]:
@@ -170,7 +170,7 @@ class Link:
 
     @contextmanager
     def _explained(self, what: str, timeout: timedelta) -> Iterator[None]:
-        """Turn gloo's and the store's errors into one that says what became of the other ranks."""
+        """Turn errors of gloo and of the store into one that says what happened to the other ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -188,14 +188,14 @@ class Link:
 
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
-        self._gloo = None  # closes the connections, which tells ranks that still wait
+        self._gloo = None  # closes the connections, so that ranks that still wait notice
         try:
             self._links.set(f"broken/{self._generation}", "")
         except RuntimeError:
-            pass  # without the store there will be no other link either
+            pass  # without the store there will not be a new link either
 
     def _find_out(self, what: str, timed_out: bool, timeout: timedelta) -> _Verdict:
-        """What happened; the same on all ranks, as long as the store is there."""
+        """The reason of the failure; the same on all ranks, as long as the store can be reached."""
         seen: list[str | None] = [None] * len(self.ranks)
         seen[self.index] = "timeout" if timed_out else "lost"
         conditions: dict[int, Condition] = {}
@@ -209,7 +209,7 @@ class Link:
             except RuntimeError:
                 store_lost = True
             conditions = {i: condition_of(self._identities[i]) for i, saw in enumerate(seen) if saw is None}
-            # Nobody waits for ranks that are known to have died, unless others may still have something to say.
+            # If all silent ranks are known to be dead, none of them can report any more: no need to wait.
             certain = all(condition is Condition.DEAD for condition in conditions.values())
             if certain or time.monotonic() >= deadline or (store_lost and Condition.DEAD in conditions.values()):
                 break
@@ -218,13 +218,13 @@ class Link:
         if store_lost:
             return verdict
         try:
-            # The first to say what happened is right.
+            # The first rank that writes a verdict decides for all.
             return _decode(self._store.compare_set("verdict", "", msgspec.json.encode(verdict).decode()))
         except RuntimeError:
             return verdict
 
     def _call_roll(self, seen: list[str | None]) -> None:
-        """Say what this rank saw, and look what the others, of which nothing is known, did."""
+        """Write what this rank saw, and read what the ranks saw of which nothing is known yet."""
         if not self._store.check([f"saw/{self.index}"]):
             self._store.set(f"saw/{self.index}", seen[self.index] or "")
         for i, known in enumerate(seen):
@@ -257,16 +257,16 @@ class Link:
             told.append(f"{_named(stopped)} stopped (SIGSTOP)")
         if not told:
             if late:
-                told.append(f"no word from {_named(late)}, still running, which hang or have not come this far")
+                told.append(f"no answer from {_named(late)}: still running; they hang or have not reached this call")
             if unknown:
-                told.append(f"no word from {_named(unknown)}, which died, hang, or have not come this far")
+                told.append(f"no answer from {_named(unknown)}: they died, hang, or have not reached this call")
         if not told:
-            told.append("a connection broke, or some ranks came only after others had given up")
+            told.append("a connection broke, or some ranks called this only after others had given up")
         if store_lost:
-            told.append("the group's store is gone with the process that hosted it")
+            told.append("the process that hosts the group's store, usually that of rank 0, cannot be reached")
         missing = tuple(sorted(dead + stopped)) or (() if reports else tuple(sorted(late + unknown)))
         for rank in missing:
-            reports[rank] = "died" if rank in dead else "stopped" if rank in stopped else "gave no word in time"
+            reports[rank] = "died" if rank in dead else "stopped" if rank in stopped else "did not answer in time"
         text = (
             f"{what} among ranks {list(self.ranks)} failed: {'; '.join(told)}; "
             f"the time limit is {timeout.total_seconds():g} s"
@@ -288,8 +288,8 @@ def _store_needed(ranks: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommError(
-            f"connecting ranks {list(ranks)} is not possible: the process group's store does not answer ({error}); the "
-            "process that hosts it, usually that of rank 0 or the launcher's, may have died"
+            f"cannot connect ranks {list(ranks)}: the process group's store does not answer ({error}); the process "
+            "that hosts it, usually that of rank 0 or of the launcher, may have died"
         ) from error
 
 
@@ -298,18 +298,18 @@ def _frame(data: bytes) -> bytearray:
 
 
 def _body(frame: bytearray) -> bytearray:
-    """The message, if the frame holds all of it, else room for it."""
+    """The message, if the frame holds all of it, else a buffer for it."""
     length = int.from_bytes(frame[:_HEAD], "little")
     return frame[_HEAD : _HEAD + length] if length <= _SHORT else bytearray(length)
 
 
 def _tensor(buffer: bytearray) -> Tensor:
-    """The buffer itself as a tensor."""
+    """A tensor that shares the buffer's memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
 
 
 def _all_to_all(gloo: _Gloo, pieces: Sequence[bytearray], sizes: Sequence[int], timeout: timedelta) -> list[bytearray]:
-    """Send a piece to each rank; `sizes` says how much comes from each."""
+    """Send a piece to each rank; `sizes` are the bytes to receive from each."""
     options = AllToAllOptions()
     options.timeout = timeout
     received = bytearray(sum(sizes))

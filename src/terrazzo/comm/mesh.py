@@ -1,8 +1,8 @@
-"""One object for equal meshes, so that what is kept per mesh is found by identity.
+"""One object for equal meshes, so that caches per mesh can look it up by identity.
 
-Slicing a mesh, or calling `init_device_mesh` twice, gives equal meshes that are different objects. Tensors on them
-belong together. When a process group is destroyed, meshes have dead groups: they, and what is kept because of them, are
-forgotten.
+Slicing a mesh, or calling `init_device_mesh` twice, gives equal meshes that are different objects; tensors on them may
+be combined.  Destroying a process group leaves meshes with dead groups: these meshes, and what is cached for them, are
+dropped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _caches: list[Callable[[], None]] = []
 
 
 def when_groups_end(forget: Callable[[], None]) -> Callable[[], None]:
-    """Have `forget` called when a process group was destroyed, so that a cache does not keep meshes that are of no
-    use. What can be made anew may forget everything: groups are rarely destroyed."""
+    """Register `forget` to be called after a process group was destroyed, so that a cache drops its dead meshes.
+
+    A cache whose entries can be made again may drop all of them: groups are rarely destroyed.
+    """
     _caches.append(forget)
     return forget
 
@@ -46,7 +48,7 @@ def _forget_everywhere() -> None:
 
 @when_groups_end
 def _forget_meshes() -> None:
-    # Only these: a mesh that lives has to stay the one that its tensors are on.
+    # Only meshes with dead groups: tensors on a live mesh must keep finding the same object.
     for mesh, (_, groups) in list(_known.items()):
         if not distributed_c10d.is_initialized() or not all(is_alive(group()) for group in groups):
             _known.pop(mesh, None)
@@ -56,7 +58,7 @@ when_groups_end(plan_transition.cache_clear)  # layouts hold meshes
 
 
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The first mesh seen that equals `mesh` and whose process groups live."""
+    """The first known mesh that equals `mesh` and whose process groups are alive."""
     _forget_dead()
     if any(mesh is seen for seen in _without_group.values()):
         return mesh
@@ -69,7 +71,7 @@ def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _groups_of(mesh: DeviceMesh) -> _Groups:
     try:
         return [weakref.ref(group) for group in mesh.get_all_groups()]
-    except (RuntimeError, IndexError):  # it has none: made without, or this rank is outside of it
+    except (RuntimeError, IndexError):  # no groups: made without them, or this rank is outside the mesh
         return []
 
 
@@ -83,7 +85,7 @@ def _forget_dead() -> None:
 
 
 def mesh_as_data(mesh: DeviceMesh) -> MeshAsData:
-    """What identifies `mesh` in any process; a pickled mesh would not equal a live one, for its hash is salted."""
+    """What identifies `mesh` in any process.  A pickled mesh would not do: its hash is salted per process."""
     with real_values():
         return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
 
@@ -96,10 +98,10 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def mesh_from_data(data: MeshAsData, written_by: int | None = None) -> DeviceMesh:
-    """The mesh known here that `data` describes, or a new one, which all its ranks make together.
+    """The known mesh that `data` describes, or a new one, which all its ranks then make together.
 
-    Without a process group the mesh only says who held what, seen from the rank `written_by`; nothing can be sent on
-    it.
+    Without a process group the mesh only describes which rank holds what, as seen from the rank `written_by`; nothing
+    can be sent on it.
     """
     initialized = distributed_c10d.is_initialized()
     if not initialized and written_by is None:
@@ -107,13 +109,13 @@ def mesh_from_data(data: MeshAsData, written_by: int | None = None) -> DeviceMes
     _forget_dead()
     device_type, ranks, names = data
     if not initialized:
-        # Seen from another rank, an equal mesh has another coordinate.
+        # Seen from another rank, an equal mesh has another coordinate, so the rank is a part of the key.
         seen = _without_group.get((written_by, repr(data)))
         if seen is None:
             seen = seen_from(written_by, device_type, ranks, names)
             _without_group[written_by, repr(data)] = seen
         return seen
-    with _making:  # threads that read one file make one mesh
+    with _making:  # threads that load the same file get the same mesh
         for mesh in list(_known):
             if mesh_as_data(mesh) == (device_type, ranks, names):
                 return mesh

@@ -1,21 +1,21 @@
-"""Who wants to know about communication: counters, debug modes and policies.
+"""Observers of communication: counters, debug modes and policies.
 
-Every collective of `terrazzo.comm` tells the observers what it is about to do, before it does it, so that an observer
-may refuse by raising.  Observers are process-wide, because backward runs on threads of its own.  With no observer the
-cost is one look at an empty tuple.
+Every collective of `terrazzo.comm` calls the observers just before it starts, so that an observer can prevent it by
+raising.  Observers are process-wide, because backward runs on its own threads.  Without observers the cost is a check
+of an empty tuple.
 
-What `CommEvent.bytes` counts is what the best algorithm makes a rank send, on average over the ranks of the axis
-(N ranks, T the bytes of the whole tensor), so that every rank sees the same number even where parts are uneven:
+`CommEvent.bytes` is what a rank sends with the best algorithm, on average over the ranks of the axis (N ranks, T the
+bytes of the whole tensor), so that every rank reports the same number even where parts are uneven:
 
     all_gather, reduce_scatter, broadcast             (N - 1) / N * T
     all_reduce                                        2 * (N - 1) / N * T
-    all_to_all                                        (T - what stays where it is) / N
-    exchange, scatter                                 what this rank sends to others; other ranks may see another number
+    all_to_all                                        (T - what stays on its rank) / N
+    exchange, scatter                                 what this rank sends to others; it may differ between ranks
 
 An axis of one rank communicates nothing and reports nothing.
 
-Whoever judges an event may want to know why it happens.  In backward the answer lies with the forward, so the nodes of
-`differentiable` keep what `origin.describe` says when they are made, as `node.origin`.
+An observer may want to know why a collective happens.  In backward the reason lies in the forward, so each node of
+`differentiable` keeps the result of `origin.describe` from when it was made, as `node.origin`.
 """
 
 import threading
@@ -40,7 +40,7 @@ class CommEvent:
 
 
 class Origin(threading.local):
-    """Per thread: who can say why communication happens now; usually nobody asks."""
+    """Per thread: a function that says why communication happens now, if one is set."""
 
     describe: Callable[[], Any] | None = None
 
@@ -48,11 +48,11 @@ class Origin(threading.local):
 origin = Origin()
 
 era = 0
-"""Advances when `describe` changes, so that nodes which operations share are not shared between origins."""
+"""Incremented when `describe` changes: nodes that are shared between operations must have the same origin."""
 
 
 def origin_of_node() -> Any:
-    """What a node that is made now keeps about its origin."""
+    """The origin of a node that is made now."""
     describe = origin.describe
     return None if describe is None else describe()
 
@@ -86,7 +86,7 @@ def remove_observer(observer: Observer) -> None:
 
 
 def report(kind: str, axis: Axis, nbytes: int, op: str | None, async_op: bool) -> None:
-    """Tell the observers; called by the collectives only when there are any."""
+    """Call the observers; the collectives call this only when there are any."""
     event = CommEvent(kind, axis, nbytes, op, async_op, current_node() is not None)
     for observer in observers:
         observer(event)

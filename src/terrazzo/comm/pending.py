@@ -1,4 +1,4 @@
-"""What a started collective returns: a result that is on its way."""
+"""What a started collective returns: a result that is not there yet."""
 
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,16 +10,16 @@ Result = TypeVar("Result")
 
 
 class Work(Protocol):
-    """What a process group returns, or several of these in one."""
+    """What a process group returns for an asynchronous operation, or several of these as one."""
 
     def wait(self) -> Any:
-        """Until it is done."""
+        """Wait until it is done."""
 
 
 class Pending(Generic[Result]):
     """A collective under way; `wait` gives its result, the same one each time.
 
-    For a result that takes a second round of communication `wait` starts that round, so all ranks must wait for their
+    Where the result takes a second round of communication, `wait` starts that round; so all ranks must wait for their
     pending collectives in the same order.
     """
 
@@ -33,7 +33,7 @@ class Pending(Generic[Result]):
         result: Result,
         finish: Callable[[], Result] | None = None,
     ) -> None:
-        """`result` as it will be when `work` is done, or what `finish` makes of it then."""
+        """`result` is valid once `work` is done; `finish`, if given, makes the result then."""
         self.kind = kind
         self.axis = axis
         self._work = work
@@ -41,7 +41,7 @@ class Pending(Generic[Result]):
         self._finish = finish
 
     def wait(self) -> Result:
-        """The result, as soon as it is there."""
+        """The result, once the communication is done."""
         if self._work is not None:
             wait_for(self._work, self.kind, self.axis)
             self._work = None
@@ -52,13 +52,13 @@ class Pending(Generic[Result]):
 
 
 def wait_for(work: Work, kind: str, axis: Axis) -> None:
-    """Wait, and say on failure what failed where."""
+    """Wait, and on failure raise an error that says which collective failed on which rank."""
     try:
         work.wait()
     except RuntimeError as error:
         timed_out = "timed out" in str(error).lower()
         raise (CommTimeout if timed_out else CommError)(
             f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {error}. "
-            "The usual causes are a rank that ended, one that left the common order of collectives, and a broken "
-            "connection; look for the first error among the ranks."
+            "The usual causes are a rank that ended, ranks that call different collectives, and a broken connection; "
+            "look for the first error among the ranks."
         ) from error

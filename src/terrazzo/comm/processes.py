@@ -1,7 +1,7 @@
-"""What became of another rank's process, where it is one of this host.
+"""The state of another rank's process, if it runs on this host.
 
-A rank that does not answer may have died, be stopped, or be late.  On one host the process table knows.  An identity
-says which host and which process; it names the time of the start too, for numbers of processes are used again.
+A rank that does not answer may have died, be stopped, or be late; on one host the process table knows which.  An
+identity names a host and a process.  It includes the start time, because process numbers are reused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Condition(Enum):
     DEAD = "dead"
     STOPPED = "stopped"
     RUNNING = "running"
-    UNKNOWN = "unknown"  # of another host, or a system without /proc
+    UNKNOWN = "unknown"  # on another host, or a system without /proc
 
 
 def own_identity() -> bytes:
-    """This process, for `condition_of` on other ranks; empty where the system does not say."""
+    """The identity of this process, for `condition_of` on other ranks; empty where the system does not provide it."""
     host = host_identity()
     started = _state_and_start(os.getpid())
     return f"{host} {os.getpid()} {started[1]}".encode() if host and started else b""
@@ -30,7 +30,7 @@ def own_identity() -> bytes:
 
 @cache
 def host_identity() -> str:
-    """The running system, and the part of its process table that is visible here (containers have their own)."""
+    """This boot of the host, and the process namespace (containers have their own)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -58,5 +58,5 @@ def _state_and_start(process: int) -> tuple[str, str] | None:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+    fields = stat.rpartition(")")[2].split()  # the process name before it may contain spaces and brackets
     return fields[0], fields[19]

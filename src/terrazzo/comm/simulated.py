@@ -1,11 +1,11 @@
-"""Ranks that do not exist: one process plays one rank of a large job.
+"""Simulated ranks: one process acts as one rank of a large job, the other ranks do not exist.
 
 PyTorch has a process group for that (`init_process_group("fake", rank=..., world_size=...)`), whose collectives return
-at once and move nothing, and `FakeTensorMode`, under which tensors have a shape and a device and no memory.  Together
-they show the layouts, the bytes on the wire and the memory of one rank of a job of any size, on any device.
+at once without moving data, and `FakeTensorMode`, under which tensors have a shape and a device but no memory.
+Together they show the layouts, the communicated bytes and the memory of one rank of a job of any size, on any device.
 
-What this library has to know as numbers (the ranks of a mesh, keys of random tensors) stays real under that mode, and
-what ranks would tell each other is what this one says.
+Values that terrazzo itself needs (the ranks of a mesh, keys of random tensors) stay real under that mode.  Where other
+ranks would send a message, this rank's own message stands in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_simulated(group: ProcessGroup) -> bool:
 
 
 class Echo:
-    """What a link is to ranks that exist: here all of them say what this one says."""
+    """Takes the place of a `Link` for simulated ranks: every rank answers with what this rank sent."""
 
     broken: str | None = None
 
@@ -40,11 +40,11 @@ class Echo:
         """Nothing to close."""
 
     def living(self, timeout: timedelta) -> Echo:
-        """Itself: it cannot break."""
+        """This object: it cannot break."""
         return self
 
     def abandon(self, why: str) -> None:
-        """Nothing: nobody waits."""
+        """Does nothing: no rank is waiting."""
 
     def all_gather(self, data: bytes, timeout: timedelta) -> list[bytes]:
         """The data of every rank."""
@@ -68,4 +68,4 @@ class Echo:
 
 
 def _silent(src: int) -> CommError:
-    return CommError(f"position {src} is simulated (process group 'fake'), so it has nothing to say")
+    return CommError(f"position {src} is simulated (process group 'fake'), so it cannot send data")

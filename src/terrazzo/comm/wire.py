@@ -1,12 +1,12 @@
-"""The few primitives that everything is sent with, on dense buffers, in the quickest way of each backend.
+"""The primitives that everything is sent with, on contiguous buffers, in the fastest way that each backend has.
 
-Process groups are called directly: the functions of `torch.distributed` around these calls cost 20 to 70 microseconds,
-which is what a whole small collective takes.
+Process groups are called directly: the functions of `torch.distributed` around these calls take 20 to 70 microseconds,
+as long as a small collective as a whole.
 
-Gloo moves most kinds of elements and reduces some of them; what it cannot move is sent as bytes.  Its reduce-scatter is
-an all-reduce in disguise (it sends twice as much as needed), its max and min lose NaN depending on the order of ranks,
-and sums of half types it rounds after each rank.  Its all-to-all does no such harm and has the lowest latency, so most
-reductions are built on that.
+Gloo sends most dtypes and reduces some of them; a dtype that it cannot send is sent as bytes.  Three of its reductions
+are not good enough: its reduce-scatter is an all-reduce internally (it sends twice as much as needed), its max and min
+may lose a NaN depending on the order of the ranks, and its sums of half types round after each rank.  Its all-to-all
+has none of these problems and the lowest latency, so most reductions are built on it.
 """
 
 import threading
@@ -36,7 +36,7 @@ _REDUCE_OPS = {
     "product": ReduceOp(ReduceOp.PRODUCT),
     "max": ReduceOp(ReduceOp.MAX),
     "min": ReduceOp(ReduceOp.MIN),
-    "avg": ReduceOp(ReduceOp.AVG),  # of backends that average while they reduce
+    "avg": ReduceOp(ReduceOp.AVG),  # for backends that average while they reduce
 }
 
 HALF = frozenset([torch.float16, torch.bfloat16])
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Sending(threading.local):
-    """Per thread: whether what reaches a process group now comes from here, and observers have been told of it."""
+    """Per thread: whether the running process group call comes from here and was reported to observers already."""
 
     now = False
 
@@ -59,7 +59,7 @@ sending = Sending()
 
 
 def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
-    """Say in `sending`, where somebody observes, that this primitive is at work."""
+    """Set `sending` while this primitive runs, if there are observers."""
 
     @wraps(primitive)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,10 +91,10 @@ _REDUCE_SCATTER = {name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS
 
 
 def reduces(x: Tensor, op: str) -> bool:
-    """Whether the backend for this tensor reduces it as torch would reduce it on one device.
+    """Whether the backend of this tensor reduces it as torch would on one device.
 
-    Gloo rounds after each rank where torch accumulates half types in single. Accelerators' backends do what they can;
-    there the bytes count.  What a sum of wrappers is, they know themselves.
+    Gloo rounds half types after each rank, where torch accumulates in float32.  Other backends are used as they are:
+    there the number of bytes matters more.  Wrapper subclasses define what their sum is.
     """
     if (x.dtype in HALF and x.is_cpu) or is_wrapper(x):
         return False
@@ -102,12 +102,12 @@ def reduces(x: Tensor, op: str) -> bool:
 
 
 def has_reduce_scatter(x: Tensor) -> bool:
-    """Whether the backend for this tensor reduces while it scatters."""
+    """Whether the backend of this tensor has a real reduce-scatter."""
     return not x.is_cpu
 
 
 def averages(axis: Axis, x: Tensor) -> bool:
-    """Whether the backend for this tensor averages as it reduces, without a pass over the result: NCCL does."""
+    """Whether the backend of this tensor averages while it reduces, without a division afterwards: NCCL does."""
     if x.is_cpu or x.dtype not in _FLOATS or axis.group is None or is_wrapper(x) or captured.capturing():
         return False
     return backend_of(axis.group, x.device).name() == "nccl"
@@ -132,7 +132,7 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | N
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor; one of a single element may have any stride, which another type cannot view."""
+    """The bytes of a contiguous tensor.  A single element may have any stride, which `view(dtype)` refuses."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -158,10 +158,10 @@ def all_to_all(
     out_sizes: Sequence[int] | None = None,
     buffer_sizes: Sequence[int] | None = None,
 ) -> Work | None:
-    """Send each rank its part of the flat `buffer`; concatenate in the flat `out` what comes.
+    """Send each rank its part of the flat `buffer`; concatenate the received parts in the flat `out`.
 
-    No sizes mean that between any two of the ranks the same number of elements passes. All of them must leave the sizes
-    out then: backends have another call for it, which costs the host the same for thousands of ranks as for two.
+    Without sizes, every rank sends every rank the same number of elements.  Then all ranks must leave the sizes out:
+    backends have another call for it, whose cost on the host does not grow with the number of ranks.
     """
     if is_wrapper(buffer):
         return each_inner(lambda out, buffer: all_to_all(axis, out, buffer, out_sizes, buffer_sizes), out, buffer)
@@ -190,7 +190,7 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
 
 @_tells
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
-    """Overwrite `buffer` with that of position `src`."""
+    """Overwrite `buffer` with that of the rank at position `src`."""
     if is_wrapper(buffer):
         return each_inner(lambda buffer: broadcast(axis, buffer, src), buffer)
     if buffer.dtype not in _MOVABLE:
@@ -217,5 +217,5 @@ def receive(axis: Axis, out: Tensor, source: int, tag: int) -> Work:
 
 def _group(axis: Axis) -> ProcessGroup:
     if axis.group is None:
-        raise CommError(f"{axis} has one rank, which has nobody to communicate with")
+        raise CommError(f"{axis} has only one rank, so there is no process group to communicate with")
     return axis.group

@@ -1,8 +1,8 @@
-"""Tensor subclasses that wrap other tensors (`__tensor_flatten__`): what is sent is the tensors inside, in turn.
+"""Tensor subclasses that wrap other tensors (`__tensor_flatten__`): their inner tensors are sent one after another.
 
-All else that a collective does, from cutting to adding up, is done by the subclass's own operations. So a wrapper can
-be communicated where each of its tensors has its shape: then the same elements go the same way in all of them. For any
-other (a scale for many elements, packed bits) that is not so, and it is refused before anything is sent.
+All other work of a collective, such as cutting and adding, uses the subclass's own operations.  So a wrapper can be
+communicated if each of its inner tensors has its shape: the same elements then go the same way in all of them.  Others
+(with one scale for many elements, or packed bits) are refused before anything is sent.
 """
 
 from collections.abc import Callable
@@ -18,26 +18,28 @@ _PLAIN = frozenset([Tensor, Parameter, Buffer])
 
 
 def is_wrapper(x: Tensor) -> bool:
-    """Whether `x` is made of other tensors, and says of which."""
-    # The results of PyTorch's own functional collectives are wrappers too, which wait when they are used.
+    """Whether `x` is a wrapper subclass that says what its inner tensors are."""
+    # The results of PyTorch's functional collectives are wrappers, too, but only wait when they are used.
     return type(x) not in _PLAIN and hasattr(x, "__tensor_flatten__") and not hasattr(x, "trigger_wait")
 
 
 def inner_tensors(x: Tensor) -> list[Tensor]:
-    """The tensors inside a wrapper, in its own order."""
+    """The inner tensors of a wrapper, in the subclass's order."""
     why = why_not_sent(x)
     if why is not None:
-        raise CommError(f"a {type(x).__name__} of shape {tuple(x.shape)} cannot be cut and sent: {why}")
+        raise CommError(
+            f"a {type(x).__name__} of shape {tuple(x.shape)} cannot be cut and sent element by element: {why}"
+        )
     return _inside(x)[1]
 
 
 def why_not_sent(x: Tensor) -> str | None:
-    """Why a wrapper cannot be cut and sent element by element; None: it can."""
+    """Why a wrapper cannot be cut and sent element by element; None if it can."""
     names, inner = _inside(x)
     for name, tensor in zip(names, inner, strict=True):
         if tensor.shape != x.shape:
-            return f"its {name} has the shape {tuple(tensor.shape)}, which is not its own"
-    return None if inner else "there is no tensor in it"
+            return f"its inner tensor {name} has another shape, {tuple(tensor.shape)}"
+    return None if inner else "it has no inner tensors"
 
 
 def _inside(x: Tensor) -> tuple[list[str], list[Tensor]]:
@@ -63,5 +65,5 @@ def each_inner(send: Callable[..., Work | None], *buffers: Tensor) -> Work:
     """Call `send` with the first tensors inside the buffers, then with the second ones, and so on."""
     if not all(is_wrapper(b) for b in buffers):
         kinds = " and ".join(type(b).__name__ for b in buffers)
-        raise CommError(f"{kinds} cannot be sent together: each rank must hold the same kind of tensor")
+        raise CommError(f"{kinds} cannot be sent together: each rank must hold the same tensor subclass")
     return Together([send(*inner) for inner in zip(*[inner_tensors(b) for b in buffers], strict=True)])

@@ -1,4 +1,4 @@
-"""DeepSpeed's surface over `terrazzo.engine`: a script runs with `import terrazzo.deepspeed as deepspeed`.
+"""DeepSpeed's API on top of `terrazzo.engine`: a script runs with `import terrazzo.deepspeed as deepspeed`.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, model=model, training_data=data)
     for batch in loader:
@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-Names, arguments and results are DeepSpeed's; what they do is the engine's.
+Names, arguments and results are DeepSpeed's; `terrazzo.engine` does the work.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from terrazzo.deepspeed.engine import DeepSpeedEngine
-from terrazzo.deepspeed.homes import ABSENT, register
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
 from terrazzo.deepspeed.pipe import PipelineModule
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
+from terrazzo.deepspeed.submodules import ABSENT, register
 from terrazzo.deepspeed.utils import OnDevice, log_dist, logger
 from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8"
-"""Of the DeepSpeed whose surface this is."""
+"""The DeepSpeed version whose API this is."""
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -55,5 +55,5 @@ register(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    why = f": {ABSENT[name]}" if name in ABSENT else "; docs/deepspeed.md lists what there is"
+    why = f": {ABSENT[name]}" if name in ABSENT else "; docs/deepspeed.md lists the names that it has"
     raise AttributeError(f"terrazzo.deepspeed has no {name}{why}")

@@ -1,4 +1,4 @@
-"""`get_accelerator()`: the device by DeepSpeed's names, on `torch.accelerator`."""
+"""`get_accelerator()`: DeepSpeed's functions for the device, based on `torch.accelerator`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Accelerator:
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if found is None else found.type
-        # torch.cuda, torch.cpu, ...: what this class does not have is asked for there.
+        # torch.cuda, torch.cpu, ...: attributes that this class does not have are looked up there.
         self._torch: Any = torch.get_device_module(self._kind)
 
     def __getattr__(self, name: str) -> Any:
@@ -27,15 +27,15 @@ class Accelerator:
         return getattr(self._torch, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """As `torch.device` takes it."""
+        """The device's name, as `torch.device` takes it."""
         return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
 
     def current_device_name(self) -> str:
-        """Of the device that is current."""
+        """The name of the current device."""
         return self.device_name(self.current_device())
 
     def current_device(self) -> int:
-        """Its number."""
+        """The index of the current device."""
         return 0 if self._kind == "cpu" else torch.accelerator.current_device_index()
 
     def set_device(self, device_index: int) -> None:
@@ -44,11 +44,11 @@ class Accelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """How many devices this machine has."""
+        """The number of devices of this host."""
         return 1 if self._kind == "cpu" else torch.accelerator.device_count()
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for what was queued."""
+        """Wait for all queued operations."""
         if self._kind != "cpu":
             torch.accelerator.synchronize(device_index)
 
@@ -57,63 +57,63 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether operations have ended when their calls return."""
+        """Whether operations are synchronous, as on the CPU."""
         return self._kind == "cpu"
 
     def communication_backend_name(self) -> str:
-        """The backend of `torch.distributed` for it."""
+        """The backend of `torch.distributed` for this device."""
         return {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl"}.get(self._kind, "gloo")
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bfloat16."""
+        """Whether it supports bfloat16."""
         return bool(self._torch.is_bf16_supported()) if hasattr(self._torch, "is_bf16_supported") else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in float16."""
+        """Whether it supports float16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What it computes in."""
+        """The dtypes that it supports."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is there."""
+        """Whether a tensor is on the accelerator."""
         return tensor.device.type == self._kind
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """The tensor in memory from which copies to the accelerator need not be waited for."""
+        """The tensor in pinned memory."""
         return tensor if self._kind == "cpu" else tensor.pin_memory()
 
     def manual_seed(self, seed: int) -> None:
-        """Of its random numbers."""
+        """Seed the random generator of the current device."""
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Of all devices' random numbers."""
+        """Seed the random generators of all devices."""
         torch.manual_seed(seed)
 
     def empty_cache(self) -> None:
-        """Give memory that is not used back."""
+        """Release memory that is cached and not used."""
         if self._kind != "cpu":
             self._torch.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors; 0 on the CPU, which does not count them."""
+        """Bytes that tensors occupy; 0 on the CPU, where they are not counted."""
         return 0 if self._kind == "cpu" else int(self._torch.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most that there have been."""
+        """The maximum of `memory_allocated` so far."""
         return 0 if self._kind == "cpu" else int(self._torch.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Count anew."""
+        """Reset that maximum."""
         if self._kind != "cpu":
             self._torch.reset_peak_memory_stats(device_index)
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """This process's.
+    """The accelerator of this process.
 
     >>> get_accelerator().device_name() == str(torch.empty(0, device=get_accelerator().device_name()).device.type)
     True

@@ -1,4 +1,4 @@
-"""`initialize` and the arguments of scripts."""
+"""`initialize` and the command-line arguments of scripts."""
 
 from __future__ import annotations
 
@@ -50,35 +50,38 @@ def initialize(
     (1, 0.1)
 
     Args:
-        args: With `deepspeed_config`, the path of the config, as `add_config_arguments` has it.
-        model: What to train; a `PipelineModule` makes a `PipelineEngine`.
-        optimizer: Of the model's parameters, or a function that makes one of parameters; before the config's.
+        args: An object with `deepspeed_config`, the path of the config, as `add_config_arguments` makes it.
+        model: The model to train; a `PipelineModule` gives a `PipelineEngine`.
+        optimizer: An optimizer of the model's parameters, or a function that makes one from parameters; it takes
+            precedence over the config's.
         model_parameters: What the optimizer trains: parameters or param groups.
-        training_data: What the data loader reads.
-        lr_scheduler: Of the optimizer, or a function that makes one of it; before the config's.
-        distributed_port: Where ranks meet, if nothing says where.
-        mpu: Not supported: pass a model that `terrazzo.tensor.parallel` has cut, to `terrazzo.engine.initialize`.
-        dist_init_required: Whether to initialise `torch.distributed`; None: if it is not.
+        training_data: The dataset of the data loader.
+        lr_scheduler: A scheduler of the optimizer, or a function that makes one for it; it takes precedence over the
+            config's.
+        distributed_port: The port at which ranks meet, if the environment does not say.
+        mpu: Not supported: parallelize the model with `terrazzo.tensor.parallel`, and pass it to
+            `terrazzo.engine.initialize`.
+        dist_init_required: Whether to initialise `torch.distributed`; None: if it has not been.
         collate_fn: Makes a batch of samples.
         config: A mapping, JSON, or a path.
-        mesh_param: The data-parallel and sequence-parallel sizes; the second has to be 1.
+        mesh_param: The data-parallel and sequence-parallel sizes; the second must be 1.
         config_params: The same as `config`.
 
     Returns:
-        The engine, its optimizer, the data loader and the lr scheduler; None for those that there are not.
+        The engine, its optimizer, the data loader and the lr scheduler; None for those that do not exist.
     """
     if model is None:
-        raise EngineConfigError("initialize needs a model")
+        raise EngineConfigError("initialize needs a model: pass model=")
     if mpu is not None:
         raise EngineConfigError(
-            "mpu is not supported: cut the model with terrazzo.tensor.parallel.parallelize_module, and pass it with "
-            "its mesh to terrazzo.engine.initialize"
+            "mpu is not supported: parallelize the model with terrazzo.tensor.parallel.parallelize_module, and pass it "
+            "with its mesh to terrazzo.engine.initialize"
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if mesh_param is not None:
         initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
     given = as_mapping(_only_config(args, config, config_params))
-    if optimizer is not None:  # DeepSpeed prefers what is passed to what is described
+    if optimizer is not None:  # as in DeepSpeed, an optimizer that is passed takes precedence
         given.pop("optimizer", None)
     elif "optimizer" not in given:
         optimizer = NoOptimizer
@@ -104,7 +107,7 @@ def initialize(
 
 
 def _only_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The config that was given, in one of the three ways."""
+    """The config, which may be passed in one of three ways."""
     named = {
         "config": config,
         "config_params": config_params,
@@ -112,14 +115,14 @@ def _only_config(args: Any, config: Any, config_params: Any) -> Any:
     }
     given = {name: value for name, value in named.items() if value is not None}
     if not given:
-        raise EngineConfigError("there is no config: pass config=, or --deepspeed_config")
+        raise EngineConfigError("there is no config: pass config= or the option --deepspeed_config")
     if len(given) > 1:
-        raise EngineConfigError(f"a config was passed as {' and as '.join(given)}; pass one")
+        raise EngineConfigError(f"a config was passed as {' and as '.join(given)}; pass only one of them")
     return next(iter(given.values()))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Have a parser take `--deepspeed` and `--deepspeed_config`.
+    """Add the options `--deepspeed` and `--deepspeed_config` to a parser.
 
     >>> parser = add_config_arguments(argparse.ArgumentParser())
     >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"]).deepspeed_config

@@ -1,7 +1,7 @@
-"""Activation checkpointing by DeepSpeed's names, done by `torch.utils.checkpoint`.
+"""Activation checkpointing under DeepSpeed's names, based on `torch.utils.checkpoint`.
 
-The options that `configure` takes say where DeepSpeed keeps the inputs of a checkpointed function; here they stay where
-they are.  Random numbers of the recomputation are those of the forward.
+The options of `configure` say where DeepSpeed keeps the inputs of a checkpointed function; here they stay where they
+are.  The recomputation draws the same random numbers as the forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result; what it keeps for backward is computed again there.
+    """The function's result; its intermediate values are recomputed in backward.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> checkpoint(lambda v: v.sin().sum(), x).backward()
@@ -42,7 +42,7 @@ def configure(
     profile: bool | None = None,
     **others: Any,
 ) -> None:
-    """Take DeepSpeed's options; they say where activations are kept, and nothing follows from them here."""
+    """Accepts DeepSpeed's options for where activations are kept; they have no effect here."""
     global _configured
     _configured = True
 
@@ -53,17 +53,17 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept, so there is nothing to reset."""
+    """Does nothing: there is no state to reset."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing depends on it."""
+    """Does nothing here."""
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing depends on it."""
+    """Does nothing here."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed this rank.  Random numbers of tensors on many ranks depend on the seed and the global index alone."""
+    """Seed this rank.  Random numbers of DTensors depend only on the seed and the global index."""
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Data loaders, in DeepSpeed's order: `DistributedSampler` shuffles, and every pass is the same and ends."""
+"""Data loaders with DeepSpeed's order: `DistributedSampler` shuffles, and every pass is the same and ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class DeepSpeedDataLoader(DataLoader[Any]):
     """A `DataLoader` of one rank's micro-batches.
 
     Attributes:
-        post_process_func: if it is set, every batch is what this makes of it.
+        post_process_func: if it is set, it is applied to every batch.
     """
 
     post_process_func: Callable[[Any], Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as well
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator instead of DataLoader's iterator class
         for batch in super().__iter__():
             yield batch if self.post_process_func is None else self.post_process_func(batch)
 
 
 class RepeatingLoader(Generic[T]):
-    """A loader that begins again when it ends.
+    """A loader that starts again when it ends.
 
     >>> loader = RepeatingLoader([1, 2])
     >>> [next(loader) for _ in range(5)]
@@ -61,7 +61,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     workers: int,
 ) -> DeepSpeedDataLoader:
-    """A loader of this rank's part of a dataset; one without a length is read as it comes."""
+    """A loader of this rank's part of a dataset; a dataset without a length is read in its own order."""
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
     return DeepSpeedDataLoader(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
-from terrazzo.deepspeed.live import forget, remember
+from terrazzo.deepspeed.engines import forget, remember
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
 from terrazzo.deepspeed.settings import SETTINGS, setting
 from terrazzo.deepspeed.utils.sharded import whole
@@ -28,16 +28,16 @@ ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
 
 class DeepSpeedEngine(nn.Module):
-    """Trains a model; made by `terrazzo.deepspeed.initialize`.
+    """Trains a model; created by `terrazzo.deepspeed.initialize`.
 
-    What is not found here is asked of the engine that does the work, then of the model.
+    An attribute that it does not have is looked up in `core`, then in the model.
 
     Attributes:
         core: the `terrazzo.engine.Engine` that does the work.
         module: the model, sharded.
-        optimizer: that of the model; None if there is none.
-        training_dataloader: of the data that `initialize` was given.
-        config: as it was given.
+        optimizer: the model's optimizer; None if there is none.
+        training_dataloader: the loader of the data that was passed to `initialize`.
+        config: the config as it was passed.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class DeepSpeedEngine(nn.Module):
         for other in (self.core, self.module):
             if hasattr(other, name):
                 return getattr(other, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, nor has the model")
+        raise AttributeError(f"neither {type(self).__name__} nor the model has an attribute {name!r}")
 
     # ------------------------------------------------------------------ a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """The model's forward."""
         return self.core(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute gradients of a micro-batch's mean loss; returns it divided by the number of micro-batches."""
+        """Compute the gradients of a micro-batch's mean loss; returns it divided by the number of micro-batches."""
         return self.core.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch, and after the last one let the optimizer step."""
+        """End a micro-batch; after the last one of a step, run the optimizer."""
         self.core.step(lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -94,12 +94,12 @@ class DeepSpeedEngine(nn.Module):
         return self.core.step_applied
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within, gradients are not reduced; in stages 0 and 1."""
+        """A block in which gradients are not reduced; only in stages 0 and 1."""
         return self.core.no_sync()
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Within, gradients of several backwards add up, and are reduced at its end."""
+        """A block in which gradients of several backwards are accumulated; they are reduced at its end."""
         self.core.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -118,9 +118,9 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's part of a dataset; that of evaluation is not shuffled.
+        """A loader of this rank's part of a dataset; one for evaluation is not shuffled.
 
-        Without `num_local_io_workers` this process reads the data itself.
+        Without `num_local_io_workers` the data is read in this process.
         """
         return make_loader(
             dataset,
@@ -136,7 +136,7 @@ class DeepSpeedEngine(nn.Module):
         )
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any], Any]) -> None:
-        """Have every batch of the training data changed by a function."""
+        """Apply a function to every batch of the training data."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
 
@@ -160,7 +160,7 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the whole state of the run; True."""
+        """Save the whole state of the run; returns True."""
         self.core.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters).result()
         return True
 
@@ -174,7 +174,7 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Resume; returns the checkpoint's path and the client state, or None twice."""
+        """Resume; returns the checkpoint's path and the client state, or None and None."""
         path, client_state = self.core.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -187,7 +187,7 @@ class DeepSpeedEngine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state; parameters are distributed, and in float32."""
+        """The model's state; parameters are DTensors in float32."""
         state = self.core.module_state_dict(exclude_frozen_parameters)
         named = {prefix + name: value for name, value in state.items()}
         if destination is None:
@@ -203,7 +203,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save the whole model in the precision of forward, as `torch.save` does; call it on all ranks.
 
-        In stage 3 False, and nothing is saved, without `stage3_gather_16bit_weights_on_model_save`.
+        In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False.
         """
         if self.core.stage == 3 and not setting(self.config, "zero_gather_16bit_weights_on_model_save"):
             return False
@@ -213,7 +213,7 @@ class DeepSpeedEngine(nn.Module):
             if first in gathered:
                 gathered[name] = gathered[first]
             elif isinstance(value, Tensor):
-                tensor = whole(value).cpu()  # from all ranks, which therefore all come here
+                tensor = whole(value).cpu()  # a gather, so all ranks must run this loop
                 trained = name not in self.core.buffer_names() and tensor.is_floating_point()
                 gathered[name] = tensor.to(self.core.dtype) if trained else tensor
             else:
@@ -226,7 +226,7 @@ class DeepSpeedEngine(nn.Module):
 
     save_fp16_model = save_16bit_model
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     def get_mom(self) -> list[Any]:
         """The momentum, or the betas, of each param group."""
@@ -234,27 +234,27 @@ class DeepSpeedEngine(nn.Module):
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """The type of each param group, if it says one."""
+        """The type of each param group, if it has one."""
         return [group.get("type", 0.0) for group in self.core.optimizer.param_groups]
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The sizes of a step: of all, of a micro-batch, and how many of these."""
+        """The sizes of a step: its samples, those of a micro-batch, and the number of micro-batches."""
         return self.core.batch.total, self.core.batch.micro, self.core.batch.accumulation
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that see different data."""
+        """This rank's number among those that see different data."""
         return self.core.ranks.data.index
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """In what the model computes, and in what gradients add up."""
+        """The dtype in which the model computes, and the one in which gradients are accumulated."""
         return self.core.dtype, torch.float32
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether each rank keeps its part of the gradients."""
+        """Whether gradients are sharded."""
         return self.core.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether each rank keeps its part of the parameters."""
+        """Whether parameters are sharded."""
         return self.core.stage >= 3
 
     def zero_cpu_offload(self) -> bool:
@@ -266,7 +266,7 @@ class DeepSpeedEngine(nn.Module):
         return self.core.config.data_efficiency.data_sampling.curriculum_learning.enabled
 
     def random_ltd_enabled(self) -> bool:
-        """Whether layers see random parts of the tokens."""
+        """Whether layers process random subsets of the tokens."""
         return self.core.random_ltd is not None
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
@@ -275,12 +275,12 @@ class DeepSpeedEngine(nn.Module):
         set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
 
     def loss_scale(self) -> float:
-        """By what the loss is multiplied."""
+        """The factor by which the loss is multiplied."""
         return self.core.loss_scale.value
 
     @property
     def cur_scale(self) -> float:
-        """The same."""
+        """The same as `loss_scale`."""
         return self.core.loss_scale.value
 
     @property
@@ -288,10 +288,10 @@ class DeepSpeedEngine(nn.Module):
         """The process group of the ranks that see different data."""
         return self.core.ranks.data.group
 
-    # ------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------ other methods
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Have `torch.compile` compile the model's forward."""
+        """Compile the model's forward with `torch.compile`."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._compiled = True
 
@@ -301,16 +301,16 @@ class DeepSpeedEngine(nn.Module):
         return getattr(self, "_compiled", False)
 
     def empty_partition_cache(self) -> None:
-        """Have every parameter registered as its shard."""
+        """Reshard all parameters."""
         self.core.reshard()
 
     def destroy(self) -> None:
-        """The engine is no longer used."""
+        """Release the engine: it is no longer used."""
         forget(self.core)
 
 
 def _shared(name: str) -> property:
-    """An attribute that is the core's, for reading and for writing."""
+    """An attribute that is read from and written to `core`."""
     return property(lambda self: getattr(self.core, name), lambda self, value: setattr(self.core, name, value))
 
 
@@ -319,5 +319,5 @@ for _name in ("global_steps", "global_samples", "micro_steps", "skipped_steps", 
 
 
 def results_of(engine: DeepSpeedEngine) -> Results:
-    """What `initialize` returns."""
+    """The results of `initialize`."""
     return engine, engine.optimizer, engine.training_dataloader, engine.core.lr_scheduler

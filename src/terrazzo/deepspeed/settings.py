@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine can be asked about its config: the method, the key, and what it is where nobody says."""
+"""The methods of DeepSpeed's engine that return a setting: name of the method, key in the config, default value."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """What a config says to the question of this name.
+    """The value that a config has for the method of this name.
 
     >>> setting({"zero_optimization": {"overlap_comm": True}}, "zero_overlap_comm")
     True

@@ -20,7 +20,7 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREAD
 _FREEZE_LIMIT = 5.0  # seconds
 
 
-class Ranks:
+class TrainingProcesses:
     """Processes that run `work(rank, *arguments, connection)`; the first has a connection to this one."""
 
     def __init__(self, title: str, count: int, work: Callable[..., None], *arguments: Any) -> None:

@@ -17,7 +17,7 @@ from terrazzo.demo import text
 from terrazzo.demo.crash import HalfSaved, half_saved
 from terrazzo.demo.ending import Command, check_and_export, compare
 from terrazzo.demo.plan import FIRST, SECOND, Leg, Plan
-from terrazzo.demo.processes import Ranks
+from terrazzo.demo.processes import TrainingProcesses
 from terrazzo.demo.screen import Screen, Show
 from terrazzo.demo.worker import Probed, Ready, Saved, Trained, Warned, train_alone, train_sharded
 from terrazzo.errors import DemoError
@@ -30,7 +30,7 @@ _WATCHFUL, _PATIENT = 0.0005, 0.1  # seconds between looks at the disk, while a 
 class Run:
     """Processes that train, and what they have told so far."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: TrainingProcesses) -> None:
         self.ranks = ranks
         self.losses: dict[int, float] = {}
         self.saved: list[int] = []
@@ -73,7 +73,7 @@ def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
     _make_room(plan.folder)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="terrazzo-") as meeting:
-        alone = Run(Ranks("1 process, uninterrupted", 1, train_alone, plan))
+        alone = Run(TrainingProcesses("1 process, uninterrupted", 1, train_alone, plan))
         runs = [alone]
         try:
             first = _start(plan, FIRST, Path(meeting))
@@ -107,7 +107,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _start(plan: Plan, leg: Leg, meeting: Path) -> Run:
-    return Run(Ranks(leg.title, leg.ranks, train_sharded, plan, leg, meeting / f"{leg.ranks}-ranks"))
+    return Run(TrainingProcesses(leg.title, leg.ranks, train_sharded, plan, leg, meeting / f"{leg.ranks}-ranks"))
 
 
 # ------------------------------------------------------------------ the two legs

@@ -1,4 +1,4 @@
-"""`initialize`: from a model to an engine."""
+"""`initialize`: makes an engine from a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.marks import mark
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
-from terrazzo.engine.placing import Ranks
+from terrazzo.engine.placing import ParallelRanks
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 from terrazzo.errors import EngineConfigError
 
@@ -48,7 +48,7 @@ def initialize(
 ) -> Engine:
     """Make a training engine.
 
-    The model is sharded in place, as the ZeRO stage says; all ranks begin with rank 0's values.
+    The model is sharded in place, as the ZeRO stage requires; all ranks start with rank 0's values.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 2)
@@ -63,54 +63,60 @@ def initialize(
     Args:
         model: Its parameters may be tensor-parallel already, on other dims of `mesh`. Or this rank's `PipelineStage` of
             `torch.distributed.pipelining`, or several, whose parts have the names that they have in the whole model.
-        optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: see
-            `config.optimizer`.
-        lr_scheduler: Of that optimizer, or a function that makes one for an optimizer; None: see `config.scheduler`.
-        parameters: What `config.optimizer`, or a function, makes the optimizer of: parameters of the model, or param
-            groups; None: all that need gradients.
-        training_data: What `Engine.training_dataloader` reads, shuffled and divided among the ranks.
-        training_dataloader: Instead of it, a loader of this rank's batches that has `state_dict` and `load_state_dict`,
-            as torchdata's `StatefulDataLoader` has: its position is saved and restored with the run.
-        config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are understood.
+        optimizer: Built from `model.parameters()`, or a function that builds one from parameters; None: the one that
+            `config.optimizer` describes.
+        lr_scheduler: A scheduler of that optimizer, or a function that makes one for an optimizer; None: the one that
+            `config.scheduler` describes.
+        parameters: What the optimizer is made of if it is not passed: parameters of the model, or param groups; None:
+            all that require gradients.
+        training_data: The dataset of `Engine.training_dataloader`, shuffled and divided among the ranks.
+        training_dataloader: Instead of training_data, a loader of this rank's batches that has `state_dict` and
+            `load_state_dict`, as torchdata's `StatefulDataLoader` has: its position is saved and restored with the run.
+        config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are accepted.
         mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
         pipeline: For stages: the class of a schedule, or a function that makes one from a stage (or the list of them),
             `n_microbatches`, which is `gradient_accumulation_steps`, `loss_fn` and `scale_grads`.
         loss_fn: For stages: the loss of a micro-batch, from the last stage's output and the target.
-        pipeline_dim: For stages: the dim of `mesh` along which they lie.
-        tied: For stages: names of parameters that are one in the whole model with a parameter of another stage, and its
+        pipeline_dim: For stages: the dim of `mesh` along which they are distributed.
+        tied: For stages: names of parameters that share their values with a parameter of another stage, each with its
             name there, as {"head.weight": "embed.weight"}.
-        init_weights: Of a model that was made on the meta device: gives the sharded model its values; None: each
-            module's `reset_parameters()`.
-        compile: Have `terrazzo.compile` compile the modules that are gathered together: True, or the backend's name.
+        init_weights: For a model that was made on the meta device: a function that initialises the sharded model;
+            None: each module's `reset_parameters()`.
+        compile: Compile the modules that are gathered together with `terrazzo.compile`: True, or the backend's name.
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
     checked, ignored = read_config(config)
     if ignored:
-        LOGGER.info("config: %s have no meaning here, and are ignored", ", ".join(ignored))
+        LOGGER.info("config: these keys have no effect here and are ignored: %s", ", ".join(ignored))
     trained: nn.Module | Pipeline
     if isinstance(model, nn.Module):
         if pipeline is not None or loss_fn is not None or tied is not None:
-            raise EngineConfigError("pipeline, loss_fn or tied was passed, and model is no PipelineStage")
-        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization)
+            raise EngineConfigError(
+                "pipeline, loss_fn and tied are for pipelines, but model is not a PipelineStage: pass stages as the "
+                "model, or leave these arguments out"
+            )
+        ranks = ParallelRanks.of(mesh, data_dim, None, checked.zero_optimization)
         trained = model
     else:
-        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
+        ranks = ParallelRanks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     backend = "inductor" if compile is True else compile or None
     if backend is not None and isinstance(trained, Pipeline):
-        raise EngineConfigError("compile= does not compile stages: compile their modules with terrazzo.compile")
+        raise EngineConfigError(
+            "compile= does not support pipeline stages: compile their modules with terrazzo.compile"
+        )
     mark("made")
     engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights, backend)
     curriculum = _curriculum(checked, difficulties)
     if training_dataloader is not None:
         if training_data is not None:
-            raise EngineConfigError("training_data and training_dataloader were passed; keep one of them")
+            raise EngineConfigError("both training_data and training_dataloader were passed; pass one of them")
         engine.training_dataloader = engine.stateful_loader = checked_loader(training_dataloader)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
     elif curriculum is not None:
-        raise EngineConfigError("config: curriculum_learning is enabled, and there is no training_data to apply it to")
+        raise EngineConfigError("config: curriculum_learning is enabled, which needs training_data; pass it")
     return engine
 
 
@@ -118,14 +124,14 @@ def _pipeline(
     stages: list[Stage],
     make: ScheduleFactory | None,
     loss_fn: LossFunction | None,
-    ranks: Ranks,
+    ranks: ParallelRanks,
     tied: Mapping[str, str],
 ) -> Pipeline:
     if make is None or loss_fn is None:
-        raise EngineConfigError("a model of stages needs pipeline=, such as Schedule1F1B, and loss_fn=")
+        raise EngineConfigError("a model of stages needs pipeline= (such as Schedule1F1B) and loss_fn=")
     if not callable(make):
         raise EngineConfigError(
-            f"pipeline is {make!r}: pass the class of the schedule, or functools.partial of it; the engine makes the "
+            f"pipeline is {make!r}: pass the class of the schedule, or functools.partial of it; the engine creates the "
             "schedule, because it decides the number of micro-batches and scales the loss"
         )
     assert ranks.pipeline is not None
@@ -138,7 +144,7 @@ def _curriculum(config: EngineConfig, difficulties: Mapping[str, Any] | None) ->
     if not (config.data_efficiency.enabled and sampling.enabled and wanted.enabled):
         if difficulties is not None:
             raise EngineConfigError(
-                "difficulties were passed, and config.data_efficiency enables no curriculum_learning"
+                "difficulties were passed, but config.data_efficiency does not enable curriculum_learning"
             )
         return None
     schedules = {name: difficulty_schedule(name, metric) for name, metric in wanted.curriculum_metrics.items()}
@@ -149,9 +155,12 @@ def _loader(
     data: Dataset[Any], engine: Engine, curriculum: Curriculum | None, collate_fn: Callable[[list[Any]], Any] | None
 ) -> DataLoader[Any]:
     if not hasattr(data, "__len__"):
-        raise EngineConfigError("training_data has no length, so its order cannot be resumed: iterate over it yourself")
+        raise EngineConfigError(
+            "training_data has no length, so its order cannot be resumed: pass a dataset with a length, or iterate "
+            "over it without passing it"
+        )
     axis, batch = engine.ranks.data, engine.batch
-    if engine.pipeline is not None:  # which cuts a rank's batch into micro-batches itself
+    if engine.pipeline is not None:  # the schedule cuts a rank's batch into micro-batches itself
         batch = Batch(batch.total, batch.micro * batch.accumulation, 1)
     sampler = ResumableSampler(
         len(data), batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum

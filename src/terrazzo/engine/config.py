@@ -1,7 +1,7 @@
-"""What a training run is configured with: typed, checked, and written as DeepSpeed's JSON is.
+"""The configuration of a training run: typed and checked, with the structure of DeepSpeed's JSON.
 
-A key that is not known, a value of the wrong type and values that contradict each other are errors that name the key.
-Every key of DeepSpeed's is understood: `deepspeed_keys` says what becomes of it.
+Unknown keys, values of the wrong type and contradictory values raise errors that name the key. Every key of DeepSpeed
+is known: `deepspeed_keys` says how each is handled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OffloadConfig(_Section, frozen=True):
-    """`offload_optimizer` and `offload_param`: what rests in the memory of the CPU."""
+    """`offload_optimizer` and `offload_param`: what is kept in CPU memory."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     pin_memory: bool = True
@@ -35,23 +35,23 @@ class OffloadConfig(_Section, frozen=True):
 class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks.
 
-    The optimizer works on shards of the parameters, so both offloads are one thing here: with either, shards, reduced
-    gradients and the optimizer's state are on the CPU, and the step is taken there.  The last two only say how
-    DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
+    The optimizer works on shards of the parameters, so both offloads have the same effect here: with either, shards,
+    reduced gradients and the optimizer's state are in CPU memory, and the optimizer steps there.  The last two fields
+    only say how DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
-    wrap: tuple[str, ...] = ()  # class names of the modules that are gathered together; empty: items of module lists
-    zero_hpz_partition_size: Annotated[int, msgspec.Meta(ge=0)] = 1  # in stage 3, neighbours that gather in backward
-    mics_shard_size: Count | None = None  # how many ranks shard; the others replicate
+    wrap: tuple[str, ...] = ()  # class names of the modules to gather together; empty: the items of module lists
+    zero_hpz_partition_size: Annotated[int, msgspec.Meta(ge=0)] = 1  # in stage 3: how many ranks gather in backward
+    mics_shard_size: Count | None = None  # how many ranks a parameter is sharded over; groups of them are replicas
     sub_group_size: Count = 1_000_000_000
     round_robin_gradients: bool = False
 
 
 class Fp16Config(_Section, frozen=True):
-    """`fp16`: compute in float16, with the loss scaled; `loss_scale` 0 adapts the scale to what overflows."""
+    """`fp16`: compute in float16 and scale the loss; with `loss_scale` 0 the scale adapts to overflows."""
 
     enabled: bool = False
     loss_scale: Amount = 0.0
@@ -94,7 +94,7 @@ class WandbConfig(_Section, frozen=True):
 
 
 class FlopsConfig(_Section, frozen=True):
-    """`flops_profiler`: count what forward of one step computes, by module."""
+    """`flops_profiler`: count the floating-point operations of one step's forward, by module."""
 
     enabled: bool = False
     profile_step: Count = 1
@@ -103,7 +103,7 @@ class FlopsConfig(_Section, frozen=True):
 
 
 class CommsConfig(_Section, frozen=True):
-    """`comms_logger`: count what is sent; `verbose` logs each collective."""
+    """`comms_logger`: count communicated bytes; `verbose` logs each collective."""
 
     enabled: bool = False
     verbose: bool = False
@@ -124,7 +124,7 @@ class SchedulerConfig(_Section, frozen=True):
 
 
 class ScheduleConfig(_Section, frozen=True):
-    """How a number grows with the steps; of `schedule_config` each type needs its own keys."""
+    """How a number grows with the steps; each type needs its own keys in `schedule_config`."""
 
     min_difficulty: Count
     max_difficulty: Count
@@ -133,14 +133,14 @@ class ScheduleConfig(_Section, frozen=True):
 
 
 class CurriculumConfig(_Section, frozen=True):
-    """`curriculum_learning`: begin with the samples that are easy by some metrics."""
+    """`curriculum_learning`: start with samples that are easy by some metrics."""
 
     enabled: bool = False
     curriculum_metrics: dict[str, ScheduleConfig] = {}
 
 
 class DataSamplingConfig(_Section, frozen=True):
-    """`data_sampling`: the order in which samples come."""
+    """`data_sampling`: the order of the samples."""
 
     enabled: bool = True
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -167,14 +167,14 @@ class RandomLTDConfig(_Section, frozen=True):
 
 
 class DataRoutingConfig(_Section, frozen=True):
-    """`data_routing`: which data passes through which layers."""
+    """`data_routing`: which tokens pass through which layers."""
 
     enabled: bool = True
     random_ltd: RandomLTDConfig = RandomLTDConfig()
 
 
 class DataEfficiencyConfig(_Section, frozen=True):
-    """`data_efficiency`: the order of the data, and what of it the layers see."""
+    """`data_efficiency`: the order of the data, and which tokens the layers process."""
 
     enabled: bool = True
     seed: int = 1234
@@ -183,10 +183,10 @@ class DataEfficiencyConfig(_Section, frozen=True):
 
 
 class EngineConfig(_Section, frozen=True):
-    """Everything that `initialize` can be told.
+    """All settings of `initialize`'s config.
 
-    `train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x the data-parallel ranks;
-    any one of the three may be left out.
+    `train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x the number of
+    data-parallel ranks; any one of the three may be left out.
 
     >>> config = EngineConfig(train_batch_size=8, zero_optimization=ZeroConfig(stage=2))
     >>> config.batch(data_parallel=4)
@@ -218,12 +218,12 @@ class EngineConfig(_Section, frozen=True):
     seed: int = 1234
 
     def batch(self, data_parallel: int) -> Batch:
-        """The three batch sizes that belong together, worked out from those that are given."""
+        """The batch sizes, with missing ones computed from those that are given."""
         return _batch(self, data_parallel)
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The sizes of a step: `total` samples in all, `micro` per rank at once, `accumulation` times."""
+    """The sizes of a step: `total` samples on all ranks, `micro` per rank and forward, `accumulation` micro-batches."""
 
     total: int
     micro: int
@@ -231,7 +231,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[EngineConfig, list[str]]:
-    """A checked config from what a user gives, and the keys in it that are without meaning here.
+    """The checked config, and those of its keys that have no effect here.
 
     >>> read_config({"train_batch_size": 4, "bf16": {"enabled": True}})[0].bf16.enabled
     True
@@ -245,7 +245,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     else:
         given, ignored = translate(as_mapping(config))
     try:
-        # Again for an EngineConfig: msgspec checks types when it converts, not when an object is made in Python.
+        # Also for an EngineConfig: msgspec checks types only when it converts, not in the constructor.
         checked = msgspec.convert(given, EngineConfig)
     except msgspec.ValidationError as error:
         raise EngineConfigError(f"config: {error}") from error
@@ -254,18 +254,18 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
 
 
 def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config as it is written, from a mapping, JSON, or the path of a file with JSON."""
+    """A config as a dict, from a mapping, JSON, or the path of a file with JSON."""
     if isinstance(config, Mapping):
         return dict(config)
     text = os.fspath(config)
     try:
         loaded = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except OSError as error:
-        raise EngineConfigError(f"config: {text!r} is neither JSON nor a file that can be read: {error}") from error
+        raise EngineConfigError(f"config: {text!r} is neither JSON nor a readable file: {error}") from error
     except ValueError as error:
         raise EngineConfigError(f"config: not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise EngineConfigError(f"config: the JSON holds a {type(loaded).__name__}, not an object")
+        raise EngineConfigError(f"config: the JSON must be an object, not a {type(loaded).__name__}")
     return loaded
 
 
@@ -274,7 +274,7 @@ def _check(config: EngineConfig) -> None:
         raise EngineConfigError("config: fp16.enabled and bf16.enabled are both true; choose one precision")
     if config.fp16.min_loss_scale > 2.0**config.fp16.initial_scale_power:
         raise EngineConfigError(
-            f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is more than the scale to begin with, "
+            f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is larger than the initial scale, "
             f"2**fp16.initial_scale_power = {2.0**config.fp16.initial_scale_power:g}"
         )
     if config.sparse_gradients and config.zero_optimization.stage > 0:
@@ -283,7 +283,7 @@ def _check(config: EngineConfig) -> None:
             f"not {config.zero_optimization.stage}"
         )
     if config.torch_autocast.enabled and (config.fp16.enabled or config.bf16.enabled):
-        raise EngineConfigError("config: torch_autocast.enabled beside fp16 or bf16; choose one precision")
+        raise EngineConfigError("config: torch_autocast.enabled with fp16 or bf16 enabled; choose one precision")
     zero = config.zero_optimization
     if zero.zero_hpz_partition_size > 1 and zero.stage != 3:
         raise EngineConfigError(f"config: zero_optimization.zero_hpz_partition_size needs stage 3, not {zero.stage}")
@@ -300,7 +300,7 @@ def _check(config: EngineConfig) -> None:
     ltd = config.data_efficiency.data_routing.random_ltd
     if ltd.enabled and (ltd.random_ltd_schedule is None or not ltd.random_ltd_layer_id):
         raise EngineConfigError(
-            "config: data_efficiency.data_routing.random_ltd is enabled, and needs random_ltd_schedule and "
+            "config: data_efficiency.data_routing.random_ltd is enabled, so it needs random_ltd_schedule and "
             "random_ltd_layer_id"
         )
 
@@ -311,9 +311,7 @@ def _check_offload(zero: ZeroConfig) -> None:
         ("offload_param", zero.offload_param, (3,)),
     ):
         if section.device == "nvme":
-            raise EngineConfigError(
-                f"config: zero_optimization.{name}.device 'nvme' is not supported; state can rest on the 'cpu'"
-            )
+            raise EngineConfigError(f"config: zero_optimization.{name}.device 'nvme' is not supported; use 'cpu'")
         if section.device == "cpu" and zero.stage not in stages:
             raise EngineConfigError(
                 f"config: zero_optimization.{name} needs zero_optimization.stage "

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds.
+"""The contents of a run's checkpoint.
 
     module                      the model's tensors, parameters in float32, by their names in the unwrapped model
     buffer_names                which of them are buffers
@@ -110,14 +110,14 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
 
 
 def check_client_names(client_state: Mapping[str, Any]) -> None:
-    """A client state may not hide what the engine stores."""
+    """Raise if the client state uses a name under which the engine stores something."""
     taken = sorted(set(client_state) & OWN_NAMES)
     if taken:
-        raise StateNameError(f"client_state uses names that are the engine's own: {', '.join(taken)}; rename them")
+        raise StateNameError(f"client_state uses names that the engine uses itself: {', '.join(taken)}; rename them")
 
 
 def own_tensors(engine: Trained, *, exclude_frozen: bool = False) -> dict[str, Any]:
-    """The model's state, each shared parameter once."""
+    """The model's state, with each shared parameter once."""
     state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
     return {name: value for name, value in state.items() if name not in engine.shared_params}
 
@@ -134,7 +134,7 @@ def module_state_dict(model: nn.Module, *, exclude_frozen: bool) -> dict[str, An
 
 
 def buffer_names(model: nn.Module) -> list[str]:
-    """Of the buffers that are part of the state dict."""
+    """The names of the buffers that are part of the state dict."""
     found = (
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -158,7 +158,7 @@ def param_shapes(engine: Trained) -> list[list[list[Any]]]:
 
 
 def frozen_parameters(engine: Trained) -> dict[str, nn.Parameter]:
-    """By name."""
+    """The parameters that do not require gradients, by name."""
     named = engine.module.named_parameters()
     return {name: p for name, p in named if not p.requires_grad and name not in engine.shared_params}
 
@@ -171,14 +171,14 @@ def _fragments(frozen: Mapping[str, nn.Parameter], dims: int) -> list[list[Any]]
 
 
 def _cuts(frozen: Mapping[str, nn.Parameter], dims: int) -> Iterator[list[Any]]:
-    """Along which dim each is cut, and the lengths of the parts; of one that is tensor-parallel, in all its parts."""
+    """Along which dim each is cut, and the lengths of all parts; of a tensor-parallel one all its parts, too."""
     for name, p in frozen.items():
         if isinstance(p, DTensor):
-            by_data = dims - 1  # of the mesh dims, that along which fully_shard cuts: the last of its own
+            by_data = dims - 1  # the mesh dim along which fully_shard cuts: its last
             cut = p.placements[by_data]
             dim = cut.dim if isinstance(cut, Shard) else 0
             lengths = [p.shape[dim] if p.ndim else 1]
-            for mesh_dim in (*range(by_data + 1, p.device_mesh.ndim), by_data):  # tensor-parallel dims came first
+            for mesh_dim in (*range(by_data + 1, p.device_mesh.ndim), by_data):  # tensor parallelism has cut first
                 placement = p.placements[mesh_dim]
                 if isinstance(placement, Shard) and placement.dim == dim:
                     lengths = [n for whole in lengths for n in chunk_sizes(whole, p.device_mesh.size(mesh_dim))]

@@ -1,4 +1,4 @@
-"""Numbers that grow with the steps: the difficulty of samples, the tokens that layers keep."""
+"""Numbers that grow with the steps: the allowed difficulty of samples, the number of tokens that layers keep."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from terrazzo.errors import EngineConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """From `low` to `high`, in multiples of `multiple`, as the `power`th root of the steps' share of `steps`.
+    """From `low` to `high` in `steps` steps, by the `power`th root of the fraction of steps, in multiples of
+    `multiple`.
 
-    Where `low` is no multiple, it begins with the next one.
+    If `low` is not a multiple, it starts with the next one.
 
     >>> schedule = Schedule(low=8, high=32, steps=10, multiple=8)
     >>> [schedule.at(step) for step in (0, 4, 7, 10, 99)]
@@ -29,7 +30,7 @@ class Schedule:
 
     def at(self, step: int) -> int:
         """The value in this step."""
-        share = (step / self.steps) ** (1.0 / self.power)  # beyond 1, so that `high` is reached if it is no multiple
+        share = (step / self.steps) ** (1.0 / self.power)  # may exceed 1, so that `high` is reached if not a multiple
         value = int(self.low + (self.high - self.low) * share)
         lowest = -(-self.low // self.multiple) * self.multiple
         return min(max(value - value % self.multiple, lowest), self.high)
@@ -37,7 +38,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Staircase:
-    """The first value up to step `until[0]`, the second up to `until[1]`, and so on; the last without end.
+    """The first value until step `until[0]`, the second until `until[1]`, and so on; the last has no end.
 
     >>> [Staircase((1, 2, 5), (10, 20)).at(step) for step in (10, 11, 20, 21)]
     [1, 2, 2, 5]
@@ -52,11 +53,11 @@ class Staircase:
 
 
 def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Staircase:
-    """What a metric's section of the config describes."""
+    """The schedule that a metric's section of the config describes."""
     where = f"curriculum_metrics.{name}"
     if config.min_difficulty > config.max_difficulty:
         raise EngineConfigError(
-            f"config: {where}: min_difficulty {config.min_difficulty} is more than "
+            f"config: {where}: min_difficulty {config.min_difficulty} is larger than "
             f"max_difficulty {config.max_difficulty}"
         )
     given = config.schedule_config
@@ -83,11 +84,11 @@ def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Stairca
 
 
 def token_schedule(config: TokenScheduleConfig) -> Schedule:
-    """What `random_ltd_schedule` describes."""
+    """The schedule that `random_ltd_schedule` describes."""
     where = "random_ltd_schedule"
     if config.min_value > config.max_value:
         raise EngineConfigError(
-            f"config: {where}: min_value {config.min_value} is more than max_value {config.max_value}"
+            f"config: {where}: min_value {config.min_value} is larger than max_value {config.max_value}"
         )
     _only(config.schedule_config, where, ("require_steps", "seq_per_step"))
     _positive(config.schedule_config, where)
@@ -111,4 +112,4 @@ def _only(given: Mapping[str, Any], where: str, needed: Sequence[str]) -> None:
 def _positive(given: Mapping[str, Any], where: str) -> None:
     for key, value in given.items():
         if not isinstance(value, int | float) or value <= 0:
-            raise EngineConfigError(f"config: {where}.schedule_config.{key} is a positive number, not {value!r}")
+            raise EngineConfigError(f"config: {where}.schedule_config.{key} must be a positive number, not {value!r}")

@@ -1,11 +1,11 @@
-"""Every key of DeepSpeed's config, and what becomes of it here.
+"""Every key of DeepSpeed's config, and how terrazzo handles it.
 
-    done       it means here what it means there
-    mapped     it is said in other words, which `terrazzo.engine.translate` finds
-    harmless   it tells DeepSpeed how to work, and not what to compute; it is accepted, and said once
-    refused    what it asks for is not to be had; the reason is in the error, unless it asks for nothing
+    done       it means the same as in DeepSpeed
+    mapped     another key of the engine does the same; `terrazzo.engine.translate` converts it
+    harmless   it changes how DeepSpeed works, not what it computes; it is ignored, with one log message
+    refused    what it asks for is not supported: an error with the reason, unless its value asks for nothing
 
-`docs/deepspeed.md` shows this table; a test asks DeepSpeed itself for its keys, and finds them all here.
+`docs/deepspeed.md` shows this table; a test asks DeepSpeed itself for its keys, and checks that all are here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Fate = Literal["done", "mapped", "harmless", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What becomes of a key, why, and with which values a refused one asks for nothing."""
+    """How a key is handled, why, and for a refused key the values that ask for nothing."""
 
     fate: Fate
     why: str
     nothing: tuple[Any, ...] = (None, False)
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for what is refused."""
+        """Whether a value asks for the feature that is refused."""
         if isinstance(value, dict):
             return value.get("enabled", bool(value)) is not False
         return all(value is not other and value != other for other in self.nothing)
@@ -348,7 +348,7 @@ KEYS: Final[dict[str, Key]] = {
 }
 
 SECTIONS: Final = frozenset(path[:i] for path in KEYS for i in range(len(path)) if path[i] == ".")
-"""What holds further keys."""
+"""Keys that contain further keys."""
 
 AUTO: Final[dict[str, Any]] = {
     "train_batch_size": None,
@@ -365,7 +365,7 @@ AUTO: Final[dict[str, Any]] = {
     "fp16.enabled": False,
     "bf16.enabled": False,
 }
-"""What `"auto"` is where no Trainer of Transformers has filled it: the defaults of the Trainer's arguments.
+"""The values of `"auto"` where no Trainer of Transformers has filled it in: the defaults of the Trainer's arguments.
 
-None is what is not given; every other `"auto"` is left to the engine as well.
+None means that the key is treated as absent; the engine chooses every other `"auto"` itself.
 """

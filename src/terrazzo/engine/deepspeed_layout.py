@@ -1,9 +1,9 @@
-"""Saving a run as DeepSpeed would have, in ZeRO stages 1, 2 and 3: for it to resume, on as many ranks.
+"""Saving a run in DeepSpeed's layout, in ZeRO stages 1, 2 and 3, for DeepSpeed to resume on as many ranks.
 
 Each rank writes its flat partitions, and in stage 3 its part of the model's states; in stages 1 and 2 the first rank
 writes the model.  Tensors are gathered one at a time, so a rank holds its partitions, which it writes, and one whole
-tensor; the first rank of stages 1 and 2 also the model, in the precision of forward.  The folder is a checkpoint
-once every file in it is complete.
+tensor; the first rank of stages 1 and 2 also holds the model, in the precision of forward.  The folder becomes a
+checkpoint when every file in it is complete.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from terrazzo.engine.trained import Trained
 from terrazzo.errors import EngineError
 from terrazzo.tensor import DTensor
 
-# What of a run's content DeepSpeed's files have under the same names.
+# The parts of a run's content that DeepSpeed's files have under the same names.
 _TAKEN_OVER = ("buffer_names", "lr_scheduler", "skipped_steps", "global_steps", "global_samples")
 
 
 def save_in_deepspeed_layout(
     engine: Trained, folder: Place, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool
 ) -> None:
-    """Write `<folder>/<tag>` from all ranks together; an existing one is an error."""
+    """Write `<folder>/<tag>`, called by all ranks together; if it exists that is an error."""
     if engine.stage == 0 or engine.mp_world_size > 1:
         raise EngineError(
-            "layout='deepspeed' is written in ZeRO stages 1, 2 and 3, of models that each rank has alone; this run is "
-            f"in stage {engine.stage} with {engine.mp_world_size} ranks per model"
+            "layout='deepspeed' supports ZeRO stages 1, 2 and 3 without model parallelism, but this run is in stage "
+            f"{engine.stage} with {engine.mp_world_size} ranks per model: save it without layout="
         )
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
@@ -60,7 +60,7 @@ def save_in_deepspeed_layout(
     plane.run_together(prepare, f"preparing {folder / tag}")
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
     layout = _layout(engine, state)
-    # Every rank makes the same tensors in the same order: each is gathered from all.
+    # Every rank gathers the same tensors in the same order.
     tensors = _Gathered(engine, state["optimizer"]["state"], keeps_model=layout.model_file(rank) is not None)
     config = _config(engine)
     scaler = loss_scaler(state["loss_scaler"], config["fp16"])
@@ -106,11 +106,11 @@ def _layout(engine: Trained, state: Mapping[str, Any]) -> Layout:
 
 
 def _each_ranks(client_state: Mapping[str, Any], plane: ControlPlane) -> dict[str, Any]:
-    """The client state, with every rank's value of what differs, under the names that a native checkpoint has."""
+    """The client state; for values that differ between ranks it has all of them, named as in a native checkpoint."""
     shown: dict[str, Any] = {}
     for name, value in client_state.items():
         if isinstance(value, PerRank):
-            # What this run's own ranks have sent, so it may be unpickled.
+            # Sent by this run's own ranks, so it may be unpickled.
             parts = [pickle.loads(data) for data in plane.all_gather(pickle.dumps(value.value))]
             shown |= {f"{name}@{rank}": part for rank, part in enumerate(parts)}
         else:
@@ -119,7 +119,7 @@ def _each_ranks(client_state: Mapping[str, Any], plane: ControlPlane) -> dict[st
 
 
 def _config(engine: Trained) -> dict[str, Any]:
-    """The config, with what DeepSpeed would have worked out."""
+    """The config, with the values that DeepSpeed would have computed."""
     config = msgspec.to_builtins(engine.config)
     return {
         **config,
@@ -130,7 +130,7 @@ def _config(engine: Trained) -> dict[str, Any]:
 
 
 class _Gathered:
-    """The tensors of a run, from all of its ranks."""
+    """The tensors of a run, gathered from all of its ranks."""
 
     def __init__(self, engine: Trained, kept: Mapping[str, Mapping[str, Any]], *, keeps_model: bool) -> None:
         self._model = engine.module_state_dict()
@@ -151,7 +151,7 @@ class _Gathered:
         return flat
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Any:
-        """Something of the model's state; None on a rank that does not write it."""
+        """A part of the model's state, whole; None on a rank that does not write it."""
         value = self._model[name]
         if isinstance(value, Tensor):
             value = _whole(value)

@@ -1,4 +1,4 @@
-"""The training engine: a model, its optimizer and all that a run has to remember, on any number of ranks."""
+"""The training engine: a model, its optimizer and the rest of a run's state, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from terrazzo.engine.marks import mark
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, reshard, shard_model
+from terrazzo.engine.placing import ParallelRanks, compile_together, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
@@ -41,28 +41,28 @@ LOGGER = logging.getLogger("terrazzo.engine")
 
 
 class Engine:
-    """Trains a model.  Made by `terrazzo.engine.initialize`.
+    """Trains a model.  Created by `terrazzo.engine.initialize`.
 
         for batch in engine.training_dataloader:
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
 
-    `backward` and `step` are called once per micro-batch; the optimizer steps when `gradient_accumulation_steps` of
-    them have come together.
+    `backward` and `step` are called once per micro-batch; the optimizer steps after every
+    `gradient_accumulation_steps` of them.
 
     Attributes:
-        module: the model, its parameters sharded as the ZeRO stage says; of a pipeline, this rank's stage or stages.
-        pipeline: the stages and their schedule, if the model is cut into some.
-        optimizer: of the sharded parameters.
+        module: the model, its parameters sharded as the ZeRO stage requires; in a pipeline, this rank's stages.
+        pipeline: the stages and their schedule, in a pipeline; else None.
+        optimizer: the optimizer of the sharded parameters.
         lr_scheduler: stepped after each optimizer step that was not skipped; None if there is none.
-        training_dataloader: of the training data that `initialize` was given, or the loader that it was given; None if
-            there was neither.
-        global_steps: optimizer steps, the skipped ones included.
-        skipped_steps: those in which gradients overflowed, so that nothing was changed.
-        global_samples: samples trained on, on all ranks.
+        training_dataloader: loads the training data that `initialize` got, or is the loader that it got; None if it got
+            neither.
+        global_steps: the number of optimizer steps, including the skipped ones.
+        skipped_steps: the number of steps that were skipped because gradients overflowed.
+        global_samples: the number of samples trained on, on all ranks.
         step_applied: whether the last `step` changed the parameters.
-        watchers: called with the engine after each optimizer step, as monitors are.
+        watchers: functions that are called with the engine after each optimizer step, as monitors are.
         flops, comms: reports that the config asks for, or None.
     """
 
@@ -72,7 +72,7 @@ class Engine:
         optimizer: OptimizerLike | None,
         lr_scheduler: SchedulerLike | None,
         config: EngineConfig,
-        ranks: Ranks,
+        ranks: ParallelRanks,
         parameters: Parameters | None = None,
         init_weights: Callable[[nn.Module], Any] | None = None,
         compile: str | None = None,
@@ -103,7 +103,7 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.prepare(self.batch)
             if self.random_ltd is not None:
-                raise EngineConfigError("config: random_ltd does not know the layers of a model cut into stages")
+                raise EngineConfigError("config: random_ltd does not support pipelines: disable it")
         self.micro_steps = 0
         self.global_steps = 0
         self.global_samples = 0
@@ -112,7 +112,7 @@ class Engine:
         self.watchers: list[Callable[[Engine], None]] = []
         self.losses = Losses(self)
         self.flops, self.comms = self._reports(whole)
-        self._boundary: bool | None = None  # set by hand
+        self._boundary: bool | None = None  # set by the user
         self._syncing = True  # not inside `no_sync`
         self._overflowed = False
         self._has_stepped = False
@@ -121,7 +121,7 @@ class Engine:
             self.losses.watch(whole)
 
     def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
-        """What the config asks to be told."""
+        """The reports that the config asks for."""
         first = dist.get_rank() == 0
         if first and (found := monitors_of(self.config)):
             self.watchers.append(watcher(found))
@@ -146,38 +146,38 @@ class Engine:
         return self(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute the gradients of this micro-batch's mean loss, and add them to those of the micro-batches before.
+        """Compute the gradients of this micro-batch's mean loss, and add them to those of earlier micro-batches.
 
-        `loss.backward()` does the same, except in float16, where the loss has to be scaled first: see `scale`.
+        `loss.backward()` does the same, except in float16, where the loss must be scaled first: see `scale`.
 
         Args:
-            loss: of this rank's micro-batch.
-            retain_graph: as `Tensor.backward` has it.
-            scale_wrt_gas: divide by the number of micro-batches; without it the loss is a share of the step's already.
+            loss: the loss of this rank's micro-batch.
+            retain_graph: as in `Tensor.backward`.
+            scale_wrt_gas: divide by the number of micro-batches; pass False if the loss is divided already.
 
         Returns:
-            The loss as it enters the step.
+            The loss as it is added to the step's: divided, if scale_wrt_gas.
         """
         self._refuse_in_pipeline("backward")
         self._prepare_backward()
         share = loss / self.batch.accumulation if scale_wrt_gas else loss
         with self.losses.own_backward():
-            # The scale may be beyond float16, in which the loss may be.
+            # In float32, because the product may overflow the loss's float16.
             (share.float() * self.loss_scale.value).backward(retain_graph=retain_graph)
         share = share.detach()
         self.losses.add(share)
         return share
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a `backward()` of one's own."""
+        """The loss times the loss scale, for calling `backward()` yourself."""
         self._refuse_in_pipeline("scale")
         self.losses.scaled = True
         return loss.float() * self.loss_scale.value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last before the optimizer steps.
+        """Whether the current micro-batch is the last before the optimizer steps.
 
-        Without `managed_gradient_accumulation` only `step` knows.
+        Without `managed_gradient_accumulation` this is only known in `step`.
         """
         if self._boundary is not None:
             return self._boundary
@@ -186,16 +186,16 @@ class Engine:
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide by hand whether the next micro-batch is the last before the optimizer steps; None: by counting."""
+        """Set whether the next micro-batch is the last before the optimizer steps; None: decide by counting."""
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, gradients add up on each rank, and are not reduced; not in stages 2 and 3, which keep only shards."""
+        """A block in which gradients are accumulated on each rank and not reduced; not in stages 2 and 3."""
         if self.stage >= 2:
             raise EngineError(f"no_sync() needs whole gradients on every rank, and ZeRO stage {self.stage} shards them")
         if not self._syncing:
-            raise EngineError("no_sync() inside no_sync()")
+            raise EngineError("no_sync() inside no_sync(): enter it once")
         self._syncing = False
         try:
             yield
@@ -203,14 +203,14 @@ class Engine:
             self._syncing = True
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch; at the last of a step, let the optimizer step, unless gradients overflowed.
+        """End a micro-batch; after the last one of a step, run the optimizer, unless gradients overflowed.
 
         Args:
-            lr_kwargs: what the lr scheduler's `step` takes besides.
+            lr_kwargs: keyword arguments for the lr scheduler's `step`.
         """
         self._refuse_in_pipeline("step")
         if not self._syncing:
-            raise EngineError("step() inside no_sync(): gradients have not been reduced")
+            raise EngineError("step() inside no_sync(): gradients have not been reduced; call it after the block")
         boundary = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += 1
         self.step_applied = False
@@ -219,22 +219,22 @@ class Engine:
             self._end_step(lr_kwargs or {})
 
     def _prepare_backward(self) -> None:
-        """Say what is to become of this micro-batch's gradients, before its forward and again before its backward."""
+        """Set what happens to this micro-batch's gradients; called before its forward and again before its backward."""
         boundary = self.is_gradient_accumulation_boundary()
         sync = (boundary or self.stage >= 2) and self._syncing
         self.losses.expect(sync)
         self.module.set_requires_gradient_sync(sync)
         self.module.set_is_last_backward(sync)
-        # Once the optimizer has stepped, whole parameters are out of date: the last backward leaves only shards.
+        # The optimizer's step makes unsharded parameters out of date, so the last backward frees them.
         self.module.set_reshard_after_backward(boundary or self.stage == 3)
 
     def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
-        """One step of a model that is cut into stages: forward, backward, and the optimizer's step.
+        """One step of a pipeline: forward, backward, and the optimizer's step.
 
         Args:
-            args: what the first stage takes: the samples of all micro-batches of this rank.
-            target: what the loss is computed with; the same samples'.
-            kwargs: what every stage takes.  Tensors are cut into micro-batches, as `args` and `target` are.
+            args: the inputs of the first stage, with the samples of all micro-batches of this rank.
+            target: the target of the loss, with the same samples.
+            kwargs: passed to every stage.  Tensors are cut into micro-batches, as `args` and `target` are.
 
         Returns:
             The mean loss of the whole batch, on every rank.
@@ -249,7 +249,7 @@ class Engine:
         return total
 
     def eval_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a batch in evaluation mode, on every rank; takes what `train_batch` takes."""
+        """The mean loss of a batch in evaluation mode, on every rank; the arguments are those of `train_batch`."""
         pipeline = self._needs_pipeline("eval_batch")
         return self._averaged(pipeline.total(pipeline.evaluate(args, target, kwargs)))
 
@@ -307,21 +307,21 @@ class Engine:
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
-            raise EngineError(f"{what} of a model cut into stages is its schedule's business: call train_batch")
+            raise EngineError(f"{what}: in a pipeline the schedule does this; call train_batch instead")
 
     def _needs_pipeline(self, what: str) -> Pipeline:
         if self.pipeline is None:
-            raise EngineError(f"{what} is for a model cut into stages; call the engine, backward(loss) and step()")
+            raise EngineError(f"{what} is for pipelines; call the engine, backward(loss) and step() instead")
         return self.pipeline
 
     # ------------------------------------------------------------------ checkpoints
 
     def buffer_names(self) -> list[str]:
-        """Of the buffers that are part of the model's state."""
+        """The names of the buffers that are part of the model's state."""
         return buffer_names(self.module)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state by the names of the unwrapped model; parameters are distributed, and in float32."""
+        """The model's state by the names of the unwrapped model; parameters are DTensors in float32."""
         return module_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -336,19 +336,20 @@ class Engine:
         layout: Literal["native", "deepspeed"] = "native",
         timeout: timedelta | None = None,
     ) -> Future[None]:
-        """Save the whole state of the run, from all ranks together, as `<save_dir>/<tag>`.
+        """Save the whole state of the run as `<save_dir>/<tag>`, called by all ranks together.
 
-        Until it is complete and durable, the one that was there before is valid, and `<save_dir>/latest` names it.
+        Until the new checkpoint is complete and durable, the previous one stays valid, and `<save_dir>/latest` names
+        it.
 
         Args:
             tag: the checkpoint's name; None: `global_step` and the number of steps.
-            client_state: what else to store, the same on all ranks (or wrapped in `terrazzo.checkpoint.PerRank`);
-                `load_checkpoint` returns it.  Names that are the engine's own are an error.
-            save_latest: whether `latest` is to name this checkpoint.
+            client_state: further values to store, the same on all ranks (or wrapped in `terrazzo.checkpoint.PerRank`);
+                `load_checkpoint` returns them.  Names that the engine uses itself are an error.
+            save_latest: whether `latest` is changed to name this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
             layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage, 1, 2 or 3.
             async_op: return as soon as the state has been copied, and write in the background.
-            timeout: how long a rank waits for the slowest one; default: as long as the process group's collectives do.
+            timeout: how long a rank waits for the slowest one; by default the process group's time limit.
 
         Returns:
             A future, done when the checkpoint is committed; with `async_op`, errors are raised by its `result()`.
@@ -377,11 +378,11 @@ class Engine:
         """Resume from a checkpoint, saved on any number of ranks and in any stage.
 
         Args:
-            tag: which checkpoint; None: the latest.
-            load_module_strict: parameters that are missing or unexpected are an error.
+            tag: the checkpoint's name; None: the latest.
+            load_module_strict: raise an error for parameters that are missing or unexpected.
             load_optimizer_states: restore the optimizer.
             load_lr_scheduler_states: restore the lr scheduler.
-            load_module_only: restore nothing but the model.
+            load_module_only: restore only the model.
 
         Returns:
             The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
@@ -410,14 +411,14 @@ class Engine:
         force: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the run if the manager's policy wants this step; returns whether it does, the same on all ranks.
+        """Save the run if the manager's policy selects this step; returns whether it does, the same on all ranks.
 
-        To be called after every `step`; gathers the state only for steps that are saved.
+        Call it after every `step`; the state is collected only for steps that are saved.
 
         Args:
-            manager: which steps to save, which checkpoints to keep, and where (docs/manager.md).
-            metrics: numbers by name, kept with the checkpoint; those of the first rank.
-            force: save it whatever the policy says.
+            manager: decides which steps to save, which checkpoints to keep, and where (docs/manager.md).
+            metrics: numbers by name that are stored with the checkpoint; those of the first rank count.
+            force: save this step whatever the policy says.
             client_state, exclude_frozen_parameters: as for `save_checkpoint`.
         """
         return save_step(
@@ -434,7 +435,7 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[int | None, dict[str, Any]]:
-        """Resume from a checkpoint of a manager's: a step, the "latest" or the "best".  The rest as `load_checkpoint`.
+        """Resume from a manager's checkpoint: a step, "latest" or "best".  Other arguments as in `load_checkpoint`.
 
         Returns:
             The step and the client state; (None, {}) if "latest" was asked for and there is no checkpoint yet.
@@ -452,11 +453,11 @@ class Engine:
             module_only=load_module_only,
         )
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     @property
     def step_loss(self) -> float | None:
-        """The mean loss of the last step, of this rank's samples; None if the engine did not see it."""
+        """This rank's mean loss of the last step; None if the engine did not compute its backward."""
         return None if self.losses.last is None else float(self.losses.last)
 
     @property
@@ -465,21 +466,21 @@ class Engine:
         return self._overflowed
 
     def reshard(self) -> None:
-        """Have every parameter registered as its shard."""
+        """Reshard all parameters, so that each is registered as its shard."""
         reshard(self.module)
 
     @property
     def between_steps(self) -> bool:
-        """Whether no gradients wait for the optimizer."""
+        """Whether there are no accumulated gradients that the optimizer has not used."""
         return not self.losses.pending
 
     @property
     def gradient_scale(self) -> float:
-        """By what the gradients that have added up so far are too large."""
+        """The factor by which the gradients accumulated so far are too large."""
         return self.losses.gradient_scale(self.loss_scale.value, self.batch.accumulation)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not needed.  It is waited for here."""
+        """The norm of the last step's gradients before clipping; None if it was not computed.  Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:
@@ -487,9 +488,9 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def curriculum_limits(self) -> dict[str, int]:
-        """How difficult the samples of the next step may be, by metric; empty without a curriculum.
+        """The largest difficulty of the samples of the next step, by metric; empty without a curriculum.
 
-        With sequence length as a metric, longer samples may be cut to it instead.
+        With sequence length as the metric, longer samples may be truncated to it instead.
         """
         return {} if self.data_sampler is None else self.data_sampler.limits(self.global_steps)
 
@@ -510,30 +511,35 @@ class Engine:
         return self.config.fp16.enabled
 
     def train_batch_size(self) -> int:
-        """Samples of a step, on all ranks."""
+        """The number of samples of a step, on all ranks."""
         return self.batch.total
 
     def set_train_batch_size(self, total: int, micro: int | None = None) -> None:
-        """Change the number of micro-batches of a step, or their size; between two steps."""
+        """Change the number of micro-batches of a step, or their size; only between two steps."""
         micro = self.batch.micro if micro is None else micro
         accumulation, rest = divmod(total, micro * self.dp_world_size)
         if rest or not accumulation:
             raise EngineConfigError(
-                f"a batch of {total} is no number of micro-batches of {micro} on {self.dp_world_size} ranks"
+                f"a batch of {total} samples cannot be divided into micro-batches of {micro} on {self.dp_world_size} "
+                "ranks"
             )
         if self.pipeline is not None or self.data_sampler is not None:
-            raise EngineError("the batch size is fixed: the pipeline's schedule, or the order of the data, rests on it")
+            raise EngineError(
+                "the batch size cannot change: the pipeline's schedule or the order of the data depends on it"
+            )
         if not self.between_steps:
-            raise EngineError("the batch size changes between steps: gradients have been added up already")
+            raise EngineError(
+                "the batch size can only change between steps, but gradients have been accumulated already"
+            )
         self.batch = Batch(total, micro, accumulation)
         self.micro_steps = self.global_steps * accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
+        """The number of samples of one forward on one rank."""
         return self.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return self.batch.accumulation
 
     def gradient_clipping(self) -> float:
@@ -542,33 +548,33 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         kind = self.ranks.mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     @property
     def global_rank(self) -> int:
-        """This rank among all."""
+        """This rank's number among all."""
         return dist.get_rank()
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its machine."""
+        """This rank's number among those of its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return dist.get_world_size()
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks see different data."""
+        """The number of ranks that see different data."""
         return self.ranks.data.size
 
     @property
     def mp_world_size(self) -> int:
-        """How many ranks hold parts of one model."""
+        """The number of ranks that hold parts of one model."""
         return self.ranks.model_parallel
 
     def train(self, mode: bool = True) -> Engine:
@@ -582,7 +588,7 @@ class Engine:
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter that has several, with its first."""
+    """For each parameter with several names, all further names with the first one."""
     first: dict[nn.Parameter, str] = {}
     shared: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

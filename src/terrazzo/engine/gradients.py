@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer: the loss scale is undone, and they are clipped."""
+"""What happens to gradients between backward and the optimizer: they are divided by the loss scale, and clipped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from terrazzo.tensor import DTensor
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was found out about a step's gradients."""
+    """Facts about a step's gradients."""
 
-    norm: torch.Tensor | None  # before clipping, on the device; None if nobody needed it
-    overflow: bool  # then they are of no use
+    norm: torch.Tensor | None  # before clipping, on the device; None if it was not needed
+    overflow: bool  # if so, they cannot be used
 
 
 def prepare_gradients(
@@ -31,14 +31,14 @@ def prepare_gradients(
 ) -> Prepared:
     """Divide the gradients by the loss scale, and clip their norm.
 
-    The host waits for the norm only where gradients may overflow: then it decides what happens next.
+    The host waits for the norm only where gradients may overflow, because then it decides whether to skip the step.
 
     Args:
-        scale: by what the gradients are too large.
-        limit: of the norm; 0 for none.
-        may_overflow: whether to look for gradients that are not finite.
+        scale: the factor by which the gradients are too large.
+        limit: the largest norm; 0 for no limit.
+        may_overflow: whether to check for gradients that are not finite.
         uncounted: parameters whose gradients are not part of the norm.
-        combine: from this rank's norm makes that of all stages of a pipeline, which is called on all of them.
+        combine: computes the norm over all stages of a pipeline from this rank's norm; all of them must call it.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [p.grad for p in trained]

@@ -1,4 +1,4 @@
-"""Scaling the loss, so that small gradients survive float16, by a number that adapts to what overflows."""
+"""Scaling the loss, so that small gradients do not vanish in float16, by a factor that adapts to overflows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from terrazzo.errors import LossScaleError
 
 
 class LossScale:
-    """A constant factor; 1 where the precision needs none.
+    """A constant factor; 1 if the precision needs none.
 
     >>> LossScale(128.0).value
     128.0
@@ -21,20 +21,20 @@ class LossScale:
         self.value = value
 
     def update(self, overflow: bool) -> None:
-        """Learn whether the last step's gradients overflowed."""
+        """Called after each step with whether its gradients overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"cur_scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant is the config's: what an earlier run used does not matter."""
+        """Does nothing: a constant comes from the config, not from the checkpoint."""
 
 
 class DynamicLossScale(LossScale):
-    """A factor that is halved after overflows and doubled in the step that follows `window` steps without any.
+    """A factor that is halved after overflows and doubled after `window` steps without any.
 
-    `hysteresis - 1` overflows are forgiven before the factor shrinks; they are forgiven anew when the factor grows, and
-    with `consecutive` after each step without overflow.
+    The first `hysteresis - 1` overflows do not change it; this count starts again when the factor grows, and with
+    `consecutive` after each step without overflow.
 
     >>> scale = DynamicLossScale(4.0, window=2, hysteresis=1)
     >>> scale.update(overflow=True)
@@ -91,7 +91,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another run's state; what a run with a constant factor lacks stays as it is."""
+        """Continue from a saved state; values that it lacks (after a run with a constant factor) stay as they are."""
         self.value = float(state["cur_scale"])
         self.left = int(state.get("cur_hysteresis", self.left))
         self.steps = int(state.get("cur_iter", self.steps))
@@ -99,7 +99,7 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_of(config: EngineConfig) -> LossScale:
-    """What the config asks for."""
+    """The loss scale that the config asks for."""
     fp16 = config.fp16
     if not fp16.enabled:
         return LossScale()

@@ -1,8 +1,8 @@
-"""Which backward passes a step has seen, and by what its gradients are too large.
+"""The backward passes of a step, and the factor by which their gradients are too large.
 
-The engine's own `backward` divides the loss by the number of micro-batches and multiplies it with the loss scale.  A
-user may as well call `loss.backward()`: then neither has happened, so the gradients are divided before the optimizer
-steps.  A step that mixes the two cannot be put right, and is an error, as is a float16 loss that nobody scaled.
+The engine's own `backward` divides the loss by the number of micro-batches and multiplies it by the loss scale.  A user
+may also call `loss.backward()`, which does neither; then the gradients are divided before the optimizer steps.  A step
+that mixes the two cannot be corrected, so it raises an error, and so does a float16 loss that was not scaled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.errors import EngineError
 
 _UNSCALED: Final = (
-    "loss.backward() in float16 without the loss scale, by which small gradients survive: call engine.backward(loss), "
-    "or engine.scale(loss).backward()"
+    "loss.backward() in float16 without the loss scale, so small gradients vanish: call engine.backward(loss), or "
+    "engine.scale(loss).backward()"
 )
 
 
@@ -35,28 +35,28 @@ class _Trainer(Protocol):
 
 
 class Losses:
-    """What is known about the backward passes of the step at hand.
+    """The backward passes of the current step.
 
     Attributes:
         scaled: whether the next backward is that of a loss that `Engine.scale` returned.
         backwards: how many there have been in this step.
-        last: the sum of the shares that `Engine.backward` returned in the last step, on the device; None if none.
+        last: the sum of the losses that `Engine.backward` returned in the last step, on the device; None if none.
     """
 
     def __init__(self, engine: _Trainer) -> None:
         self._engine = engine
-        self._inside = False  # the engine's own backward
-        self._own = False  # such a one was part of this step
-        self._direct = False  # one that the user called was
-        self._sync = True  # whether the backward to come is reduced
-        self._reduced = True  # whether the last one was
+        self._inside = False  # the engine's own backward is running
+        self._own = False  # the engine's own backward was part of this step
+        self._direct = False  # a backward that the user called was
+        self._sync = True  # whether the next backward reduces gradients
+        self._reduced = True  # whether the last one did
         self.scaled = False
         self.backwards = 0  # the engine's own, of this step
         self._total: Tensor | None = None
         self.last: Tensor | None = None
 
     def watch(self, module: nn.Module) -> None:
-        """See every forward of the module, and the backward that comes out of it."""
+        """Register hooks that see every forward of the module, and the backward from its outputs."""
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
 
@@ -86,7 +86,7 @@ class Losses:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """The engine's own backward runs within."""
+        """A block in which the engine's own backward runs."""
         self._inside = self._own = True
         try:
             yield
@@ -96,21 +96,21 @@ class Losses:
         self.backwards += 1
 
     def add(self, share: Tensor) -> None:
-        """A share of the step's loss."""
+        """Add a micro-batch's part of the step's loss."""
         self._total = share if self._total is None else self._total + share
 
     def expect(self, sync: bool) -> None:
-        """The next backward is reduced, or its gradients only add up."""
+        """Set whether the next backward reduces gradients or only accumulates them."""
         self._sync = sync
 
     def reduce_rest(self) -> None:
-        """Reduce what has only been added up, at the end of a step."""
+        """At the end of a step, reduce gradients that have only been accumulated."""
         if not self._reduced:
             self._engine.module.reduce_gradients()
             self._reduced = True
 
     def gradient_scale(self, loss_scale: float, accumulation: int) -> float:
-        """By what the gradients so far are too large."""
+        """The factor by which the gradients so far are too large."""
         if self._own:
             if self._direct and accumulation > 1:
                 raise EngineError(
@@ -118,7 +118,7 @@ class Losses:
                     "and of loss.backward(), which does not: use one of them"
                 )
             return loss_scale
-        # Whether or not it was seen: outputs of unknown classes have no tensors that could tell.
+        # Also if no backward was seen: outputs of unknown classes may hide their tensors from the hooks.
         if self._engine.config.fp16.enabled and not self.scaled:
             if any(p.grad is not None for p in self._engine.module.parameters()):
                 raise EngineError(_UNSCALED)
@@ -130,6 +130,6 @@ class Losses:
         return self._own or self._direct
 
     def end_step(self) -> None:
-        """The optimizer has stepped, or skipped it."""
+        """Called when the optimizer has stepped, or the step was skipped."""
         self._own = self._direct = self.scaled = False
         self.last, self._total, self.backwards = self._total, None, 0

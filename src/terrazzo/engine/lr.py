@@ -1,6 +1,6 @@
-"""Learning rates by the names that DeepSpeed's configs give them.
+"""Learning-rate schedules under the names that they have in DeepSpeed's configs.
 
-The schedules step once per optimizer step that was not skipped; before the first, the rate is that of step 0.
+They step once per optimizer step that was not skipped; before the first, the rate is that of step 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terrazzo.errors import EngineConfigError
 
 
 class Scheduler(Protocol):
-    """What the engine needs of a scheduler; PyTorch's are such."""
+    """What the engine needs of a scheduler; PyTorch's schedulers have it."""
 
     def step(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -29,19 +29,19 @@ SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 
 
 class _Warmup(Schedule):
-    """A schedule that begins with a warmup."""
+    """A schedule that starts with a warmup."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
         if warmup_type not in ("log", "linear"):
-            raise EngineConfigError(f"config: scheduler.params.warmup_type is log or linear, not {warmup_type!r}")
+            raise EngineConfigError(f"config: scheduler.params.warmup_type must be log or linear, not {warmup_type!r}")
         self.warmup_steps = max(2, warmup_num_steps)
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def warmup(self) -> float | None:
-        """How far warming up has come, from 0 to 1; None once it is over."""
+        """The progress of the warmup, from 0 to 1; None once it is over."""
         done = max(self.last_batch_iteration, 0)
         if done >= self.warmup_steps:
             return None
@@ -51,7 +51,7 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, along a line or a logarithm; then constant.
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, linearly or logarithmically; then constant.
 
     Without `warmup_max_lr` it warms up to the optimizer's own rate.
 
@@ -83,12 +83,12 @@ class WarmupLR(_Warmup):
         return [low + (high - low) * share for low, high in zip(self.low, self.high, strict=True)]
 
     def after_warmup(self) -> float:
-        """How far between the two rates once the warmup is over."""
+        """The position between the two rates after the warmup, from 0 to 1."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warms up, then falls along a line to `warmup_min_lr` at `total_num_steps`."""
+    """Warms up, then falls linearly to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, total_num_steps: int, **options: Any) -> None:
         self.total = total_num_steps
@@ -141,7 +141,7 @@ _KNOWN: dict[str, Callable[..., Scheduler]] = {
 
 
 def _pytorchs(name: str) -> Callable[..., Scheduler] | None:
-    """A scheduler of PyTorch's by its name."""
+    """PyTorch's scheduler with this name."""
     found = getattr(torch.optim.lr_scheduler, name, None)
     return found if isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler) else None
 
@@ -149,9 +149,9 @@ def _pytorchs(name: str) -> Callable[..., Scheduler] | None:
 def make_scheduler(
     given: SchedulerLike | None, described: SchedulerConfig | None, optimizer: torch.optim.Optimizer
 ) -> Scheduler | None:
-    """The scheduler that was passed, built or described; None if there is none."""
+    """The scheduler that was passed, or made by a function or from a description; None if there is none."""
     if given is not None and described is not None:
-        raise EngineConfigError("an lr scheduler was passed, and config.scheduler describes another; keep one of them")
+        raise EngineConfigError("an lr scheduler was passed, and config.scheduler describes another; use one of them")
     if given is not None:
         return given(optimizer) if callable(given) else given
     if described is None:
@@ -159,7 +159,7 @@ def make_scheduler(
     kind = _KNOWN.get(described.type) or _pytorchs(described.type)
     if kind is None:
         raise EngineConfigError(
-            f"config: scheduler.type {described.type!r} is none of {', '.join(_KNOWN)}, and none of PyTorch's"
+            f"config: scheduler.type {described.type!r} is not one of {', '.join(_KNOWN)}, nor a scheduler of PyTorch"
         )
     try:
         return kind(optimizer, **described.params)

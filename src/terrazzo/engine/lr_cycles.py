@@ -1,4 +1,4 @@
-"""Learning rates that explore: one that only grows, to find out how high it may be, and one cycle up and down."""
+"""Two more learning-rate schedules: a range test, whose rate only grows, and one cycle up and down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from terrazzo.errors import EngineConfigError
 
 
 class LRRangeTest(Schedule):
-    """Grows without end: after each `lr_range_test_step_size` steps by `lr_range_test_step_rate` of the first rate.
+    """Grows without end: every `lr_range_test_step_size` steps by `lr_range_test_step_rate` times the first rate.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> scheduler = LRRangeTest(optimizer, lr_range_test_min_lr=0.25, lr_range_test_step_size=2)
@@ -32,7 +32,8 @@ class LRRangeTest(Schedule):
     ) -> None:
         if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size < 1:
             raise EngineConfigError(
-                f"config: scheduler.params.lr_range_test_step_size is a positive int, not {lr_range_test_step_size!r}"
+                "config: scheduler.params.lr_range_test_step_size must be a positive int, not "
+                f"{lr_range_test_step_size!r}"
             )
         self.low = per_group(lr_range_test_min_lr, optimizer, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
@@ -47,7 +48,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, then decaying; Adam's first beta goes the other way.
+    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, then decaying; Adam's first beta moves the other way.
 
     >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> scheduler = OneCycle(optimizer, cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2)
@@ -76,8 +77,8 @@ class OneCycle(Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
             raise EngineConfigError(
-                "config: scheduler.params: cycle_first_step_size is positive, and cycle_second_step_size not negative; "
-                f"they are {cycle_first_step_size} and {second}"
+                "config: scheduler.params: cycle_first_step_size must be positive, and cycle_second_step_size not "
+                f"negative; they are {cycle_first_step_size} and {second}"
             )
         self.up, self.down = cycle_first_step_size, second
         fewer = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -107,7 +108,7 @@ class OneCycle(Schedule):
         return [high * self._decay(self.decay_momentum) for high in self.high_momentum]
 
     def height(self) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """The height in the cycle, from 0 to 1."""
         position = (self.last_batch_iteration + 1) % (self.up + self.down)
         rising = position <= self.up
         share = position / self.up if rising else (self.up + self.down - position) / self.down

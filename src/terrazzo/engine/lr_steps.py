@@ -1,4 +1,4 @@
-"""What learning-rate schedules have in common: a count of steps, and rates that follow from it."""
+"""The base of the learning-rate schedules: a count of steps, and rates that depend on it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from terrazzo.errors import EngineConfigError
 class Schedule(torch.optim.lr_scheduler.LRScheduler):
     """Sets the rates of an optimizer's param groups, as a function of the steps taken.
 
-    One of PyTorch's schedulers, for who asks; but it counts from -1, before the first step, as DeepSpeed's do.
+    A subclass of PyTorch's, for isinstance checks; but it counts from -1, before the first step, as DeepSpeed's do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> None:
-        # Not that of the base class, which takes a step at once and writes `initial_lr` into the param groups.
+        # Without the base class's __init__, which takes a step at once and writes `initial_lr` into the param groups.
         self.optimizer = optimizer
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     @property
-    def last_epoch(self) -> int:  # type: ignore[override]  # there it is an attribute
-        """The steps taken, as PyTorch's schedulers name them."""
+    def last_epoch(self) -> int:  # type: ignore[override]  # an attribute in the base class
+        """The number of steps taken, under the name of PyTorch's schedulers."""
         return self.last_batch_iteration
 
     def rates(self) -> list[float]:
@@ -33,7 +33,7 @@ class Schedule(torch.optim.lr_scheduler.LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The same."""
+        """The same as `rates`."""
         return list(self.rates())
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
@@ -41,7 +41,7 @@ class Schedule(torch.optim.lr_scheduler.LRScheduler):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One optimizer step has been taken; or so many, and one more."""
+        """Count one more optimizer step; or set the count to `last_batch_iteration`."""
         steps = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = steps
         self._apply()
@@ -61,7 +61,7 @@ class Schedule(torch.optim.lr_scheduler.LRScheduler):
 
 
 def per_group(value: float | Sequence[float], optimizer: torch.optim.Optimizer, name: str) -> list[float]:
-    """A number for each param group, from one or as many."""
+    """A number for each param group, from one number or one per group."""
     count = len(optimizer.param_groups)
     if isinstance(value, Sequence):
         if len(value) != count:

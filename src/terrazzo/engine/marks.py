@@ -1,4 +1,4 @@
-"""When a rank reached which point of starting, for whoever measures how long it takes to go on after a fault.
+"""The times at which a rank reached points of its start, to measure how long recovery from a fault takes.
 
 `terrazzo train` names a file in the environment, to which ranks append; without it nothing is written.
 """
@@ -15,14 +15,14 @@ FILE: Final = "TERRAZZO_MARKS"
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """A rank at one point.
+    """A rank has reached a point.
 
     Attributes:
         what: `made` (the engine), `loading`, `planned`, `read` or `stepped` (the first step after it).
         at: seconds since 1970.
-        rank: among all.
-        process: its id, on its host.
-        start: how often the ranks had been started again.
+        rank: its number among all ranks.
+        process: its process id, on its host.
+        start: how many times the ranks had been restarted.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 def mark(what: str) -> None:
-    """Say that this rank is there."""
+    """Write that this rank has reached the point."""
     file = os.environ.get(FILE)
     if not file:
         return
@@ -41,14 +41,14 @@ def mark(what: str) -> None:
     line = msgspec.json.encode(Mark(what, time.time(), rank, os.getpid(), start)) + b"\n"
     try:
         fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    except OSError:  # whoever measured has gone
+    except OSError:  # the measuring process has ended
         return
     try:
-        os.write(fd, line)  # at once: lines of several ranks do not mix
+        os.write(fd, line)  # in one call, so that lines of several ranks do not mix
     finally:
         os.close(fd)
 
 
 def read_marks(data: bytes) -> list[Mark]:
-    """The marks in what a file holds, as far as its last whole line."""
+    """The marks in the contents of the file, up to its last complete line."""
     return [msgspec.json.decode(line, type=Mark) for line in data[: data.rfind(b"\n") + 1].splitlines()]

@@ -1,6 +1,7 @@
-"""Monitors: learning rate, loss and loss scale after each step, to where the config says.  The first rank writes.
+"""Monitors: they write learning rate, loss and loss scale after each step to where the config says.  The first rank
+writes.
 
-Events have DeepSpeed's names, and are counted by samples.  Whoever wants others appends a function of the engine to
+Events have DeepSpeed's names, and samples as their x axis.  For other events, append a function of the engine to
 `Engine.watchers`.
 """
 
@@ -35,11 +36,11 @@ class Watched(Protocol):
 
     @property
     def loss_scale(self) -> Any:
-        """By what."""
+        """The loss scale."""
 
 
 def monitors_of(config: EngineConfig) -> list[Callable[[Events, int], None]]:
-    """Those that a config asks for: each takes events and the number of samples."""
+    """The monitors that a config asks for: functions of events and the number of samples."""
     found: list[Callable[[Events, int], None]] = []
     if config.tensorboard.enabled:
         found.append(_tensorboard(config.tensorboard))
@@ -51,7 +52,7 @@ def monitors_of(config: EngineConfig) -> list[Callable[[Events, int], None]]:
 
 
 def events_of(engine: Watched) -> dict[str, float]:
-    """What there is to tell after a step; the host waits for the loss."""
+    """The events of a step; the host waits for the loss."""
     events = {"Train/Samples/lr": engine.get_lr()[0]}
     if engine.step_loss is not None:
         events["Train/Samples/train_loss"] = engine.step_loss
@@ -61,7 +62,7 @@ def events_of(engine: Watched) -> dict[str, float]:
 
 
 def watcher(monitors: Iterable[Callable[[Events, int], None]]) -> Callable[[Watched], None]:
-    """What the engine calls after each step."""
+    """A function that the engine calls after each step."""
     written = list(monitors)
 
     def write(engine: Watched) -> None:

@@ -1,4 +1,4 @@
-"""Making the optimizer: from a description, a function of parameters, or one that the user built."""
+"""Making the optimizer: from a description, from a function of parameters, or from one that the user has built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 _OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion, "muon": Muon}
 
-# As optimizers take them: parameters, or param groups.
+# What optimizers take: parameters, or param groups.
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
-# What DeepSpeed's own classes of these names take, and PyTorch's do not need to be told.
+# Arguments of DeepSpeed's classes of these names that PyTorch's do not have.
 _DEEPSPEED_ONLY = ("torch_adam", "adam_w_mode")
 
 
@@ -34,12 +34,13 @@ def make_optimizer(
     """The optimizer of a sharded model.
 
     Args:
-        before: the names of the parameters by the `id`s that they had before the model was sharded; an optimizer that
-            was built then is given the parameters that took their places.
-        parameters: those to train, or param groups, from before the model was sharded; None: all that need gradients.
+        before: the names of the parameters by the `id`s that they had before the model was sharded; in an optimizer
+            that was built then, they are replaced by the sharded parameters.
+        parameters: the parameters to train, or param groups, from before the model was sharded; None: all that require
+            gradients.
     """
     if given is not None and described is not None:
-        raise EngineConfigError("an optimizer was passed, and config.optimizer describes another; keep one of them")
+        raise EngineConfigError("an optimizer was passed, and config.optimizer describes another; use one of them")
     if isinstance(given, torch.optim.Optimizer):
         _rebind(given, model, before)
         return given
@@ -55,7 +56,7 @@ def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch
     arguments = dict(described.params)
     name = described.type
     if name.lower() in ("adam", "adamw"):
-        # In DeepSpeed's configs Adam is AdamW unless it is told otherwise, and neither decays weights by default.
+        # In DeepSpeed's configs Adam means AdamW unless adam_w_mode is false, and neither has weight decay by default.
         decoupled = name.lower() == "adamw" or arguments.get("adam_w_mode", True)
         name = "AdamW" if decoupled else "Adam"
         arguments.setdefault("weight_decay", 0.0)
@@ -63,7 +64,7 @@ def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch
             arguments.pop(key, None)
     kind = _OWN.get(name.lower()) or getattr(torch.optim, name, None) or getattr(torch.optim, name.capitalize(), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
-        raise EngineConfigError(f"config: optimizer.type {described.type!r} is no optimizer of torch.optim")
+        raise EngineConfigError(f"config: optimizer.type {described.type!r} is not an optimizer of torch.optim")
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
@@ -73,7 +74,7 @@ def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch
 
 
 def _chosen(parameters: Parameters | None, model: nn.Module, before: Mapping[int, str]) -> list[Any]:
-    """What the optimizer is built of: parameters of the sharded model, or groups of them."""
+    """What the optimizer is built from: parameters of the sharded model, or groups of them."""
     if parameters is None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     given: list[Any] = list(parameters)
@@ -92,19 +93,20 @@ def _chosen(parameters: Parameters | None, model: nn.Module, before: Mapping[int
 def _replaced(
     parameters: list[nn.Parameter], now: Mapping[str, nn.Parameter], before: Mapping[int, str], where: str
 ) -> list[nn.Parameter]:
-    """The sharded parameters in the places of those that they were made from."""
+    """The sharded parameters that were made from these parameters."""
     here = {id(p) for p in now.values()}
     strangers = [tuple(p.shape) for p in parameters if id(p) not in before and id(p) not in here]
     if strangers:
-        raise EngineError(f"{where} holds parameters of other models, of shapes {strangers}")
+        raise EngineError(f"{where} has parameters that are not in the model, of shapes {strangers}")
     return [p if id(p) in here else now[before[id(p)]] for p in parameters]
 
 
 def _rebind(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[int, str]) -> None:
-    """Put the sharded parameters in the places of those that they were made from."""
+    """Replace the optimizer's parameters by the sharded parameters that were made from them."""
     if optimizer.state:
         raise EngineError(
-            f"{type(optimizer).__name__} has taken steps already: pass a new one, and load a checkpoint into the engine"
+            f"{type(optimizer).__name__} has taken steps already: pass a new optimizer, and load a checkpoint into the "
+            "engine"
         )
     now = dict(model.named_parameters(remove_duplicate=False))
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed has and PyTorch has not.  Their parameters may be distributed."""
+"""Optimizers that DeepSpeed has and PyTorch does not.  Their parameters may be DTensors."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Lion(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam with a rate per parameter, by the norms of the parameter and of its update (You et al., 2019).
+    """Adam with a learning rate per parameter, from the norms of the parameter and of its update (You et al., 2019).
 
-    The norms are those of whole parameters, however they are distributed.
+    The norms are those of whole parameters, also if they are sharded.
 
     >>> weight = torch.nn.Parameter(torch.full((4,), 2.0))
     >>> weight.grad = torch.ones(4)
@@ -71,7 +71,7 @@ class Lamb(torch.optim.Optimizer):
         amsgrad: bool = False,
     ) -> None:
         if max_grad_norm or amsgrad:
-            raise EngineConfigError("Lamb has no amsgrad; max_grad_norm is the config's gradient_clipping")
+            raise EngineConfigError("Lamb has no amsgrad, and for max_grad_norm use the config's gradient_clipping")
         options = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         options |= {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, {**options, "eps_inside_sqrt": eps_inside_sqrt})
@@ -113,7 +113,7 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Of the whole tensor, on every rank."""
+    """The norm of the whole tensor, on every rank."""
     norm = torch.linalg.vector_norm(tensor)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -1,13 +1,14 @@
-"""Models cut into stages with `torch.distributed.pipelining`, each trained by other ranks.
+"""Models cut into stages with `torch.distributed.pipelining`, each trained by different ranks.
 
-PyTorch's schedule decides when a stage runs forward and backward of which micro-batch, and sends what goes between the
-stages.  Around one run of it, which is one step, this module decides the rest:
+PyTorch's schedule decides when a stage runs forward and backward of which micro-batch, and sends activations and
+gradients between the stages.  One run of the schedule is one step; this module does what is around it:
 
-    before    when gradients are reduced and parameters freed: as the ZeRO stage says, for as many backwards as come
-    the loss  is scaled, and divided by the number of micro-batches, where the last stage computes it
-    after     gradients that have only been added up are reduced; parameters become shards; every rank learns the loss
+    before    sets when gradients are reduced and parameters freed, as the ZeRO stage requires
+    loss      scales it, and divides it by the number of micro-batches, where the last stage computes it
+    after     reduces gradients that have only been accumulated, reshards parameters, and sends the loss to every rank
 
-Stages have the names that their parts have in the whole model, so what they save together is the whole model's state.
+The modules of a stage have the names that they have in the whole model, so together the stages save the whole model's
+state.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ScheduleFactory = Callable[..., Any]
 
 
 class Stage(Protocol):
-    """A `PipelineStage`, or what `build_stage` makes."""
+    """A `PipelineStage`, or the result of `build_stage`."""
 
     submod: nn.Module
     stage_index: int
@@ -42,41 +43,41 @@ class Stage(Protocol):
 
 
 class StageModules(nn.Module):
-    """The stages that one rank holds, as one module: parts have the names that they have in their stages."""
+    """The stages that one rank holds, as one module; the names of their parts do not depend on the stage."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """Those of the stages, without anything that tells the stages apart."""
+        """The modules of all stages, without prefixes for the stages."""
         memo = set() if memo is None else memo
         for part in self.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
     def modules(self, remove_duplicate: bool = True) -> Any:
-        """The same without names."""
+        """`named_modules` without the names."""
         for _, module in self.named_modules(remove_duplicate=remove_duplicate):
             yield module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The stages' state dicts in one."""
+        """The stages' state dicts as one."""
         return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Give each stage what is its own."""
+        """Load into each stage the entries that it has."""
         for part in self.parts:
             own = {name: value for name, value in state_dict.items() if name in part.state_dict()}
             part.load_state_dict(own, strict=strict, assign=assign)
 
 
 class Pipeline:
-    """The stages that this rank trains, and the schedule by which it does.
+    """The stages that this rank trains, and their schedule.
 
     Attributes:
         module: the stage, or the stages as one module.
         parts: the modules of the stages.
-        schedule: PyTorch's.
+        schedule: PyTorch's schedule.
         elsewhere: names in the state dicts of other ranks' stages.
         tied: parameters of which other stages have copies.
     """
@@ -99,25 +100,25 @@ class Pipeline:
         self._stages, self._make, self._loss_fn = list(stages), make, loss_fn
         self._first = any(stage.stage_index == 0 for stage in stages)
         self._last = any(stage.stage_index == stage.num_stages - 1 for stage in stages)
-        self._losses: list[Tensor] = []  # of each micro-batch, where the last stage is
+        self._losses: list[Tensor] = []  # of each micro-batch, on the rank of the last stage
         self._factor = 1.0  # of the loss in backward
         self.schedule: Any = None
         self._splits = False  # whether it computes the gradients of inputs and of parameters apart
 
     def prepare(self, batch: Batch) -> None:
-        """Make the schedule, once the stages are sharded."""
+        """Create the schedule, after the stages have been sharded."""
         self._batch = batch
         stages: Any = self._stages if len(self._stages) > 1 else self._stages[0]
         try:
-            # The loss is scaled here, so PyTorch is not to divide gradients that have not been reduced yet.
+            # scale_grads=False: the loss is divided here; PyTorch would divide gradients that are not reduced yet.
             self.schedule = self._make(
                 stages, n_microbatches=batch.accumulation, loss_fn=self._scaled_loss, scale_grads=False
             )
         except (TypeError, ValueError, AttributeError) as error:
             count = f"{len(self._stages)} stage{'s' if len(self._stages) > 1 else ''}"
             raise EngineConfigError(
-                f"pipeline={_name_of(self._make)} made no schedule of {count} and {batch.accumulation} micro-batches "
-                f"(gradient_accumulation_steps): {error}"
+                f"pipeline={_name_of(self._make)} could not create a schedule of {count} and {batch.accumulation} "
+                f"micro-batches (gradient_accumulation_steps): {error}"
             ) from error
         self._splits = _splits_backward(self.schedule)
         if self._splits:
@@ -134,9 +135,9 @@ class Pipeline:
     def train(
         self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], *, scale: float, zero_stage: int
     ) -> Tensor:
-        """Forward and backward of all micro-batches; the gradients are reduced, and this rank's loss is returned."""
+        """Forward and backward of all micro-batches, and the reduction of gradients; returns this rank's loss."""
         self._check_samples(args, target)
-        # Gradients are reduced after every micro-batch, or once: by the schedule itself where it splits backward.
+        # Reduced after every micro-batch, or once: in ZeRO stages 0 and 1, or by a schedule that splits backward.
         at_once = zero_stage >= 2 and not self._splits
         for part in self.parts:
             part.set_requires_gradient_sync(at_once)  # type: ignore[operator]
@@ -152,7 +153,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> Tensor:
-        """Forward alone, in evaluation mode; this rank's loss."""
+        """Forward only, in evaluation mode; returns this rank's loss."""
         if self._splits:
             _refuse_forward_alone(self.schedule, self._held)
         self._check_samples(args, target)
@@ -178,18 +179,18 @@ class Pipeline:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
             if tensors and tensors[0].shape[0] != expected:
                 raise EngineError(
-                    f"the {what} have {tensors[0].shape[0]} samples; a step of this rank takes {expected}: "
+                    f"the {what} have {tensors[0].shape[0]} samples, but a step of this rank takes {expected}: "
                     f"{self._batch.accumulation} micro-batches of {self._batch.micro}"
                 )
         if (self._first and not args) or (self._last and target is None):
             raise EngineError("the first stage needs inputs and the last one a target: pass both on every rank")
 
     def _loss(self) -> Tensor:
-        # PyTorch computes the loss once more when it first finds out what is sent between the stages.
+        # Only the last ones: PyTorch computes one more loss when it first infers the shapes that stages exchange.
         found = self._losses[-self._batch.accumulation :]
         return torch.stack(found).mean() if found else torch.zeros((), device=self.axis.device_type)
 
-    # ------------------------------------------------------------------ together
+    # ------------------------------------------------------------------ over all stages
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over the stages of this pipeline."""
@@ -207,7 +208,7 @@ def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
     for stage in given:
         if not all(hasattr(stage, name) for name in ("submod", "stage_index", "num_stages")):
             raise EngineConfigError(
-                f"model is an nn.Module, a PipelineStage or a list of PipelineStages, not {type(stage).__name__}"
+                f"model must be an nn.Module, a PipelineStage or a list of PipelineStages, not {type(stage).__name__}"
             )
     if not given:
         raise EngineConfigError("model is an empty list of stages")
@@ -218,13 +219,13 @@ def as_stages(model: Stage | Sequence[Stage]) -> list[Stage]:
 
 
 def _check_stages(stages: Sequence[Stage], axis: Axis) -> list[list[int]]:
-    """The stages of every rank, which together are all there are."""
+    """The stage numbers of every rank; an error unless each stage is held once."""
     for stage in stages:
         ranks_of_stage = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
         if tuple(ranks_of_stage) != axis.ranks:
             raise EngineConfigError(
-                f"stage {stage.stage_index} communicates with ranks {ranks_of_stage}, and the pipeline lies on ranks "
-                f"{list(axis.ranks)} of the mesh: make it with group=mesh.get_group({axis.name!r})"
+                f"stage {stage.stage_index} communicates with ranks {ranks_of_stage}, but the mesh has the pipeline on "
+                f"ranks {list(axis.ranks)}: create the stage with group=mesh.get_group({axis.name!r})"
             )
     ranks = gather_over(axis, [[stage.stage_index, stage.num_stages] for stage in stages])
     indices = sorted(index for rank in ranks for index, _ in rank)
@@ -232,13 +233,13 @@ def _check_stages(stages: Sequence[Stage], axis: Axis) -> list[list[int]]:
     if len(counts) > 1 or indices != list(range(counts.copy().pop())):
         raise EngineConfigError(
             f"ranks {list(axis.ranks)} hold the stages {[[index for index, _ in rank] for rank in ranks]} of "
-            f"{sorted(counts)}; together they have to hold each stage once"
+            f"{sorted(counts)}; together they must hold each stage exactly once"
         )
     return [sorted(index for index, _ in rank) for rank in ranks]
 
 
 def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
-    """Names of other ranks' tensors; a parameter that two stages have is an error."""
+    """The names of other ranks' tensors; a parameter in two stages raises an error."""
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     found = gather_over(axis, [list(module.state_dict()), parameters])
     holders: dict[str, list[int]] = {}
@@ -249,27 +250,28 @@ def _names_elsewhere(module: nn.Module, axis: Axis) -> frozenset[str]:
     if twice:
         said = ", ".join(f"{name} on ranks {ranks}" for name, ranks in list(twice.items())[:4])
         raise EngineConfigError(
-            f"{len(twice)} parameters are in several stages: {said}. The parts of a stage have the names that they "
-            "have in the whole model: put nn.Identity in the places of layers that are on other stages, or keep layers "
-            "in an nn.ModuleDict by number. A parameter that stages share has another name in each, and tied= says so"
+            f"{len(twice)} parameters are in several stages: {said}. The parts of a stage must have the names that "
+            "they have in the whole model: put nn.Identity in the places of layers that are on other stages, or keep "
+            "layers in an nn.ModuleDict by number. Give a parameter that stages share another name in each, and pass "
+            "the names as tied="
         )
     return frozenset(name for index, (names, _) in enumerate(found) if index != axis.index for name in names)
 
 
 def _splits_backward(schedule: Any) -> bool:
-    """Whether the gradients of inputs and of parameters are computed apart."""
+    """Whether the schedule computes gradients of inputs and of parameters separately."""
     orders = (getattr(schedule, "pipeline_order", None) or {}).values()
     kinds = {getattr(action.computation_type, "name", "") for order in orders for action in order if action is not None}
     return bool(kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"})
 
 
 def _refuse_forward_alone(schedule: Any, held: Sequence[Sequence[int]]) -> None:
-    """Between stages of one rank PyTorch hands gradients on although there are none."""
+    """Raise for such a schedule: between stages on one rank PyTorch passes on gradients also where there are none."""
     for stages in held:
         if any(index + 1 in stages for index in stages):
             raise EngineError(
-                f"{type(schedule).__name__} cannot run forward alone in PyTorch where neighbouring stages, here "
-                f"{list(stages)}, lie on one rank: evaluate with an engine of another schedule, such as "
+                f"PyTorch's {type(schedule).__name__} cannot run forward only if neighbouring stages, here "
+                f"{list(stages)}, are on one rank: evaluate with an engine with another schedule, such as "
                 "ScheduleInterleaved1F1B, that loads this one's checkpoint"
             )
 

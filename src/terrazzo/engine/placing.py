@@ -6,8 +6,8 @@
     2       shard               gathered after each step      sharded, reduced at each micro-batch
     3       shard               sharded, gathered when used   sharded, reduced at each micro-batch
 
-So all stages run the same code, hold the same kinds of tensors, and one stage's checkpoint is another's.  The optimizer
-always works on the parameters' own shards, in float32 also where the model computes in 16 bits.
+So all stages run the same code and have the same kinds of tensors, and a checkpoint of one stage loads in any other.
+The optimizer always works on the parameters' shards, in float32 even if the model computes in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
-    """Which ranks see different data, which have the other stages of a pipeline, and how many hold parts of a model."""
+class ParallelRanks:
+    """Which ranks see different data, which hold the other stages of a pipeline, and how many hold parts of a model."""
 
-    mesh: DeviceMesh  # of `fully_shard`
+    mesh: DeviceMesh  # for `fully_shard`
     data: Axis
     pipeline: Axis | None
-    model_parallel: int  # those of all stages
+    model_parallel: int  # ranks that hold parts of one model, over all stages
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
-        """From the user's mesh, whose dims have these names; None: all ranks, in a pipeline if there is one."""
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> ParallelRanks:
+        """From the user's mesh, whose dims have these names; None: all ranks, as one data-parallel dim."""
         if not dist.is_initialized():
             _initialise()
         if mesh is None:
@@ -52,11 +52,11 @@ class Ranks:
             mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=dims)
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and data_dim not in names:
-            raise EngineConfigError(f"the mesh {mesh} has no dim named {data_dim!r}: name its data-parallel dim so")
+            raise EngineConfigError(f"the mesh {mesh} has no dim named {data_dim!r}: pass the name of one as data_dim=")
         if pipeline_dim is not None and (mesh.ndim == 1 or pipeline_dim not in names):
             raise EngineConfigError(
-                f"the mesh {mesh} has to have dims named {pipeline_dim!r}, for the stages of the pipeline, and "
-                f"{data_dim!r}, as in init_device_mesh('cpu', (2, 2), mesh_dim_names=({pipeline_dim!r}, {data_dim!r}))"
+                f"the mesh {mesh} needs a dim named {pipeline_dim!r}, for the stages of the pipeline, and one named "
+                f"{data_dim!r}: init_device_mesh('cpu', (2, 2), mesh_dim_names=({pipeline_dim!r}, {data_dim!r}))"
             )
         data_mesh = mesh if mesh.ndim == 1 else mesh[data_dim]
         data = axis_of(data_mesh, 0)
@@ -64,30 +64,31 @@ class Ranks:
         sharding = 1 if zero.stage == 0 else zero.mics_shard_size or data.size
         if data.size % sharding:
             raise EngineConfigError(
-                f"config: zero_optimization.mics_shard_size {sharding} does not divide {data.size} data-parallel ranks"
+                f"config: zero_optimization.mics_shard_size {sharding} does not divide the {data.size} data-parallel "
+                "ranks"
             )
         within = zero.zero_hpz_partition_size
         if 1 < within < sharding and sharding % within:
             raise EngineConfigError(
                 f"config: zero_optimization.zero_hpz_partition_size {within} does not divide the {sharding} ranks that "
-                "shard"
+                "a parameter is sharded over"
             )
         hybrid = zero.stage == 0 or sharding < data.size
         shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
-        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
+        return ParallelRanks(shard_mesh, data, pipeline, mesh.size() // data.size)
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
-    """The same ranks in two dims: those along the first replicate, `sharding` along the second shard."""
+    """The same ranks in two mesh dims: the first replicates, the second, of size `sharding`, shards."""
     if mesh.mesh_dim_names is None:
         return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, sharding), mesh_dim_names=("replicate", "shard"))
     name = mesh.mesh_dim_names[0]
-    # Split, not made anew: it stays part of the mesh on which parameters may be tensor-parallel.
+    # Split instead of created: it stays part of the mesh on which parameters may be tensor-parallel.
     return split(mesh, 0, (mesh.size() // sharding, sharding), (f"{name}_replicate", f"{name}_shard"))
 
 
 def _initialise() -> None:
-    """Under torchrun all its processes; otherwise this process alone."""
+    """Initialise the process group: of all processes under torchrun, else of this process alone."""
     if dist.is_torchelastic_launched():
         dist.init_process_group()
     else:
@@ -101,27 +102,29 @@ def _device_type() -> str:
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """In what the model computes."""
+    """The dtype in which the model computes."""
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
 def shard_model(
     model: nn.Module,
     config: EngineConfig,
-    ranks: Ranks,
+    ranks: ParallelRanks,
     ignored: set[nn.Parameter],
     init_weights: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give every rank the first one's values, and hand the model to `fully_shard` as the stage says.
+    """Give every rank the first one's values, and apply `fully_shard` as the ZeRO stage requires.
 
-    A model on the meta device gets its values once it is sharded, so no rank ever holds all of it.
+    A model on the meta device is initialised after it is sharded, so no rank ever holds all of it.
     """
     _refuse_strangers(model)
     if compute_dtype(config) is not torch.float32:
         _prepare_precision(model)
     unmade = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if unmade and any(not p.is_meta for p in model.parameters()):
-        raise EngineConfigError(f"some of the model is on the meta device, and some is not: {', '.join(unmade[:4])}")
+        raise EngineConfigError(
+            f"some of the model's tensors are on the meta device and others are not: {', '.join(unmade[:4])} are"
+        )
     if not unmade:
         same_everywhere((*model.parameters(), *model.buffers()), ranks.data)
     zero = config.zero_optimization
@@ -147,32 +150,33 @@ def shard_model(
 
 
 def _refuse_strangers(model: nn.Module) -> None:
-    """Models of PyTorch's own DTensors, or sharded by its own `fully_shard`, are strangers here."""
+    """Raise for PyTorch's own DTensors and for modules that are sharded by its own `fully_shard`."""
     for name, module in model.named_modules():
         kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
         if any(kind.startswith("torch.distributed.fsdp") and kind.endswith(".FSDPModule") for kind in kinds):
             raise EngineConfigError(
                 f"{name or 'the model'} is sharded by torch.distributed.fsdp: import fully_shard from terrazzo.fsdp, "
-                "or call terrazzo.install() before what imports it; the engine shards what is not sharded itself"
+                "or call terrazzo.install() before the code that imports it; modules that are not sharded the engine "
+                "shards"
             )
     for name, parameter in model.named_parameters():
         if is_torch_dtensor(type(parameter)):
             raise EngineConfigError(
                 f"{name} is a DTensor of torch.distributed.tensor: import distribute_tensor, parallelize_module and "
-                "the like from terrazzo.tensor, or call terrazzo.install() before what imports them"
+                "the like from terrazzo.tensor, or call terrazzo.install() before the code that imports them"
             )
 
 
 def _make_values(
     model: nn.Module, names: set[str], device: torch.device, init_weights: Callable[[nn.Module], Any] | None
 ) -> None:
-    """Give a sharded model memory, and values: each rank draws its parts of what one device would draw."""
+    """Allocate and initialise a sharded model: each rank draws its part of what one device would draw."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     speechless = [name for name, module in owners.items() if not hasattr(module, "reset_parameters")]
     if init_weights is None and speechless:
         raise EngineConfigError(
-            "the model is on the meta device, and modules have no reset_parameters() to give values to "
-            f"{', '.join(sorted(speechless)[:4])}: pass initialize(init_weights=function of the model)"
+            "the model is on the meta device, and there is no reset_parameters() to initialise "
+            f"{', '.join(sorted(speechless)[:4])}: pass initialize(init_weights=...), a function of the model"
         )
     model.to_empty(device=device)
     with torch.no_grad():
@@ -200,17 +204,18 @@ def _offload(config: EngineConfig) -> OffloadPolicy:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have every parameter registered as its shard."""
+    """Reshard all parameters, so that each is registered as its shard."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_classes: bool = True) -> list[nn.Module]:
-    """The modules whose parameters are gathered and reduced together: by class, or the items of module lists.
+    """The modules to gather and reduce as one: those of the given classes, or the items of module lists.
 
-    One that shares a parameter with the rest of the model is left out: that parameter has to stay with the whole. With
-    `all_classes`, a class that the model does not have is an error; the stages of a pipeline need not have all.
+    A module that shares a parameter with the rest of the model is left out, because that parameter must stay in the
+    outermost group. With `all_classes`, a class that the model does not have is an error; a pipeline stage need not
+    have all classes.
 
     >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     >>> len(gathered_together(nn.Sequential(nn.Linear(2, 2), blocks), ()))
@@ -221,7 +226,7 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
     absent = [name for name in class_names if name not in found]
     if absent and all_classes:
         raise EngineConfigError(
-            f"zero_optimization.wrap names {', '.join(absent)}: the model has no module of that class inside"
+            f"config: zero_optimization.wrap names {', '.join(absent)}, but the model has no module of that class"
         )
     uses: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -230,11 +235,11 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
 
 
 def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: str) -> nn.Module:
-    """Have the modules that are gathered together compiled, each as graphs of its own; a model without any, whole.
+    """Compile the modules that are gathered together, each as its own graphs; a model without any is compiled whole.
 
     They keep their class, their parameters and their names in the state dict.
     """
-    from terrazzo.graphs import compile as compile_module  # it brings Dynamo along, for those who ask
+    from terrazzo.graphs import compile as compile_module  # imported only if needed, because it imports Dynamo
 
     chosen = gathered_together(model, class_names)
     if not chosen:
@@ -248,7 +253,7 @@ def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: st
 
 
 def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
-    """Inner ones first, as fully_shard wants them."""
+    """The modules of these classes, inner ones first, as fully_shard needs them."""
     for child in model.children():
         yield from _by_class(child, names)
         if type(child).__name__ in names:
@@ -256,7 +261,7 @@ def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
 
 
 def _items_of_lists(model: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost module lists, and of dicts by number, as stages of a pipeline may have."""
+    """The items of the outermost module lists, and of module dicts with numbers as keys (as in pipeline stages)."""
     for child in model.children():
         if isinstance(child, nn.ModuleList) or (isinstance(child, nn.ModuleDict) and all(map(str.isdigit, child))):
             yield from (item for item in child.children() if type(item).forward is not nn.Module.forward)
@@ -272,7 +277,7 @@ def _keeps_to_itself(module: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
 
 
 def _prepare_precision(model: nn.Module) -> None:
-    """Parameters in float32, from which those that compute are made; buffers stay as they are."""
+    """Convert parameters to float32; copies in the compute dtype are made from them. Buffers are not converted."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -280,12 +285,12 @@ def _prepare_precision(model: nn.Module) -> None:
 
 @torch.no_grad()
 def same_everywhere(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Give every rank of an axis the first one's values, or parts, of tensors."""
+    """Give every rank of an axis the tensors, or local tensors, of the first one."""
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.copy_(collectives.broadcast(on_device(local, axis), axis, 0))
 
 
 def on_device(tensor: Tensor, axis: Axis) -> Tensor:
-    """Where the ranks of an axis communicate; a model may be on the CPU yet, or rest there."""
+    """The tensor on the device on which the axis communicates; a model may be on the CPU, or offloaded to it."""
     return tensor.to(axis.device_type)

@@ -1,7 +1,7 @@
-"""Random layer-token dropping: inner layers see a random part of the tokens, which grows to all of them.
+"""Random layer-token dropping: inner layers process a random subset of the tokens, which grows until it has all.
 
-The tokens that a layer does not see skip it.  Which they are depends on seed, step and layer only, so a run that is
-resumed, on whatever number of ranks, goes on as it would have.
+The other tokens skip the layer.  The choice depends on seed, step and layer only, so a resumed run makes the same
+choices, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from terrazzo.errors import EngineConfigError, EngineError
 
 
 class RandomLTD:
-    """Drops tokens before some of a model's layers, and puts them back after.
+    """Drops tokens before some of a model's layers, and puts them back after them.
 
     Attributes:
-        current_tokens: how many each of these layers keeps in this step.
-        consumed_layer_tokens: tokens that went through a layer, summed over layers and the samples of all ranks.
+        current_tokens: how many tokens each of these layers keeps in this step.
+        consumed_layer_tokens: the number of tokens that layers processed, over all layers and the samples of all ranks.
     """
 
     def __init__(self, layers: dict[int, nn.Module], schedule: Schedule, seed: int, token_dim: int) -> None:
@@ -32,41 +32,41 @@ class RandomLTD:
         self._step = 0
         self.current_tokens = schedule.at(0)
         self.consumed_layer_tokens = 0
-        self._kept: dict[int, int] = {}  # by layer, in its last forward
+        self._kept: dict[int, int] = {}  # per layer, in its last forward
         for number, layer in layers.items():
             _Dropping(self, number, layer)
 
     @staticmethod
     def of(config: EngineConfig, model: nn.Module) -> RandomLTD | None:
-        """As the config says; None if it says nothing."""
+        """As the config describes it; None if it does not."""
         routing = config.data_efficiency.data_routing
         ltd = routing.random_ltd
         if not (config.data_efficiency.enabled and routing.enabled and ltd.enabled):
             return None
-        assert ltd.random_ltd_schedule is not None  # or the config would not have passed its checks
+        assert ltd.random_ltd_schedule is not None  # the config's check requires it
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         if not lists:
             raise EngineConfigError("config: random_ltd needs the model's layers to be in an nn.ModuleList")
         layers = max(lists, key=len)
         wrong = [i for i in ltd.random_ltd_layer_id if not 0 <= i < len(layers)]
         if wrong:
-            raise EngineConfigError(f"config: random_ltd_layer_id has {wrong}, and the model {len(layers)} layers")
+            raise EngineConfigError(f"config: random_ltd_layer_id has {wrong}, but the model has {len(layers)} layers")
         token_dim = 1 if ltd.hidden_state_order == "batch_seq_dim" else 0
         chosen = {i: layers[i] for i in ltd.random_ltd_layer_id}
         return RandomLTD(chosen, token_schedule(ltd.random_ltd_schedule), config.data_efficiency.seed, token_dim)
 
     def begin_forward(self, step: int) -> None:
-        """The forward of a micro-batch of this step begins."""
+        """Called when the forward of a micro-batch of this step starts."""
         self._step = step
         self.current_tokens = self._schedule.at(step)
 
     def end_step(self, step: int, samples: int) -> None:
-        """So many steps have been taken, the last with so many samples."""
+        """Called with the number of steps taken, and the samples of the last one."""
         self.consumed_layer_tokens += samples * sum(self._kept.values())
         self.current_tokens = self._schedule.at(step)
 
     def kept(self, layer: int, x: Tensor) -> Tensor | None:
-        """The positions, in order, of the tokens that a layer sees; None for all."""
+        """The positions, in order, of the tokens that a layer processes; None for all."""
         total = x.shape[self._token_dim]
         keep = min(self.current_tokens, total)
         self._kept[layer] = keep
@@ -80,7 +80,7 @@ class RandomLTD:
         return x.index_select(self._token_dim, positions)
 
     def put_back(self, x: Tensor, positions: Tensor, part: Tensor) -> Tensor:
-        """All tokens, those at these positions replaced."""
+        """All tokens, with those at these positions replaced."""
         return x.index_copy(self._token_dim, positions, part.to(x.dtype))
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class RandomLTD:
 
 
 class _Dropping:
-    """Before and after one layer, whose first argument and whose (first) output are the tokens."""
+    """Hooks around one layer, whose first argument and (first) output are the tokens."""
 
     def __init__(self, ltd: RandomLTD, number: int, layer: nn.Module) -> None:
         self._ltd, self._number = ltd, number
@@ -106,8 +106,8 @@ class _Dropping:
             return None
         if not args or not isinstance(args[0], Tensor) or args[0].ndim < 3:
             raise EngineError(
-                f"random_ltd: layer {self._number} takes its hidden states as its first argument, a tensor of batch, "
-                "tokens and width"
+                f"random_ltd: layer {self._number} must get its hidden states as its first argument, a tensor with "
+                "dims for batch, tokens and width"
             )
         positions = self._ltd.kept(self._number, args[0])
         self._calls.append(None if positions is None else (args[0], positions))

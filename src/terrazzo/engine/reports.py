@@ -1,4 +1,4 @@
-"""Reports that a config can ask for: what one forward computes, and what has been sent."""
+"""Reports that a config can ask for: the operations of one forward, and the communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("terrazzo.engine")
 
 
 class FlopsReport:
-    """Counts the first forward of one step, by module, on one rank.
+    """Counts the operations of the first forward of one step, by module, on one rank.
 
     Attributes:
         total: floating-point operations of that forward; None before it.
@@ -29,7 +29,7 @@ class FlopsReport:
         self._parameters = sum(p.numel() for p in module.parameters())
         self._mode: FlopCounterMode | None = None
         self.total: int | None = None
-        self._steps = 0  # those that have ended
+        self._steps = 0  # how many have ended
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -58,7 +58,7 @@ class FlopsReport:
             Path(self._config.output_file).write_text(text, encoding="utf-8")
 
     def end_step(self, steps: int) -> None:
-        """So many steps have been taken."""
+        """Called with the number of steps taken."""
         self._steps = steps
 
 
@@ -80,7 +80,7 @@ class CommsReport:
         weakref.finalize(self, remove_observer, observe)
 
     def add(self, event: CommEvent) -> None:
-        """A collective begins."""
+        """Called when a collective starts."""
         entry = self._counts.setdefault((event.kind, event.axis.size), [0, 0])
         entry[0] += 1
         entry[1] += event.bytes
@@ -88,7 +88,7 @@ class CommsReport:
             LOGGER.info("%s of %d bytes among %d ranks", event.kind, event.bytes, event.axis.size)
 
     def as_dict(self) -> dict[str, dict[int, Mapping[str, int]]]:
-        """By kind and number of ranks: how many there were, and how many bytes this rank sent."""
+        """By kind and number of ranks: the number of collectives, and the bytes that this rank sent."""
         found: dict[str, dict[int, Mapping[str, int]]] = {}
         for (kind, ranks), (count, sent) in sorted(self._counts.items()):
             found.setdefault(kind, {})[ranks] = {"count": count, "bytes": sent}

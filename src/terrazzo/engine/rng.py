@@ -1,4 +1,4 @@
-"""The random states of a rank: saved with a run, and continued by it."""
+"""The random states of a rank, which are saved with a run and restored when it resumes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from terrazzo.engine.seeds import generator_for
 
 
 def random_state() -> dict[str, Any]:
-    """Of everything that draws random numbers in this process."""
+    """The states of all random generators in this process."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(words), gauss]}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
-    numpy = sys.modules.get("numpy")  # who has not imported it draws nothing from it
+    numpy = sys.modules.get("numpy")  # a program that has not imported it does not use its generator
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state(legacy=True)
         state["numpy"] = [str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest)]
@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Continue from a state; generators that it does not know are left alone."""
+    """Restore a state; generators that it does not contain are left alone."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -42,7 +42,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
-    """Set the states of a rank that was not there when rank 0 saved `state`: its own, and the same every time."""
+    """Seed a rank that did not exist when rank 0 saved `state`: differently from other ranks, but reproducibly."""
     known = state["torch"].numpy().tobytes().hex()
     seed = int(torch.randint(2**62, (1,), generator=generator_for(known, "rank", rank)))
     torch.manual_seed(seed)

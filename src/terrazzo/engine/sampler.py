@@ -1,11 +1,11 @@
-"""The order in which a run sees its data: shuffled, divided among ranks, resumable anywhere.
+"""The order in which a run sees its data: shuffled, divided among ranks, resumable on any number of ranks.
 
-Samples are drawn one after the other from one global order, which depends on the seed and the curriculum, not on the
-ranks: rank r of n takes the r-th part of each micro-batch.  A position in that order is all there is to remember, so a
-run goes on with the same data on any number of ranks, as long as the number of samples of a step is the same.
+Samples are taken in turn from one global order, which depends on the seed and the curriculum, not on the ranks: rank r
+of n takes the r-th part of each micro-batch.  The position in that order is the whole state, so a run continues with
+the same data on any number of ranks, as long as the number of samples per step is the same.
 
-With a curriculum, a pass over the data begins with the samples that are easy enough; those that become so while it
-lasts join what is left of it.
+With a curriculum, a pass over the data starts with the samples that are easy enough; samples that become so during the
+pass are added to the rest of it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ class Curriculum:
     """Which samples are easy enough in which step.
 
     Args:
-        difficulties: of every sample, by metric.
-        schedules: how difficult a sample may be, by metric.
+        difficulties: by metric, the difficulty of every sample.
+        schedules: by metric, the largest difficulty as it grows with the steps.
     """
 
     def __init__(self, difficulties: Mapping[str, Any], schedules: Mapping[str, Schedule | Staircase]) -> None:
         absent = [name for name in schedules if name not in difficulties]
         if absent:
             raise EngineConfigError(
-                f"the curriculum goes by {', '.join(absent)}, of which `initialize(difficulties=...)` says nothing"
+                f"the curriculum uses the metrics {', '.join(absent)}, but `initialize(difficulties=...)` has no "
+                "values for them"
             )
         self._difficulties = {name: torch.as_tensor(difficulties[name]) for name in schedules}
         self._schedules = schedules
 
     def check_length(self, samples: int) -> None:
-        """Every metric has to know every sample."""
+        """Raise unless every metric has a value for every sample."""
         for name, values in self._difficulties.items():
             if values.shape != (samples,):
                 raise EngineConfigError(
-                    f"difficulties[{name!r}] is of shape {tuple(values.shape)}, and there are {samples} samples"
+                    f"difficulties[{name!r}] has shape {tuple(values.shape)}, but there are {samples} samples"
                 )
 
     def limits(self, step: int) -> dict[str, int]:
-        """How difficult a sample may be in the step after `step` others; schedules count from one."""
+        """The largest difficulty of a sample in the step after `step` others; schedules count from one."""
         return {name: schedule.at(step + 1) for name, schedule in self._schedules.items()}
 
     def eligible(self, limits: Mapping[str, int]) -> Tensor:
@@ -59,7 +60,7 @@ class Curriculum:
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """Gives this rank's micro-batches, without end, from where the state says.
+    """Gives this rank's micro-batches, without end, starting at the position in its state.
 
     >>> sampler = ResumableSampler(6, Batch(total=3, micro=3, accumulation=1), rank=0, ranks=1, seed=0)
     >>> batches = iter(sampler)
@@ -67,12 +68,12 @@ class ResumableSampler(Sampler[list[int]]):
     [0, 1, 2, 3, 4, 5]
 
     Args:
-        samples: how many there are.
+        samples: the number of samples in the data.
         batch: the sizes of a step.
-        rank, ranks: this rank among those that see different data.
+        rank, ranks: this rank's number, and the count, of the ranks that see different data.
         seed: of the order.
         curriculum: which samples are easy enough; None: all.
-        shuffle: without it samples come in their own order.
+        shuffle: if False, samples keep their own order.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class ResumableSampler(Sampler[list[int]]):
         return max(self._samples // self._batch.total, 1) * self._batch.accumulation
 
     def end_step(self) -> None:
-        """A step's samples have been trained on: what a loader has drawn ahead does not count."""
+        """Count a step as trained; samples that a loader has prefetched do not count."""
         self._trained += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the steps that were trained."""
+        """The position after the steps that have been trained."""
         order = _Order(self, self._start)
         for _ in range(self._trained):
             order.take(self._batch.total)
@@ -127,17 +128,20 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, with the next `iter`."""
+        """Continue from a position, with the next `iter`."""
         here = {"samples": self._samples, "shuffle": self._shuffle}
         for name, value in here.items():
             if state[name] != value:
-                raise EngineError(f"data sampler: the checkpoint's {name} is {state[name]!r}, here it is {value!r}")
+                raise EngineError(
+                    f"data sampler: {name} is {value!r} in this run, but {state[name]!r} in the checkpoint: use the "
+                    "same to resume"
+                )
         self._seed = int(state["seed"])
         self._start = {key: state[key] for key in ("step", "passes", "taken", "growth")}
         self._trained = 0
 
     def order_of_pass(self, number: int, growth: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The samples of a pass in order, as far as it is known after its pool grew so often."""
+        """The samples of a pass in order, as far as it is known after the pool has grown `growth` times."""
         order = torch.empty(0, dtype=torch.int64)
         known = torch.zeros(self._samples, dtype=torch.bool)
         for part, event in enumerate(growth):
@@ -153,18 +157,18 @@ class ResumableSampler(Sampler[list[int]]):
         return order.tolist()
 
     def limits(self, step: int) -> dict[str, int]:
-        """How difficult a sample may be; nothing without a curriculum."""
+        """The largest difficulty of a sample; empty without a curriculum."""
         return {} if self._curriculum is None else self._curriculum.limits(step)
 
 
 class _Order:
-    """A place in the global order, and the way forward."""
+    """A position in the global order, from which samples are taken."""
 
     def __init__(self, sampler: ResumableSampler, state: Mapping[str, Any]) -> None:
         self._sampler = sampler
         self._step, self._passes, self._taken = state["step"], state["passes"], state["taken"]
         self._growth: list[dict[str, Any]] = [dict(event) for event in state["growth"]]
-        self._known: list[int] | None = None  # the samples of this pass, once somebody asks
+        self._known: list[int] | None = None  # the samples of this pass, computed when needed
 
     def state(self) -> dict[str, Any]:
         return {"step": self._step, "passes": self._passes, "taken": self._taken, "growth": list(self._growth)}

@@ -1,6 +1,6 @@
-"""States of learning-rate schedulers as they were: in checkpoints keys of dicts are text, also those that were numbers.
+"""Restoring dict keys in the states of learning-rate schedulers: a checkpoint turns numbers as keys into text.
 
-`MultiStepLR` counts its milestones by step; under keys of text it would find none of them.
+`MultiStepLR` looks up its milestones by step number, and would find none of them under text keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def keyed_like(stored: Any, live: Any) -> Any:
-    """What was stored, with dicts of the class, and keys of the kind, that the live value has in the same place.
+    """The stored value, with the dict classes and key types that the live value has in the same places.
 
     >>> from collections import Counter
     >>> keyed_like({"milestones": {"2": 1, "4": 1}, "last_epoch": 3}, {"milestones": Counter([7]), "last_epoch": 0})
@@ -23,7 +23,7 @@ def keyed_like(stored: Any, live: Any) -> Any:
         same = {key: keyed_like(value, live.get(key)) for key, value in stored.items()}
         if type(live) is dict or not isinstance(live, dict):
             return same
-        kept = copy.copy(live)  # a class may need more than its items
+        kept = copy.copy(live)  # a dict subclass may have more than its items
         kept.clear()
         kept.update(same)
         return kept

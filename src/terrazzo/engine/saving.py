@@ -1,8 +1,8 @@
 """Saving a run, and resuming it: on the same ranks or others, in the same ZeRO stage or another.
 
-A checkpoint is a folder `<dir>/<tag>`, of a file system or behind a URL; the file `<dir>/latest` holds the tag of the
-last one.  A folder is a checkpoint once its manifest is in it, and `latest` moves after that, so a run that dies at any
-time finds a whole checkpoint.
+A checkpoint is a folder `<dir>/<tag>`, in a file system or behind a URL; the file `<dir>/latest` contains the tag of
+the last one.  A folder is a checkpoint once its manifest is in it, and `latest` is changed after that, so whenever a
+run dies there is a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, Di
 LOGGER = logging.getLogger("terrazzo.engine")
 
 LATEST: Final = LATEST_NAMES[0]
-_TENSORS: Final = ("module.", "optimizer.state.")  # what is loaded in place
+_TENSORS: Final = ("module.", "optimizer.state.")  # entries that are loaded in place
 
 
 # ------------------------------------------------------------------ saving
@@ -72,18 +72,18 @@ def save_engine(
     layout: str,
     timeout: timedelta | None = None,
 ) -> Future[None]:
-    """Save everything; the future is done once the checkpoint is committed and `latest` says so."""
+    """Save everything; the future is done once the checkpoint is committed and `latest` names it."""
     if not engine.between_steps:
         raise EngineError(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
-            f"{engine.batch.accumulation}: gradients that have been added up so far would be lost; save after a step"
+            f"{engine.batch.accumulation}: the gradients accumulated so far would be lost; save after a whole step"
         )
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
     if layout == "deepspeed":
         if async_op:
-            raise EngineError("layout='deepspeed' is not written in the background: leave out async_op")
+            raise EngineError("layout='deepspeed' cannot be written in the background: leave out async_op")
         save_in_deepspeed_layout(engine, folder, tag, client_state, exclude_frozen=exclude_frozen)
         plane.run_together(lambda: _point(folder, tag, save_latest), f"moving {LATEST} to {tag}")
         finished: Future[None] = Future()
@@ -102,7 +102,7 @@ def save_step(
     force: bool,
     exclude_frozen: bool,
 ) -> bool:
-    """Save the run if a manager's policy wants its step; returns whether it does."""
+    """Save the run if a manager's policy selects its step; returns whether it does."""
     if not engine.between_steps:
         return False
     check_client_names(client_state)
@@ -111,7 +111,7 @@ def save_step(
 
 
 class _RunPlanner(DefaultSavePlanner):
-    """Statistics of the data differ from rank to rank; those of the first rank are kept."""
+    """Running statistics of the data differ between ranks; those of the first rank are saved."""
 
     def set_up_planner(
         self, state_dict: Mapping[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -121,20 +121,20 @@ class _RunPlanner(DefaultSavePlanner):
 
 
 def _point(folder: Place, tag: str, save_latest: bool) -> None:
-    """Have `latest` name a checkpoint that is committed."""
+    """Make `latest` name a committed checkpoint."""
     if save_latest and dist.get_rank() == 0:
         name_as_latest(folder, tag)
 
 
 def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
-    """The tag as text, the same on every rank and fit to be the name of a folder."""
+    """The tag as text; it must be the same on every rank, and valid as the name of a folder."""
     text = str(tag)
     if not text or text in (".", "..", LATEST) or "/" in text or "\0" in text:
-        raise EngineError(f"the tag {text!r} cannot be the name of a checkpoint's folder")
+        raise EngineError(f"the tag {text!r} cannot be used as the name of a checkpoint's folder")
     tags = [data.decode() for data in (plane or ControlPlane.for_group()).all_gather(text.encode())]
     if len(set(tags)) > 1:
         said = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(tags))
-        raise DivergentValueError(f"ranks name the checkpoint differently ({said}); pass the same tag everywhere")
+        raise DivergentValueError(f"ranks passed different tags ({said}); pass the same tag on every rank")
     return text
 
 
@@ -161,7 +161,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place 
 
 
 def load_step(engine: Trained, manager: CheckpointManager, which: Which, **options: bool) -> tuple[int, dict[str, Any]]:
-    """Load a step of a manager's; returns it and the client state."""
+    """Load a manager's checkpoint of a step; returns the step and the client state."""
     client_state: dict[str, Any] = {}
 
     def read(store: Store) -> None:
@@ -170,11 +170,11 @@ def load_step(engine: Trained, manager: CheckpointManager, which: Which, **optio
     return manager.restore(which, read), client_state
 
 
-@paused_collector()  # once, not for each of the many small values
+@paused_collector()  # once, instead of for each of the many small values
 def load_engine(
     engine: Trained, path: Place, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
-    """Load a checkpoint into the engine, as far as is asked for; returns the client state."""
+    """Load the requested parts of a checkpoint into the engine; returns the client state."""
     reader = reader_for(path)
     checkpoint = Checkpoint(reader)
     values = _values(checkpoint)
@@ -197,7 +197,7 @@ def load_engine(
 
     if engine.pipeline is None:
         restore()
-    else:  # what does not fit may do so on one stage only, and is an error on all
+    else:  # a mismatch on one stage only must be an error on all stages
         ControlPlane.for_group().run_together(restore, f"loading {path}")
     if not module_only:
         if optimizer and values.get("loss_scaler") is not None and engine.loss_scale.dynamic:
@@ -215,7 +215,7 @@ class _MarkingPlanner(DefaultLoadPlanner):
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All but the state of the model, the optimizer and the random generators, nested as it was saved."""
+    """Everything but the state of the model, the optimizer and the random generators, nested as it was saved."""
     paths = checkpoint.metadata.planner_data if isinstance(checkpoint.metadata.planner_data, dict) else {}
     nested: dict[str, Any] = {}
     for name in checkpoint:
@@ -223,7 +223,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
             continue
         *outer, last = paths.get(name, (name,))
         base, _, rank = name.rpartition("@")
-        if f"{base}@0" in checkpoint:  # saved by each rank
+        if f"{base}@0" in checkpoint:  # saved by each rank separately
             if rank != str(dist.get_rank()):
                 continue
             last = last.rpartition("@")[0]
@@ -235,7 +235,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
 def _module_targets(
     engine: Trained, checkpoint: Checkpoint, values: Mapping[str, Any], *, strict: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What of the model to load in place, and which tensors are copies of others because they once were shared."""
+    """The model's tensors to load in place, and those to copy from others, with which they shared memory when saved."""
     state = own_tensors(engine)
     if tied := _tied(engine):
         whole = engine.module_state_dict()
@@ -245,12 +245,12 @@ def _module_targets(
     shared = values.get("shared_params") or {}
     missing = [name for name in state if name not in stored]
     copies = {name: shared[name] for name in missing if shared.get(name) in state}
-    # A checkpoint without frozen parameters was meant to leave them as they are.
+    # A checkpoint without frozen parameters leaves them as they are.
     left_out = frozen_parameters(engine) if values.get("frozen_param_shapes") is None else {}
     lacking = [name for name in missing if name not in copies and name not in left_out]
     known = (state, engine.shared_params, elsewhere)
     unexpected = sorted(name for name in stored if not any(name in names for names in known))
-    if engine.pipeline is not None:  # what one stage lacks all refuse: the others would wait for it
+    if engine.pipeline is not None:  # a name that one stage lacks is an error on all: the others would wait for it
         faults = gather_over(engine.pipeline.axis, [lacking, unexpected])
         lacking, unexpected = (list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*faults, strict=True))
     if strict and (lacking or unexpected):
@@ -265,9 +265,9 @@ def _module_targets(
 
 
 def _param_groups(engine: Trained, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stored param groups, without parameters of other stages, and without options that are not known here.
+    """The stored param groups, without parameters of other stages and without options that are not known here.
 
-    They need not be as many as those of this run: each parameter finds its options by its name.
+    Their number may differ from this run's: each parameter gets its options by its name.
     """
     elsewhere: frozenset[str] = frozenset() if engine.pipeline is None else engine.pipeline.elsewhere
     here = {first: name for name, first in _tied(engine).items()}
@@ -286,13 +286,13 @@ def _renamed(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def _tied(engine: Trained) -> dict[str, str]:
-    """Parameters that are here, and stored by another stage under its name for them."""
+    """Parameters of this rank's stages that another stage saves, under its own name for them."""
     return {} if engine.pipeline is None else engine.pipeline.tied.first
 
 
 @torch.no_grad()
 def _finish_module(engine: Trained, loaded: Mapping[str, Any], copies: Mapping[str, str]) -> None:
-    """Tensors have been filled where they are; hand over the rest."""
+    """Tensors have been loaded in place; set the remaining entries."""
     state = own_tensors(engine)
     for name, source in copies.items():
         state[name].copy_(state[source])
@@ -311,10 +311,12 @@ def _restore_parts(
     for name, part in parts.items():
         stored = position if name == loaders.NAME else values.get(name)
         if part is not None and stored is not None:
-            # A scheduler's numbers that are keys are text in a checkpoint.
+            # Numbers as dict keys of a scheduler's state are text in a checkpoint.
             part.load_state_dict(keyed_like(stored, part.state_dict()) if name == "lr_scheduler" else stored)
         elif part is not None or stored is not None:
-            LOGGER.warning("%s: only %s has one", name, "this run" if stored is None else "the checkpoint")
+            LOGGER.warning(
+                "%s is not restored: only %s has one", name, "this run" if stored is None else "the checkpoint"
+            )
     engine.global_steps = int(values["global_steps"])
     engine.global_samples = int(values["global_samples"])
     engine.skipped_steps = int(values["skipped_steps"])

@@ -1,4 +1,4 @@
-"""Random numbers that depend on named things only, so that a resumed run draws the same."""
+"""Random numbers that depend on named parts only, so that a resumed run draws the same ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Embeddings with sparse gradients: replicated, and only the rows that some rank has used travel.
+"""Embeddings with sparse gradients: replicated, and only the rows that some rank has used are communicated.
 
-Such a weight is left out of `fully_shard`.  Before each optimizer step the ranks gather each other's rows, and the
+Such a weight is left out of `fully_shard`.  Before each optimizer step the ranks gather all ranks' rows, and the
 gradient becomes dense, so that any optimizer can use it.
 """
 
@@ -18,7 +18,7 @@ class SparseEmbeddings:
     """The embeddings of a model whose gradients are sparse.
 
     Attributes:
-        names: of their modules.
+        names: the names of their modules.
         weights: their parameters.
     """
 
@@ -32,7 +32,7 @@ class SparseEmbeddings:
         self.weights: set[nn.Parameter] = {cast(nn.Parameter, module.weight) for module in found.values()}
         if dtype is not torch.float32:
             for module in found.values():
-                # The weight stays in float32, since nothing gathers it in another precision.
+                # The weight stays in float32, because fully_shard does not cast it.
                 module.register_forward_hook(lambda module, args, output: output.to(dtype))
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class SparseEmbeddings:
 
 def _averaged(weight: nn.Parameter, data: Axis) -> Tensor:
     grad = weight.grad
-    if grad is None:  # this rank used no row
+    if grad is None:  # this rank used no row of it
         rows = torch.empty(0, dtype=torch.int64, device=weight.device)
         values = weight.new_empty((0, weight.shape[1]))
     elif grad.is_sparse:

@@ -1,6 +1,6 @@
-"""What the stages of a pipeline save together: lists of names, each stage's part, put together to those of the model.
+"""What the stages of a pipeline save together: each stage's lists of names, merged to those of the whole model.
 
-Tensors need none of this: each has its name in the whole model, and is saved by the ranks of its stage.
+Tensors need no merging: each has its name in the whole model, and is saved by the ranks of its stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LISTS = ("buffer_names", "frozen_param_shapes", "frozen_param_fragments", "spar
 
 
 def without_copies(optimizer: Mapping[str, Any], copies: Collection[str]) -> dict[str, Any]:
-    """An optimizer's state without that of parameters that another stage saves."""
+    """An optimizer's state without the state of parameters that another stage saves."""
     return {
         "state": {name: state for name, state in optimizer["state"].items() if name not in copies},
         "param_groups": [
@@ -28,7 +28,7 @@ def without_copies(optimizer: Mapping[str, Any], copies: Collection[str]) -> dic
 
 
 def of_all_stages(state: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
-    """The content of a checkpoint with the names of all stages; the tensors in it stay those of this one."""
+    """The content of a checkpoint with the names of all stages; its tensors stay those of this stage."""
     groups = state["optimizer"]["param_groups"]
     own = {
         **{name: state[name] for name in (*_LISTS, "shared_params")},
@@ -48,7 +48,7 @@ def of_all_stages(state: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
 
 
 def _joined(lists: list[list[Any] | None]) -> list[Any] | None:
-    """One after the other, each item once; None where the stages have none."""
+    """The items of all lists, each once; None where the stages have none."""
     if any(items is None for items in lists):
         return None
     joined: list[Any] = []
@@ -58,7 +58,7 @@ def _joined(lists: list[list[Any] | None]) -> list[Any] | None:
 
 
 def _merged_groups(parts: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[Any]]]:
-    """Param groups of the same number and options become one, those that differ stay apart; with their shapes."""
+    """Param groups of all stages: those with the same number and options are merged; with their parameters' shapes."""
     groups: list[tuple[int, dict[str, Any], list[Any]]] = []
     for part in parts:
         for number, (group, shapes) in enumerate(zip(part["groups"], part["shapes"], strict=True)):
@@ -78,5 +78,5 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are tensors as numbers: all ranks have to read them."""
+    """The options, with tensors as numbers, because all ranks have to read them."""
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}

@@ -1,7 +1,7 @@
-"""Parameters that are one in the whole model, and lie on several stages of a pipeline, as those of embedding and head.
+"""Tied parameters: one parameter of the model that is on several stages of a pipeline, as in embedding and head.
 
-Each stage has its own copy.  They begin with the same values; their gradients are added up, so the same steps are taken
-with all of them.  The one under the first name counts: in the norm, and in checkpoints, which hold it once.
+Each stage has its own copy.  The copies start with the same values and their gradients are summed, so that all take the
+same steps.  The copy with the first name is the one that counts in the norm and that checkpoints store.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class _Copy:
     """This rank's copy of a parameter."""
 
     name: str
-    holders: Axis  # the ranks that have one
-    source: int  # the position among these of that with the first name
+    holders: Axis  # the ranks that have a copy
+    source: int  # the position among these of the one with the first name
 
 
 class TiedParameters:
     """The copies that a rank's stages hold.
 
     Attributes:
-        first: the first names of those that are here under another.
+        first: for each copy here that has another name, the first name.
     """
 
     def __init__(self, module: nn.Module, tied: Mapping[str, str], axis: Axis) -> None:
@@ -46,10 +46,12 @@ class TiedParameters:
             names = [first, *(name for name, of in tied.items() if of == first)]
             places = [_place(name, found, axis) for name in names]
             if len(set(places)) < len(places):
-                raise EngineConfigError(f"tied: {' and '.join(names)} are on the same rank; tie them in the module")
+                raise EngineConfigError(
+                    f"tied: {' and '.join(names)} are on the same rank; tie them in the module instead"
+                )
             sizes = {name: found[place][name] for name, place in zip(names, places, strict=True)}
             if len({tuple(size) for size in sizes.values()}) > 1:
-                raise EngineConfigError(f"tied: the parameters differ in shape: {sizes}")
+                raise EngineConfigError(f"tied: these parameters have different shapes: {sizes}")
             if axis.index in places:
                 ranks = tuple(axis.ranks[place] for place in sorted(places))
                 here = names[places.index(axis.index)]
@@ -58,14 +60,14 @@ class TiedParameters:
 
     @torch.no_grad()
     def make_equal(self, module: nn.Module) -> None:
-        """Give all copies the values of the first."""
+        """Set all copies to the values of the first."""
         for copy, parameter in self._here(module):
             local = _local(parameter)
             local.copy_(collectives.broadcast(on_device(local, copy.holders), copy.holders, copy.source))
 
     @torch.no_grad()
     def add_gradients(self, module: nn.Module) -> None:
-        """Give all copies the sum of their gradients."""
+        """Set the gradients of all copies to their sum."""
         for copy, parameter in self._here(module):
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -74,7 +76,7 @@ class TiedParameters:
                 local.copy_(collectives.all_reduce(on_device(local, copy.holders), copy.holders))
 
     def uncounted(self, module: nn.Module) -> set[nn.Parameter]:
-        """The copies whose gradients are counted in the norm of another stage."""
+        """The copies whose gradients another stage counts in the norm."""
         return {parameter for copy, parameter in self._here(module) if copy.name in self.first}
 
     def _here(self, module: nn.Module) -> list[tuple[_Copy, nn.Parameter]]:
@@ -88,7 +90,7 @@ def _place(name: str, found: list[Any], axis: Axis) -> int:
     places = [index for index, names in enumerate(found) if name in names]
     if len(places) != 1:
         raise EngineConfigError(
-            f"tied: {name} has to be a parameter of one stage; of ranks {list(axis.ranks)}, "
+            f"tied: {name} must be a parameter of exactly one stage, but of ranks {list(axis.ranks)}, "
             f"{[axis.ranks[place] for place in places] or 'none'} have it"
         )
     return places[0]

@@ -1,4 +1,4 @@
-"""What saving and loading know of the engine: the parts of a run that a checkpoint holds."""
+"""What saving and loading use of the engine: the parts of a run that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import LossScale
 from terrazzo.engine.lr import Scheduler
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks
+from terrazzo.engine.placing import ParallelRanks
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.sparse import SparseEmbeddings
 
 
 class Trained(Protocol):
-    """A run: its model, the optimizer and all that counts.  `Engine` is one."""
+    """A run: its model, its optimizer and its counters.  `Engine` implements it."""
 
     module: Any
     optimizer: torch.optim.Optimizer
@@ -32,7 +32,7 @@ class Trained(Protocol):
     shared_params: dict[str, str]
     config: EngineConfig
     batch: Batch
-    ranks: Ranks
+    ranks: ParallelRanks
     stage: Any
     dtype: torch.dtype
     micro_steps: int
@@ -42,7 +42,7 @@ class Trained(Protocol):
 
     @property
     def between_steps(self) -> bool:
-        """Whether no gradients wait for the optimizer."""
+        """Whether there are no accumulated gradients that the optimizer has not used."""
 
     @property
     def dp_world_size(self) -> int:

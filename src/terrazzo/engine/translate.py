@@ -1,4 +1,4 @@
-"""From a config as DeepSpeed's JSON has it to the engine's own sections, by the table of `deepspeed_keys`."""
+"""Converts a config in DeepSpeed's JSON to the engine's own sections, by the table in `deepspeed_keys`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from terrazzo.errors import EngineConfigError
 
 
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys that the engine has, and the names of those that mean nothing here.
+    """The keys that the engine has, and the names of those that have no effect here.
 
-    What is in neither table is left for the engine's own check, which names it.
+    A key that is in neither table is passed on, so that the engine's own check names it.
 
     >>> translate({"train_batch_size": 8.0, "zero_optimization": {"stage": 3, "overlap_comm": True}})
     ({'train_batch_size': 8, 'zero_optimization': {'stage': 3}}, ['zero_optimization.overlap_comm'])
@@ -50,7 +50,7 @@ def _section(given: Mapping[str, Any], path: str, ignored: list[str]) -> dict[st
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Whole numbers as integers, as JSON cannot always have them; `"auto"` inside as the table has it."""
+    """Whole numbers as int, which some JSON has as float; values inside that are `"auto"` as in the table."""
     if isinstance(value, Mapping):
         inside = {name: _plain(item, f"{path}.{name}") for name, item in value.items()}
         return {name: item for name, item in inside.items() if item is not None or value[name] is None}
@@ -59,7 +59,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, float) and path not in _FLOATS and not path.startswith(("optimizer.", "scheduler.")):
         if value.is_integer():
             return int(value)
-        if path == "steps_per_print":  # infinite, as Transformers says
+        if path == "steps_per_print":  # Transformers passes infinity
             return None
     return value
 
@@ -68,7 +68,7 @@ _FLOATS = frozenset({"gradient_clipping", "fp16.loss_scale", "fp16.min_loss_scal
 
 
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said in other words."""
+    """Keys that have another name in the engine, converted."""
     config = dict(given)
     if "bfloat16" in config:
         config.setdefault("bf16", config["bfloat16"])
@@ -83,7 +83,7 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("fp16", "bf16"):
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
-            # What follows from it is of no interest then, and may be unfilled.
+            # The rest of a disabled section is not used, and may be incomplete.
             config[name] = {key: value for key, value in section.items() if key == "enabled"}
     if "communication_data_type" in config:
         names = {"float16": "fp16", "half": "fp16", "bfp16": "bf16", "bfloat16": "bf16", "float32": "fp32"}
@@ -106,13 +106,15 @@ def _renamed_zero(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed_metrics(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a curriculum's metrics, only how they grow: the values of the samples are passed to `initialize`."""
+    """A curriculum's metrics, only with their schedules: the difficulties of samples are passed to `initialize`."""
     efficiency = copy.deepcopy(dict(given))
     sampling = efficiency.get("data_sampling") or {}
     metrics = (sampling.get("curriculum_learning") or {}).get("curriculum_metrics") or {}
     for name, metric in metrics.items():
         if metric.pop("difficulty_type", "value") != "value":
-            raise EngineConfigError(f"config: curriculum_metrics.{name}.difficulty_type is value, percentiles are not")
+            raise EngineConfigError(
+                f"config: curriculum_metrics.{name}.difficulty_type must be value, percentiles are not supported"
+            )
         for key in ("index_to_sample_path", "index_to_metric_path", "clustering_type"):
             metric.pop(key, None)
     return efficiency

@@ -1,4 +1,4 @@
-"""Whole programs with DTensors as graphs of local operations and communication, for a compiler."""
+"""Programs with DTensors as graphs of local operations and collectives, for a compiler."""
 
 from terrazzo.graphs.api import CompileReport, GraphReport, compile, compile_report
 from terrazzo.graphs.program import CompileWarning

@@ -1,4 +1,4 @@
-"""`terrazzo.compile`: whole programs with DTensors as graphs, and a report on these."""
+"""`terrazzo.compile`: programs with DTensors as graphs, and `compile_report` about these graphs."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def compile(
 def compile(
     target: Any, *, backend: str | GraphCompiler = "inductor", fullgraph: bool = False, recompile_limit: int = 8
 ) -> Any:
-    """A module or function with DTensors that runs as one graph, communication and backward included.
+    """Compile a module or function with DTensors into one graph, with its communication and its backward.
 
-    The graph is made at the first call and serves all calls that are alike: the same layouts, shapes, dtypes and
-    devices, the same settings (training or not, grad mode, autocast) and the same values of whatever is no tensor.
-    A call that differs makes another graph. Values, gradients, random numbers and written buffers are those of the
-    eager program; `compile_report` tells which graphs there are, and why.
+    The graph is made at the first call and used for all calls of the same kind: the same layouts, shapes, dtypes and
+    devices, the same settings (training or not, grad mode, autocast) and the same values of all other arguments. A call
+    that differs makes another graph. Values, gradients, random numbers and written buffers are the same as without
+    compiling; `compile_report` lists the graphs and why each was made.
 
     Args:
-        target: A module or a function. A module stays as it is; what is returned shares its parameters, buffers, hooks
-            and settings, and is an instance of the same class. Its own hooks run around the graph.
-        backend: `"inductor"`, `"aot_eager"` (no code is generated), or a function that is called with each graph of
-            local operations (forward, and backward) and example inputs, and returns what runs it.
-        fullgraph: What is done if no graph can be made: raise `terrazzo.errors.CaptureError` (True), or run eagerly
+        target: A module or a function. A module is not changed; the returned module shares its parameters, buffers,
+            hooks and settings, and is an instance of the same class. The module's own hooks run around the graph.
+        backend: `"inductor"`, `"aot_eager"` (no code is generated), or a function that gets each graph of local
+            operations (forward, and backward) with example inputs, and returns a function that runs it.
+        fullgraph: What happens if no graph can be made: raise `terrazzo.errors.CaptureError` (True), or run eagerly
             and warn once (False).
-        recompile_limit: So many graphs are made; calls that need another one run eagerly, with one warning.
+        recompile_limit: The most graphs to make; calls that need another one run eagerly, with one warning.
 
     >>> import torch, terrazzo
     >>> from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
@@ -60,9 +60,9 @@ def compile(
     ([6.0, 6.0, 6.0, 6.0], 1)
     """
     if isinstance(backend, str) and backend not in _BACKENDS:
-        raise ValueError(f"backend is one of {sorted(_BACKENDS)} or a function, not {backend!r}")
+        raise ValueError(f"backend must be one of {sorted(_BACKENDS)} or a function, not {backend!r}")
     if recompile_limit < 1:
-        raise ValueError(f"recompile_limit is at least 1, not {recompile_limit}")
+        raise ValueError(f"recompile_limit must be at least 1, not {recompile_limit}")
     settings = Settings(backend, fullgraph, recompile_limit)
     if isinstance(target, nn.Module):
         return _compiled_module(target, settings)
@@ -85,14 +85,14 @@ def compile(
 
 
 class CompiledModule:
-    """What the class of a compiled module derives from, before the module's own class."""
+    """The first base class of a compiled module's class, before the module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, as a graph."""
         return _program_of(self)(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy has parameters of its own, and so graphs of its own.
+        # A copy has its own parameters, so it needs its own graphs.
         return _revive, (_own_class(self), _program_of(self).settings), vars(self)
 
 
@@ -103,10 +103,10 @@ _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 def _compiled_module(module: nn.Module, settings: Settings) -> nn.Module:
     if isinstance(module, CompiledModule):
-        raise TypeError(f"{type(module).__name__} is compiled already")
+        raise TypeError(f"this {type(module).__name__} is compiled already: use it as it is")
     if "forward" in vars(module):
         raise TypeError(
-            f"{type(module).__name__} has a forward of its own, put on the instance, which a compiled class would not "
+            f"{type(module).__name__} has a forward that was set on the instance, which a compiled module would not "
             "call: compile that function instead (module.forward = terrazzo.compile(module.forward))"
         )
     face = _face(type(module), settings)
@@ -135,7 +135,7 @@ def _own_class(face: Any) -> type:
 def _program_of(compiled: Any) -> Program:
     program = _programs.get(compiled)
     if program is None:
-        raise TypeError(f"{compiled!r} was not made by terrazzo.compile")
+        raise TypeError(f"{compiled!r} was not returned by terrazzo.compile")
     return program
 
 
@@ -149,11 +149,11 @@ class GraphReport:
     calls: int
     """How often it ran."""
     conditions: dict[str, str]
-    """What it was made for: arguments, parameters and settings by name."""
+    """What it was made for: arguments, parameters and settings, by name."""
     differs: dict[str, tuple[str, str]]
-    """What differs from the most similar earlier one: by name, the value there and here."""
+    """What differs from the most similar earlier graph: by name, the value of that one and of this one."""
     error: str | None
-    """Why there is no graph, and such calls run eagerly; else None."""
+    """Why no graph could be made, so that such calls run eagerly; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class CompileReport:
 
 
 def compile_report(compiled: Any) -> CompileReport:
-    """Which graphs a compiled module or function has, how often each ran, and what made a new one necessary."""
+    """The graphs of a compiled module or function: how often each ran, and why it was needed."""
     program = _program_of(compiled)
     graphs = [
         GraphReport(r.calls, dict(r.what), dict(r.differs), None if r.error is None else str(r.error))

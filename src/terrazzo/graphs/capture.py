@@ -1,11 +1,11 @@
-"""From a call of a program to one graph of what it does with local tensors, forward and backward.
+"""Capturing a call: one graph of what a program does with local tensors, forward and backward.
 
-The program runs on stand-ins: each DTensor holds a tracer as its local tensor for a while, and plain tensors are
-replaced where they are found. What is left of the DTensors then are local operations and functional collectives, which
-AOTAutograd records together with their backward.
+The program runs on stand-ins: for the time of the capture each DTensor has a tracer as its local tensor, and plain
+tensors are replaced where the program finds them. DTensors then leave only local operations and functional collectives,
+which AOTAutograd records together with their backward.
 
-Before that it is *rehearsed* once on tensors without data. The rehearsal says which inputs reach the result, what is
-written, how many random numbers are drawn; and errors in it have the program's own traceback.
+Before that the program runs once on tensors without data, the *rehearsal*. It shows which inputs reach the result, what
+is written, and how many random numbers are drawn; and errors in it have the program's own traceback.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
-"""Given a module of local tensors and its inputs without data, returns what runs it."""
+"""A function of a module of local tensors and its inputs without data; it returns a function that runs the module."""
 
-_lock = threading.RLock()  # what is captured is swapped in where all threads see it
+_lock = threading.RLock()  # stand-ins are set where all threads can see them
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What is set around a call, and decides what operations do."""
+    """Settings around a call that change what operations do (autocast, grad mode, ...)."""
 
     grad: bool
     inference: bool
@@ -58,7 +58,7 @@ class Subject:
         surroundings: Surroundings,
         conditions: Conditions,
     ) -> None:
-        """`tensors` are those in the arguments, followed by those of the surroundings."""
+        """`tensors` are those in the arguments, then those in the surroundings."""
         self.function, self.args, self.kwargs = function, args, kwargs
         self.tensors = tensors
         self.surroundings = surroundings
@@ -69,12 +69,12 @@ class Subject:
         self.inputs, self.position = distinct(tensors)
 
     def locals(self) -> list[torch.Tensor]:
-        """The real local tensors that are inputs."""
+        """The real local tensors that are inputs of the graph."""
         return [local_of(self.tensors[i]) for i in self.inputs]
 
 
 def distinct(tensors: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """The first of each tensor among `tensors`, and for each of these its position among the first; -1 for others."""
+    """The positions of the distinct tensors, and for each tensor its position among those; -1 for other values."""
     first: dict[int, int] = {}
     inputs: list[int] = []
     position: list[int] = []
@@ -94,18 +94,17 @@ class Graph:
     """A captured program, compiled."""
 
     run: Compiled
-    inputs: tuple[tuple[int, bool], ...]  # which of the call's tensors; and whether it is given without its history
+    inputs: tuple[tuple[int, bool], ...]  # positions among the call's tensors; and whether it is passed detached
     draws: tuple[tuple[Any, torch.Generator | None], ...]
     outputs: Outputs
-    writes: tuple[tuple[Any, Any, Outputs], ...]  # places that get new tensors: holder, name and which
-    written: tuple[int, ...]  # those of the inputs whose data change
+    writes: tuple[tuple[Any, Any, Outputs], ...]  # attributes or items to set: holder, name and the new tensors
+    written: tuple[int, ...]  # the inputs whose data is changed
 
-
-# ------------------------------------------------------------------ the program on stand-ins
+    # ------------------------------------------------------------------ the program on stand-ins
 
 
 class _LocalProgram(nn.Module):
-    """The program as a function of local tensors and of the numbers that it draws."""
+    """The program as a function of local tensors and of the random keys that it draws."""
 
     def __init__(self, subject: Subject, draws: Draws, inputs: int) -> None:
         super().__init__()
@@ -137,7 +136,10 @@ class _LocalProgram(nn.Module):
             with _autocast(subject.conditions.autocast):
                 result = subject.function(*args, **kwargs)
             if _shape_of((args, kwargs)) != before:
-                raise CaptureError("it changes a list or dict among its arguments", operation="a write to an argument")
+                raise CaptureError(
+                    "it changes a list or dict among its arguments, which a graph cannot do",
+                    operation="a write to an argument",
+                )
             _check_kept(used, stand_ins, subject.position)
             return self._returned(subject, result, used, stand_ins, frozen, expected)
         finally:
@@ -162,7 +164,7 @@ class _LocalProgram(nn.Module):
         places = {(id(holder), name) for holder, name in subject.slots if holder is not None}
         for label, holder, name, value in list(frozen.changes(expected)):
             if not isinstance(value, torch.Tensor) or (id(holder), name) not in places:
-                raise CaptureError(f"it changes {label}, which a graph would not", operation=f"a write to {label}")
+                raise CaptureError(f"it changes {label}, which a graph cannot do", operation=f"a write to {label}")
             built, more = take_apart(value, sources, locals_)
             self.writes.append((holder, name, built.shifted(len(returned))))
             returned += more
@@ -170,7 +172,7 @@ class _LocalProgram(nn.Module):
 
 
 def _used(subject: Subject, i: int, stand_ins: Sequence[torch.Tensor], swapped: list[Any]) -> Any:
-    """What the program sees in place of one of its tensors."""
+    """What the program gets in place of one of its tensors."""
     tensor = subject.tensors[i]
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -186,18 +188,18 @@ def _used(subject: Subject, i: int, stand_ins: Sequence[torch.Tensor], swapped: 
 def _check_kept(used: Sequence[Any], stand_ins: Sequence[torch.Tensor], position: Sequence[int]) -> None:
     for tensor, i in zip(used, position, strict=True):
         if isinstance(tensor, DTensor) and (tensor._local is not stand_ins[i] or tensor.shape != tensor._layout.shape):
-            raise CaptureError("it gives one of its inputs another shape, layout or memory", operation="a write")
+            raise CaptureError("it changes the shape, layout or storage of one of its inputs", operation="a write")
     for stand_in in stand_ins:
         if stand_in.is_leaf and stand_in.grad is not None:
             raise CaptureError(
-                "it calls backward, which would leave no gradients: compile what comes before it, and call backward on "
+                "it calls backward, and the gradients would be lost: compile the part before it, and call backward on "
                 "the result",
                 operation="backward",
             )
 
 
 def _replaced(value: Any, given: Iterator[Any]) -> Any:
-    """A copy of an argument with the next of `given` for each tensor; in the order of `collect`."""
+    """A copy of an argument in which each tensor is replaced by the next of `given`, in the order of `collect`."""
     if isinstance(value, torch.Tensor):
         return next(given)
     kind = type(value)
@@ -243,7 +245,7 @@ def capture(subject: Subject, backend: Backend) -> Graph:
         stack.enter_context(no_autocast())
         stack.enter_context(no_saved_tensor_hooks())
         if captured.recording is not None:
-            raise CaptureError("another program is being captured")
+            raise CaptureError("another program is being captured at the same time")
         program = _LocalProgram(subject, draws, len(subject.inputs))
         captured.recording = draws
         try:
@@ -258,7 +260,7 @@ def capture(subject: Subject, backend: Backend) -> Graph:
         finally:
             captured.recording = None
             draws.end()
-            program.subject = None  # what runs the graph may keep the module, which is not to keep the call's tensors
+            program.subject = None  # the compiled graph may keep this module, which must not keep the call's tensors
     cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
     return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
 
@@ -266,10 +268,10 @@ def capture(subject: Subject, backend: Backend) -> Graph:
 def _rehearse(
     program: _LocalProgram, subject: Subject, real: Sequence[torch.Tensor], fake: FakeTensorMode
 ) -> tuple[list[bool], tuple[int, ...]]:
-    """Run once without data: which inputs the result does not depend on differentiably, and which are written."""
+    """Run once without data: which inputs have no gradient path to the result, and which are written."""
     leaves = [_without_data(local, fake, local.requires_grad) for local in real]
     with fake:
-        # Programs may write to what is no leaf.
+        # Not leaves, because programs may write to tensors that are not leaves.
         stand_ins = [
             leaf if local.is_leaf or not local.requires_grad else leaf.view_as(leaf)
             for leaf, local in zip(leaves, real, strict=True)
@@ -280,7 +282,9 @@ def _rehearse(
     written = tuple(i for i, stand_in in enumerate(stand_ins) if stand_in._version != before[i])
     for i in written:
         if isinstance(subject.tensors[subject.inputs[i]], CopiedView):
-            raise CaptureError("it writes to a view of which a redistribution made a copy", operation="a write")
+            raise CaptureError(
+                "it writes to a view that is a copy, because it needed a redistribution", operation="a write"
+            )
     if written:
         memory = [memory_of(local) for local in real]
         if any(memory.count(memory[i]) > 1 for i in written):
@@ -297,7 +301,7 @@ def _without_data(local: torch.Tensor, fake: FakeTensorMode, requires_grad: bool
 
 
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of the leaves that autograd would reach from these."""
+    """The ids of the leaves that the graphs of these tensors reach."""
     found = {id(tensor) for tensor in tensors if tensor.is_leaf}
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()

@@ -13,24 +13,24 @@ from terrazzo.tensor import random
 
 
 class Draws:
-    """The random numbers that a program draws, as inputs.
+    """The random keys that a program draws, as inputs of its graph.
 
-    Numbers are told apart by the state of the generator before the draw: a part that is run again from a saved state
-    (activation checkpointing) draws the same number again. Each further run of the program begins in other states, so
-    that a state which the program sets itself does not look like one that it found.
+    Draws are identified by the state of the generator before the draw: a part that runs again from a saved state
+    (activation checkpointing) draws the same key again. Each further run of the program starts from other states, so
+    that a state that the program sets itself is not mistaken for one that it found.
     """
 
     def __init__(self) -> None:
         self.sources: list[tuple[Any, torch.Generator | None]] = []
-        self._numbers: Sequence[torch.Tensor] | None = None  # None while it is not known how many are drawn
+        self._numbers: Sequence[torch.Tensor] | None = None  # None until it is known how many are drawn
         self._starts = {torch.default_generator: torch.default_generator.get_state()}
         self._known: dict[Any, int] = {}
-        # By generator: its state after the last new draw.
+        # For each generator its state after the last new draw.
         self._next: dict[Any, bytes] = {torch.default_generator: _state(torch.default_generator)}
 
     def draw(self, mesh: Any, generator: torch.Generator | None) -> torch.Tensor:
-        """The number that the program draws next."""
-        with without_modes():  # these are real numbers
+        """The key that the program draws next."""
+        with without_modes():  # keys are real numbers, also under fake tensors
             index = self._index(mesh, generator)
         return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
 
@@ -56,7 +56,7 @@ class Draws:
         return index
 
     def restart(self, numbers: Sequence[torch.Tensor]) -> None:
-        """Begin another run, in which these are drawn."""
+        """Start another run, which draws these numbers."""
         self._numbers = numbers
         self._known.clear()
         with without_modes():
@@ -66,12 +66,12 @@ class Draws:
                 self._next[source] = _state(source)
 
     def end(self) -> None:
-        """Set the generators to where they were when the capture began."""
+        """Restore the generators' states from before the capture."""
         for source, state in self._starts.items():
             source.set_state(state)
 
     def check_end(self) -> None:
-        """Raise if the run left a generator elsewhere than its draws did."""
+        """Raise if the run changed a generator's state in another way than by drawing."""
         with without_modes():
             if any(_state(source) != state for source, state in self._next.items()):
                 raise CaptureError("it sets the state of a random generator", operation="torch.manual_seed")

@@ -1,4 +1,4 @@
-"""The graphs of a local program compiled by Inductor. Imports it, which takes a second or two."""
+"""Compiles the graphs of a local program with Inductor. Importing it takes a second or two."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _compile = inductor_compile()
 
 
 def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
-    """Compile `program`, with its backward."""
-    # Random operations on plain tensors stay PyTorch's own, so that they draw what they draw in eager programs.
+    """Compile `program` and its backward."""
+    # Random operations on plain tensors stay PyTorch's own, so that they draw the same numbers as in eager mode.
     with inductor_config().patch(fallback_random=True), inductor_virtualized().V.set_fake_mode(fake_mode_of(inputs)):
         return compile_joint(
             program,
@@ -38,7 +38,7 @@ def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
 
 
 def _forward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
-    # The strides of what the program sees must be those that it would see; those of what is kept for backward are free.
+    # The strides of the program's results must be as in eager mode; those of tensors saved for backward are free.
     meta = TracingContext.get().fw_metadata
     assert meta is not None
     first = meta.num_mutated_inp_runtime_indices

@@ -1,6 +1,7 @@
-"""Forward and backward of a local program as two graphs, by PyTorch's AOTAutograd, for any compiler of graphs.
+"""Forward and backward of a local program as two graphs, made by PyTorch's AOTAutograd, for any graph compiler.
 
-Besides the backward it takes care of what graphs must not contain: writes to inputs, outputs that are views of inputs.
+AOTAutograd also moves out of the graphs what they cannot contain: writes to inputs, and outputs that are views of
+inputs.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callabl
 
 
 def compile_joint(program: nn.Module, inputs: list[torch.Tensor], forward: GraphCompiler, **options: Any) -> Any:
-    """Trace `program` on inputs without data, and compile its forward and backward."""
+    """Trace `program` with inputs without data, and compile its forward and backward."""
     with tracing(TracingContext(fake_mode_of(inputs))):
         return aot_module(program, inputs, forward, **options)
 
 
 def given(compiler: GraphCompiler) -> Callable[[nn.Module, list[torch.Tensor]], Any]:
-    """The backend in which `compiler` is handed each graph, forward and backward, with its example inputs."""
+    """A backend that passes each graph, forward and backward, with its example inputs to `compiler`."""
 
     def compile_graph(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         run = compiler(graph, examples)

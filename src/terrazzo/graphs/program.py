@@ -1,4 +1,4 @@
-"""A compiled program: its graphs by what they assume, and the decision what to do with a call."""
+"""A compiled program: its graphs, each with what it assumes, and the choice between them at each call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _attention = F.scaled_dot_product_attention
 
 
 class CompileWarning(UserWarning):
-    """A program that `terrazzo.compile` was given runs eagerly."""
+    """A program that was passed to `terrazzo.compile` runs eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass
 class Record:
-    """One way in which a program was called: the graph for it, or why there is none."""
+    """One kind of call: its graph, or the reason why there is none."""
 
     what: dict[str, str]
     differs: dict[str, tuple[str, str]]
@@ -67,7 +67,7 @@ class Program:
     """A function or module, and the graphs of it."""
 
     def __init__(self, eager: Callable[..., Any], searched: Any, name: str, settings: Settings) -> None:
-        """`eager` runs it; `searched` is the function or module in which its tensors are looked for."""
+        """`eager` runs the program; `searched` is the function or module in which its tensors are searched."""
         self.name = name
         self.settings = settings
         self.records: list[Record] = []
@@ -77,13 +77,13 @@ class Program:
         self._searches = 0
         self._known: dict[Any, Record] = {}
         self._lock = threading.RLock()
-        self._beyond: Record | None = None  # for all calls beyond the limit
+        self._beyond: Record | None = None  # for all calls beyond recompile_limit
         self._warned: set[str] = set()
         self._backend: Backend | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if dispatch_modes() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
-            return self._eager(*args, **kwargs)  # whoever records or replaces operations is to see them
+            return self._eager(*args, **kwargs)  # an active mode must see the operations
         try:
             key, tensors = self._key(args, kwargs)
             record = self._known.get(key)
@@ -175,8 +175,8 @@ class Program:
             if module is not own and hasattr(type(module), "unshard") and hasattr(type(module), "reshard"):
                 raise _located(
                     CaptureError(
-                        f"it contains a {type(module).__name__}, whose parameters fully_shard gathers while it runs: "
-                        "compile the inner modules instead, and call fully_shard on these",
+                        f"it contains a {type(module).__name__} of fully_shard, whose parameters are gathered while "
+                        "it runs: compile the inner modules instead, and call fully_shard on the compiled modules",
                         operation="fully_shard",
                     ),
                     self.name,
@@ -220,8 +220,8 @@ class Program:
         changes = "; ".join(f"{name} is {now}, was {before}" for name, (before, now) in record.differs.items())
         return CaptureError(
             f"{self.name} has {len(self.records)} graphs already, as many as recompile_limit allows, and is called in "
-            f"yet another way ({changes or 'its surroundings changed'}); terrazzo.compile_report tells what they "
-            "differ in",
+            f"yet another way ({changes or 'its surroundings changed'}); terrazzo.compile_report lists the "
+            "differences",
             operation="recompile_limit",
         )
 
@@ -255,7 +255,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
-    """What differs from the most similar of the others: its value there, and here."""
+    """What differs from the most similar of the others: the value there, and the value here."""
     differences = [
         {
             name: (other.get(name, "absent"), what.get(name, "absent"))
@@ -272,12 +272,12 @@ def _why(error: Any) -> str:
     if name in ("aten::_local_scalar_dense", "aten::item"):
         return "it needs a value of a tensor (.item(), float(), if or while on a tensor), which a graph does not have"
     if isinstance(error, NEEDS_SHAPE):
-        return f"the shape of the result of {name} depends on values, which a graph does not have"
+        return f"the shape of the result of {name} depends on values, which are not known in a graph"
     return f"{name} cannot run on tensors without data"
 
 
 def _located(error: CaptureError, name: str, cause: BaseException | None) -> CaptureError:
-    """The same error with the program's own line, the innermost that is not in a library's file."""
+    """The error with the line of the program: the innermost that is not in a library's file."""
     for frame, line in reversed(list(traceback.walk_tb(None if cause is None else cause.__traceback__))):
         file = frame.f_code.co_filename
         if not file.startswith((*_PACKAGES, "<")):

@@ -1,8 +1,8 @@
-"""Where a program finds tensors and settings that are not its arguments: its modules, closures and globals.
+"""The surroundings of a program: modules, closures and globals, where it finds tensors and settings besides arguments.
 
-A graph is made for what these hold when it is captured, so each call looks at them again: tensors become inputs of the
-graph, and of everything else the value is compared (numbers, strings, flags) or the identity (other objects).
-What is not found here, and met as a tensor while the program is captured, is refused there.
+A graph is valid for what these hold when it is captured, so each call looks at them again: tensors become inputs of
+the graph, and everything else is compared, by value (numbers, strings, flags) or by identity (other objects).
+A tensor that is not found here but used while the program is captured raises an error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LIBRARIES = ("torch", "terrazzo")  # their functions are not searched for globa
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ITEMS = 1000  # a longer list or dict is data, not settings
+_MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
 
 
 class Stale(Exception):
-    """The surroundings have other parts than when they were searched."""
+    """The surroundings have other parts now than when they were searched."""
 
 
 class _Cell:
-    """The cell of a closure, as a mapping of one name."""
+    """The cell of a closure, as a mapping with one name."""
 
     def __init__(self, cell: Any) -> None:
         self.cell = cell
@@ -45,7 +45,7 @@ class _Cell:
 
 
 class Place:
-    """One dict, list or cell: which of its items are tensors, and what the others were."""
+    """One dict, list or cell: which of its items are tensors, and the values of the others."""
 
     def __init__(self, label: str, holder: Any, tensors: list[Any], settings: list[Any]) -> None:
         self.label = label
@@ -59,32 +59,32 @@ class Place:
         self.number = self._number(self.seen)
 
     def update(self, values: tuple[Any, ...]) -> None:
-        """Take note of other settings; raises Stale if they are of another kind."""
+        """Record changed settings; raises Stale if they are of another kind."""
         for before, now in zip(self.seen, values, strict=True):
             if before is not now and not (isinstance(before, SCALARS) and isinstance(now, SCALARS)):
                 raise Stale
         self.seen, self.number = values, self._number(values)
 
     def describe(self) -> Iterator[tuple[str, str]]:
-        """Each setting with its name, for people."""
+        """Each setting with its name, for a report."""
         for name, value in zip(self.setting_names, self.seen, strict=True):
             if isinstance(value, SCALARS):
                 yield self.name_of(name), repr(value)
 
     def name_of(self, name: Any) -> str:
-        """What people call one item."""
+        """The name of one item, for a report."""
         if isinstance(self.holder, list | tuple):
             return f"{self.label}[{name}]"
         return f"{self.label}.{name}" if self.label else str(name)
 
     def _number(self, values: tuple[Any, ...]) -> int:
-        # Objects are kept, so that their ids stay theirs.
+        # Objects are kept alive, so that no other object gets their ids.
         key = tuple((type(v), v) if isinstance(v, SCALARS) else _Same(v) for v in values)
         return self._numbers.setdefault(key, len(self._numbers))
 
 
 class _Same:
-    """An object that equals only itself."""
+    """Compares an object by identity."""
 
     __slots__ = ("value",)
 
@@ -120,7 +120,7 @@ class Surroundings:
         self._remember()
 
     def look(self) -> tuple[list[Any], tuple[int, ...]]:
-        """The tensors that are there now, and numbers that stand for everything else; raises Stale."""
+        """The tensors that are there now, and numbers that identify everything else; raises Stale."""
         if list(map(len, self._sized)) != self._sizes:
             raise Stale
         try:
@@ -139,21 +139,21 @@ class Surroundings:
         self._numbers = tuple([place.number for place in self._with_settings])
 
     def freeze(self) -> Frozen:
-        """What all places hold now."""
+        """What all places hold at this moment."""
         return Frozen(self._sized_labels, self._sized, self.places)
 
     def slots(self) -> list[tuple[Place, Any]]:
-        """Where the tensors of `look` are from, in its order."""
+        """Where each of the tensors of `look` is, in its order."""
         return [(place, name) for place in self._with_tensors for name in place.tensor_names]
 
     def describe(self) -> dict[str, str]:
-        """Each setting with its name, for people."""
+        """Each setting with its name, for a report."""
         return dict(chain.from_iterable(place.describe() for place in self.places))
 
     # ------------------------------------------------------------------ the search
 
     def _search(self, label: str, value: Any) -> None:
-        """Find places in `value`, which is no tensor."""
+        """Find the places in `value`, which is not a tensor."""
         if id(value) in self._visited or isinstance(value, SCALARS):
             return
         self._visited[id(value)] = value
@@ -209,7 +209,7 @@ class Surroundings:
             try:
                 value = cell.cell_contents
             except ValueError:
-                continue  # not set yet
+                continue  # the closure variable has not been assigned yet
             self._value(name, _Cell(cell), name, value)
         if function.__defaults__:
             self._search(f"{label} defaults", function.__defaults__)
@@ -221,7 +221,7 @@ class Surroundings:
                 self._value(name, function.__globals__, name, value)
 
     def _value(self, label: str, holder: Any, name: str, value: Any) -> None:
-        """One name of a function: a closure's or a global."""
+        """One variable of a function: from a closure or global."""
         if isinstance(value, torch.Tensor):
             self._place("", holder, [name], [], sized=False)
             return
@@ -231,7 +231,7 @@ class Surroundings:
             self._object(label, value)
 
     def _object(self, label: str, value: Any) -> None:
-        """Any other object: the attributes that the functions found so far name."""
+        """Any other object: those attributes that occur in the functions found so far."""
         own = getattr(value, "__dict__", None)
         if type(own) is not dict or id(own) in self._visited or isinstance(value, FunctionType | MethodType):
             return
@@ -262,7 +262,7 @@ class Surroundings:
 
 
 class Frozen:
-    """What places held, to see what a program changes there, and to undo it."""
+    """What the places held, to find out what a program changes there, and to undo it."""
 
     def __init__(self, labels: list[str], sized: list[Any], places: list[Place]) -> None:
         held = {id(holder) for holder in sized}
@@ -277,7 +277,7 @@ class Frozen:
         self._sized = held
 
     def changes(self, expected: dict[tuple[int, Any], Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-        """What is not as it was, nor as `expected` by (id of the place, name): label, place, name and value."""
+        """What has changed and is not as `expected`, by (id of the place, name): label, place, name and value."""
         for label, holder, before in self._items:
             for name in self._names(holder, before):
                 now = holder[name] if self._has(holder, name) else None
@@ -285,7 +285,7 @@ class Frozen:
                     yield f"{label}.{name}".lstrip("."), holder, name, now
 
     def restore(self) -> None:
-        """Set everything back."""
+        """Restore the old contents."""
         for _, holder, before in self._items:
             if isinstance(holder, list):
                 holder[:] = before.values()

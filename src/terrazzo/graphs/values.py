@@ -1,4 +1,4 @@
-"""What goes into a program and comes out of it: the tensors in it, and a key for the rest."""
+"""The arguments and results of a program: the tensors in them, and a key for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from terrazzo.layout import Placement
 from terrazzo.tensor.dtensor import DTensor, wrap
 
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum)
-# Objects of which another one is another argument, and the same one has not changed.
+# Types of objects that are compared by identity: another object is another argument, and the same one is unchanged.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, torch.Generator, Placement, DeviceMesh)
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 _SPECIAL = frozenset(
@@ -27,11 +27,11 @@ _SPECIAL = frozenset(
 
 
 class Unkeyable(Exception):
-    """An argument that no graph can be kept for."""
+    """An argument for which no graph can be kept."""
 
 
 def collect(value: Any, key: list[Any], tensors: list[Any]) -> None:
-    """Append the tensors in an argument to `tensors`, and to `key` what identifies the rest of it."""
+    """Append the tensors in an argument to `tensors`, and what identifies the rest of it to `key`."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         key.append(torch.Tensor)
@@ -62,7 +62,7 @@ def _collect_other(value: Any, key: list[Any], tensors: list[Any]) -> None:
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         raise Unkeyable(
-            f"an argument of type {type(value).__name__}: arguments are tensors, numbers, strings, functions, and "
+            f"an argument of type {type(value).__name__}: arguments must be tensors, numbers, strings, functions, or "
             "tuples, lists, dicts and registered pytrees of these"
         )
     key.append(spec)
@@ -71,7 +71,7 @@ def _collect_other(value: Any, key: list[Any], tensors: list[Any]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a graph is given for a tensor."""
+    """What a graph gets for a tensor."""
     return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
@@ -79,7 +79,7 @@ _attributes = attrgetter("dtype", "device", "requires_grad", "layout")
 
 
 def append_tensor_keys(tensors: Sequence[Any], key: list[Any]) -> None:
-    """Append what a graph assumes of each tensor, and which of them are one; raises Unkeyable."""
+    """Append what a graph assumes of each tensor, and which of them are the same object; raises Unkeyable."""
     ids = []
     for tensor in tensors:
         kind = type(tensor)
@@ -91,7 +91,7 @@ def append_tensor_keys(tensors: Sequence[Any], key: list[Any]) -> None:
             key.append(tensor.shape)
         elif isinstance(tensor, DTensor):
             local = tensor._local
-            if type(tensor) is not DTensor:  # it is one now if its communication was under way
+            if type(tensor) is not DTensor:  # a pending one becomes a DTensor above
                 key.append(type(tensor))
             key.append(tensor._layout)
         elif isinstance(tensor, torch.Tensor):
@@ -119,7 +119,7 @@ def _check_ordinary(local: torch.Tensor) -> None:
 
 
 def describe_tensor(tensor: Any) -> str:
-    """One tensor for people."""
+    """One tensor as text, for a report."""
     if not isinstance(tensor, torch.Tensor):
         return repr(tensor)
     local = local_of(tensor)
@@ -132,7 +132,7 @@ def describe_tensor(tensor: Any) -> str:
 
 
 def describe_value(label: str, value: Any) -> Iterator[tuple[str, str]]:
-    """One argument for people, item by item."""
+    """One argument as text, item by item, for a report."""
     if isinstance(value, torch.Tensor):
         yield label, describe_tensor(value)
     elif type(value) in (tuple, list):
@@ -154,7 +154,8 @@ _CONSTANTS = (*_BY_VALUE, *_BY_IDENTITY)
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where one leaf of a program's result comes from: input `source`, result `result` of the graph, or `constant`."""
+    """Where one leaf of a program's result comes from: input number `source`, the graph's result number `result`, or
+    `constant`."""
 
     source: int | None = None
     result: int | None = None
@@ -172,12 +173,12 @@ class Outputs:
         self._single = only if only is not None and spec == tree_flatten(0)[1] else None
 
     def shifted(self, by: int) -> Outputs:
-        """The same of results that lie `by` further on."""
+        """The same for results whose numbers are higher by `by`."""
         moved = [leaf if leaf.result is None else replace(leaf, result=leaf.result + by) for leaf in self.leaves]
         return Outputs(moved, self.spec)
 
     def build(self, results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Any:
-        """The program's result from the graph's."""
+        """The program's result, built from the graph's results."""
         if self._single is not None:
             return _leaf(self._single, results, inputs)
         return tree_unflatten([_leaf(leaf, results, inputs) for leaf in self.leaves], self.spec)
@@ -191,9 +192,9 @@ def _leaf(leaf: Output, results: Sequence[torch.Tensor], inputs: Sequence[Any]) 
 
 
 def take_apart(result: Any, sources: dict[int, int], locals_of_sources: dict[int, int]) -> tuple[Outputs, list[Any]]:
-    """A program's result as `Outputs` and the list of the tensors that the graph is to return.
+    """A program's result as `Outputs` and the list of the tensors that the graph must return.
 
-    `sources` and `locals_of_sources` say by id which tensors are inputs themselves.
+    `sources` and `locals_of_sources` map the ids of tensors that are inputs themselves to the inputs' numbers.
     """
     leaves, spec = tree_flatten(result)
     outputs: list[Output] = []
@@ -213,8 +214,8 @@ def take_apart(result: Any, sources: dict[int, int], locals_of_sources: dict[int
             outputs.append(Output(constant=leaf))
         else:
             raise CaptureError(
-                f"the program returns a {type(leaf).__name__}, in which tensors cannot be found: return tensors, "
-                "numbers, and tuples, lists, dicts or registered pytrees (torch.utils._pytree) of them",
+                f"the program returns a {type(leaf).__name__}, whose tensors cannot be found: return tensors, numbers, "
+                "and tuples, lists, dicts or registered pytrees (torch.utils._pytree) of them",
                 operation="return",
             )
     return Outputs(outputs, spec), returned

@@ -1,1 +1,1 @@
-"""Other people's programs: each module is for one library, and imports it when it is asked for."""
+"""Integrations with other libraries: one module for each, which imports the library when it is used."""

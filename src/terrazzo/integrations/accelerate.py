@@ -1,7 +1,7 @@
 """Hugging Face's Accelerate, and Transformers' `Trainer` on top of it.
 
-Both import PyTorch's names, so `terrazzo.install()` is all that they need.  Their FSDP settings are for accelerators
-only; `fsdp_on_cpu` lets a test of a training script use them without one.
+Both import PyTorch's names, so `terrazzo.install()` is enough to use them.  They accept FSDP settings on accelerators
+only; with `fsdp_on_cpu` a test of a training script can use these settings on CPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 @contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
-    """Within, an `Accelerator` or a `Trainer` on CPU ranks takes FSDP settings as it does on GPUs.
+    """A block in which an `Accelerator` or a `Trainer` on CPU ranks accepts FSDP settings as on GPUs.
 
-    Accelerate chooses FSDP only for what it counts as several GPUs, so ranks on CPUs are counted as such.
+    Accelerate chooses FSDP only on several GPUs, so here CPU ranks are reported to it as such.
 
         with fsdp_on_cpu():
             accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
@@ -36,7 +36,7 @@ def fsdp_on_cpu() -> Iterator[None]:
         GradientState._reset_state()
 
     forget()
-    environment = dict(os.environ)  # plugins and the Trainer leave their settings there
+    environment = dict(os.environ)  # to be restored, because plugins and the Trainer write their settings there
     PartialState.__init__ = counted_as_gpus
     try:
         yield

@@ -1,9 +1,9 @@
 """`terrazzo.install()`: libraries that import PyTorch's names get terrazzo's.
 
-Public names of PyTorch's modules of distributed tensors, of `fully_shard` and of checkpoints are replaced by those of
-the same name here, in these modules, until `uninstall()`.  What has another meaning here or is missing stays PyTorch's
-and is listed in what `install` returns; private names stay as well.  A program that imported a name before keeps what
-it imported, and a warning says where.
+In PyTorch's modules for distributed tensors, `fully_shard` and checkpoints, public names are replaced by terrazzo's
+objects of the same name, until `uninstall()`.  Names that have another meaning in terrazzo or are missing there stay
+PyTorch's, and `install` returns a list of them; private names are not replaced either.  Code that imported a name
+before keeps what it imported, and a warning says where.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from terrazzo._torch.replaced import Replacement, replace, restore
 
-# PyTorch's module, below torch.distributed, and ours that has its names.
+# PyTorch's modules, below torch.distributed, and terrazzo's modules with the same names.
 MODULES: Final[Mapping[str, str]] = {
     "tensor": "terrazzo.tensor",
     "tensor.debug": "terrazzo.tensor.debug",
@@ -48,7 +48,7 @@ MODULES: Final[Mapping[str, str]] = {
     "checkpoint.stateful": "terrazzo.checkpoint.stateful",
     "checkpoint.storage": "terrazzo.checkpoint.storage",
     "checkpoint.utils": "terrazzo.checkpoint.utils",
-    # Other homes of the same names, older or private ones, from which libraries import them.
+    # Older or private modules with the same names, from which libraries import them.
     "_composable.fsdp": "terrazzo.fsdp",
     "_composable.fsdp.fully_shard": "terrazzo.fsdp",
     "_tensor": "terrazzo.tensor",
@@ -65,8 +65,8 @@ class Installed:
     """What `install` has done.
 
     Attributes:
-        replaced: by PyTorch's module, the names that are terrazzo's now.
-        kept: by PyTorch's module, the public names that are PyTorch's still.
+        replaced: for each of PyTorch's modules, the names that are terrazzo's now.
+        kept: for each of PyTorch's modules, the public names that are still PyTorch's.
     """
 
     replaced: Mapping[str, tuple[str, ...]]
@@ -74,7 +74,7 @@ class Installed:
 
 
 class InstallWarning(UserWarning):
-    """Something had been imported before `install`, and is not what it would be now."""
+    """A name was imported before `install`, so that code still has PyTorch's object."""
 
 
 _lock = threading.RLock()
@@ -82,7 +82,7 @@ _installed: Installed | None = None
 
 
 def install() -> Installed:
-    """Put terrazzo's names in the places of PyTorch's, for libraries that import those; again: nothing.
+    """Replace PyTorch's names by terrazzo's, for libraries that import them.  A second call does nothing.
 
     >>> import torch.distributed.fsdp, terrazzo
     >>> done = terrazzo.install()
@@ -116,7 +116,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Give PyTorch's modules their names back; what was imported in between keeps terrazzo's."""
+    """Restore PyTorch's names; code that imported a name in between keeps terrazzo's."""
     global _installed
     with _lock:
         restore()
@@ -130,12 +130,12 @@ def _both(pair: tuple[str, str]) -> tuple[types.ModuleType | None, types.ModuleT
 def _module(name: str) -> types.ModuleType | None:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError:  # another version of PyTorch, or a name that terrazzo has not
+    except ModuleNotFoundError:  # not in this version of PyTorch, or not in terrazzo
         return None
 
 
 def _public(module: types.ModuleType) -> list[str]:
-    """What a module of PyTorch's says is its own, or defines."""
+    """The public names of one of PyTorch's modules: its `__all__`, or what it defines."""
     declared = getattr(module, "__all__", None)
     if declared is not None:
         return [name for name in dict.fromkeys(declared) if hasattr(module, name)]
@@ -153,7 +153,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _warn_of_holders(before: list[Replacement]) -> None:
-    """Say which modules hold names of PyTorch's that they imported before."""
+    """Warn about modules that imported some of PyTorch's names before."""
     names = {id(entry.old): entry.name for entry in before}
     holders: dict[str, list[str]] = {}
     for module_name, module in list(sys.modules.items()):
@@ -166,8 +166,8 @@ def _warn_of_holders(before: list[Replacement]) -> None:
     if holders:
         said = "; ".join(f"{module}: {', '.join(held)}" for module, held in holders.items())
         warnings.warn(
-            f"terrazzo.install() comes too late for names of torch.distributed that were imported before ({said}): "
-            "call it first, or start the program with `terrazzo run`",
+            f"terrazzo.install() came after some names of torch.distributed were imported, which stay PyTorch's "
+            f"({said}): call it first, or start the program with `terrazzo run`",
             InstallWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""Ray Train: checkpoints that Ray knows of, written by all workers straight to where Ray keeps them.
+"""Ray Train: checkpoints that Ray knows, written by all workers directly to Ray's storage.
 
-Within the function of a `ray.train.torch.TorchTrainer`, where Ray has made the process group:
+In the function of a `ray.train.torch.TorchTrainer`, where Ray has created the process group:
 
     def train(config):
         engine = terrazzo.engine.initialize(model, training_data=data, config=config["engine"])
@@ -11,8 +11,8 @@ Within the function of a `ray.train.torch.TorchTrainer`, where Ray has made the 
             if engine.global_steps % 100 == 0:
                 ray_train.report(engine, {"loss": loss.item()})
 
-Ray registers such a checkpoint without copying it.  Workers that come after a failure go on from it, as many as there
-are then, and so do those of a later run of the same name.
+Ray registers such a checkpoint without copying it.  Workers that are started after a failure resume from it, on any
+number of them, and so does a later run of the same name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from terrazzo.errors import EngineError
 if TYPE_CHECKING:
     from terrazzo.engine import Engine
 
-# pyarrow's names of file systems, and how their URLs begin.
+# pyarrow's names of file systems, and the prefixes of their URLs.
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
 
 
 def report(engine: Engine, metrics: Mapping[str, Any], client_state: Mapping[str, Any] | None = None) -> None:
-    """Save, and report the checkpoint with the metrics; all workers together.
+    """Save, and report the checkpoint with the metrics to Ray; called by all workers together.
 
     Args:
-        metrics: the first worker's are kept by Ray.
+        metrics: Ray keeps those of the first worker.
         client_state: as for `save_checkpoint`; `resume` returns it.
     """
     from ray import train
@@ -54,17 +54,17 @@ def report(engine: Engine, metrics: Mapping[str, Any], client_state: Mapping[str
 
 
 def resume(engine: Engine) -> dict[str, Any] | None:
-    """Go on from the run's last checkpoint, and return its client state; None if there is none yet.
+    """Resume from the run's last checkpoint, and return its client state; None if there is none yet.
 
-    A worker can die before Ray has heard of a checkpoint that is whole: the last one in the run's folder counts.  A run
-    that has none yet begins with what Ray hands it, of another run.
+    A worker may die after a checkpoint is committed and before it is reported to Ray, so the last one in the run's
+    folder is used.  A run without one starts from the checkpoint that Ray passes, of another run.
     """
     from ray import train
 
     storage = train.get_context().get_storage()
     own = _url(storage.storage_filesystem, storage.experiment_fs_path)
     found = [find_checkpoint(own, None) is not None] if not dist.is_initialized() or dist.get_rank() == 0 else [False]
-    if dist.is_initialized():  # one rank looks: a folder may show it to some before others
+    if dist.is_initialized():  # one rank looks for all: a folder may show a checkpoint to some ranks earlier
         dist.broadcast_object_list(found, src=0)
     if found[0]:
         return engine.load_checkpoint(own)[1]
@@ -76,9 +76,11 @@ def resume(engine: Engine) -> dict[str, Any] | None:
 
 
 def _url(filesystem: Any, path: str) -> str:
-    """How terrazzo names a folder of one of pyarrow's file systems."""
+    """The URL or path of a folder in one of pyarrow's file systems."""
     kind = filesystem.type_name
     if kind not in _SCHEMES:
         known = ", ".join(_SCHEMES)
-        raise EngineError(f"Ray keeps this run's files in a file system {kind!r}; checkpoints are written to {known}")
+        raise EngineError(
+            f"Ray's storage for this run is a file system {kind!r}; checkpoints can be written to {known}"
+        )
     return _SCHEMES[kind] + path

@@ -1,4 +1,4 @@
-"""submitit, which sends Python functions to Slurm: one that trains is queued again when Slurm wants the machines back.
+"""submitit, which runs Python functions in Slurm jobs: a training job is queued again when Slurm needs its machines.
 
 An `sbatch` script with `terrazzo train` needs none of this (docs/clusters.md).
 """
@@ -21,21 +21,21 @@ class Training:
         executor.update_parameters(nodes=2, tasks_per_node=8, gpus_per_node=8, timeout_min=24 * 60)
         executor.submit(Training(main, "run.toml"))
 
-    The function watches a `terrazzo.launch.StopSignal`.  When it leaves, saved, submitit queues the job again, and the
-    function begins anew, to go on from its checkpoint.
+    The function checks a `terrazzo.launch.StopSignal`.  When it has saved and left, submitit queues the job again, and
+    the function starts anew and resumes from its checkpoint.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
 
     def __call__(self) -> Any:
-        """What one rank does."""
+        """Run the function on one rank."""
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
         job = JobEnvironment()
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        # The function's own StopSignal takes the place of this one.
+        # Saved here, because the function's own StopSignal replaces this handler.
         queue_again = signal.getsignal(signal.Signals[f"SIG{job.USR_SIG}"])
         try:
             return self.function(*self.args, **self.kwargs)
@@ -45,14 +45,14 @@ class Training:
             raise
 
     def checkpoint(self) -> Any:
-        """What submitit queues: the same function, whose state is in its own checkpoints."""
+        """What submitit queues again: the same function, because its state is in its own checkpoints."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def _queue_again(handler: Callable[[int, Any], Any], stopped: Stopped) -> None:
-    """Have submitit queue the job; the others stay until rank 0 has done so, since their end could be its end."""
+    """Let submitit queue the job on rank 0; other ranks wait for that, because their end could end rank 0."""
     try:
         handler(stopped.signal, None)  # it ends the process of rank 0
     finally:

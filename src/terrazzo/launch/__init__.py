@@ -1,6 +1,6 @@
-"""`terrazzo train`: start a user's own script on all ranks, and start it again after a crash.
+"""`terrazzo train`: start a user's script on all ranks, and restart it after a crash.
 
-What a run needs to know is in one file, which the script reads too; starting and watching processes is torchrun's work.
+One file describes the run, and the script reads it, too; starting and watching processes is done by torchrun.
 """
 
 from terrazzo.launch.config import Run, read_run

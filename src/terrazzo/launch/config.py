@@ -37,9 +37,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[ranks]`: how many, on which hosts, and how often they are started again."""
+    """`[ranks]`: how many there are, on which hosts, and how often they are restarted."""
 
-    per_host: Count | None = None  # None: one for each accelerator, or else for each core
+    per_host: Count | None = None  # None: one for each accelerator, or without accelerators for each core
     hosts: Count = 1
     endpoint: str | None = None  # where several hosts meet: an address of one of them, and a free port
     name: str = "terrazzo"  # of the meeting; runs that share an endpoint need different ones
@@ -48,7 +48,7 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints.save`: each step that any of these wants."""
+    """`checkpoints.save`: a step is saved if any of these policies selects it."""
 
     steps: Count | None = None
     seconds: Seconds | None = None
@@ -56,7 +56,7 @@ class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first: bool = False
 
     def policies(self) -> list[SavePolicy]:
-        """The policies that it stands for."""
+        """The policies that are set."""
         found: list[SavePolicy] = [SaveEvery(self.steps)] if self.steps else []
         found += [SaveEvery(seconds=self.seconds)] if self.seconds else []
         found += [SaveAt(self.at)] if self.at else []
@@ -64,7 +64,7 @@ class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints.keep`: what any of these keeps."""
+    """`checkpoints.keep`: a checkpoint is kept if any of these policies keeps it."""
 
     last: Count | None = None
     best: Count | None = None
@@ -72,7 +72,7 @@ class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: Seconds | None = None
 
     def policies(self) -> list[KeepPolicy]:
-        """The policies that it stands for."""
+        """The policies that are set."""
         found: list[KeepPolicy] = [KeepLast(self.last)] if self.last else []
         found += [KeepBest(self.best)] if self.best else []
         found += [KeepEvery(self.steps)] if self.steps else []
@@ -87,35 +87,35 @@ class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[checkpoints]`: where they are, which steps are saved and which are kept: what a `CheckpointManager` is told."""
+    """`[checkpoints]`: where they are, which steps are saved and which are kept, for a `CheckpointManager`."""
 
     folder: str = "checkpoints"
     save: Count | SaveConfig | None = None
     keep: Count | KeepConfig | None = None
     best: str | BestConfig | None = None
-    local: str | None = None  # a folder of each host, relative to the file's
+    local: str | None = None  # a folder on each host, relative to the file's folder
     copy_every: Count = 1
     keep_local: Count | KeepConfig | None = 2
     replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of the file."""
+    """The contents of the file."""
 
-    script: str | None = None  # a Python file,
-    entry: str | None = None  # or `module:function`
+    script: str | None = None  # a Python file, or
+    entry: str | None = None  # `module:function`
     arguments: tuple[str, ...] = ()
     checkpoints: str | CheckpointsConfig = "checkpoints"
     ranks: RanksConfig = RanksConfig()
-    engine: dict[str, Any] = {}  # what `terrazzo.engine.initialize` takes
+    engine: dict[str, Any] = {}  # the config for `terrazzo.engine.initialize`
 
 
 class Run:
     """A run as its file describes it.  Paths in the file are relative to the file's folder.
 
     Attributes:
-        path: of the file.
-        config: what it says.
+        path: the path of the file.
+        config: its contents.
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def saving(self) -> CheckpointsConfig:
-        """What the file says of checkpoints."""
+        """The file's `[checkpoints]`."""
         told = self.config.checkpoints
         return CheckpointsConfig(folder=told) if isinstance(told, str) else told
 
@@ -135,17 +135,17 @@ class Run:
         return folder if is_url(folder) else self.path.parent / folder
 
     def manager(self, stop: Agreed | None = None, **changes: Any) -> CheckpointManager:
-        """The manager of the run's checkpoints, as the file describes it; all ranks make it together.
+        """The manager of the run's checkpoints, as the file describes it; all ranks create it together.
 
         Args:
-            stop: a `StopSignal`: the step in which the job is told to end is saved too.
-            changes: of what `CheckpointManager` is told.
+            stop: a `StopSignal`: the step in which the job is told to end is saved, too.
+            changes: arguments of `CheckpointManager` that replace those from the file.
         """
         return CheckpointManager(self.checkpoints, local=self.local, **{**_told(self.saving, stop), **changes})
 
     @property
     def local(self) -> Path | None:
-        """The folder of this host in which checkpoints are saved first, if the file names one."""
+        """The folder on this host in which checkpoints are saved first, if the file names one."""
         return None if self.saving.local is None else self.path.parent / self.saving.local
 
     @property
@@ -159,20 +159,20 @@ class Run:
         return None if self.config.script is None else self.path.parent / self.config.script
 
     def latest(self) -> str | None:
-        """The tag of the last whole checkpoint, here or on this host; None if there is none yet."""
+        """The tag of the last committed checkpoint, in the folder or on this host; None if there is none."""
         tags = []
         for folder in (self.checkpoints, *([] if self.local is None else [self.local])):
-            with suppress(CheckpointFormatError):  # the ranks will say what is wrong, if they need it
+            with suppress(CheckpointFormatError):  # ranks raise it, if they load from there
                 tags += [place.name for place in named_by_latest(Place(folder))[:1]]
         return max(tags, key=lambda tag: -1 if (step := step_of_name(tag)) is None else step, default=None)
 
 
 def _told(saving: CheckpointsConfig, stop: Agreed | None) -> dict[str, Any]:
-    """What `CheckpointManager` is told."""
+    """The arguments of `CheckpointManager`."""
     save = SaveConfig(steps=saving.save) if isinstance(saving.save, int) else saving.save
     best = saving.best
     saves: list[SavePolicy] = [] if save is None else save.policies()
-    if stop is not None:  # without another policy each step is saved, and the signal is asked all the same
+    if stop is not None:  # without another policy each step is saved, and the signal is still checked
         saves = [*(saves or [SaveEvery(1)]), SaveOnStop(stop)]
     return {
         "save": SaveAny(tuple(saves)) if saves else None,
@@ -223,16 +223,16 @@ def _parsed(path: Path) -> Any:
 def _check(run: Run) -> None:
     config, path = run.config, run.path
     if (config.script is None) == (config.entry is None):
-        raise RunConfigError(f"{path}: name what every rank runs, by either script or entry")
+        raise RunConfigError(f"{path}: set exactly one of script and entry, which is what every rank runs")
     if run.script is not None and not run.script.is_file():
-        raise RunConfigError(f"{path}: there is no script {run.script}")
+        raise RunConfigError(f"{path}: the script {run.script} does not exist")
     if config.entry is not None and not all(config.entry.partition(":")[::2]):
-        raise RunConfigError(f"{path}: entry {config.entry!r} is not of the form module:function")
+        raise RunConfigError(f"{path}: entry must have the form module:function, got {config.entry!r}")
     endpoint = config.ranks.endpoint
     if config.ranks.hosts > 1 and endpoint is None:
-        raise RunConfigError(f"{path}: ranks.hosts is {config.ranks.hosts}, and no ranks.endpoint says where they meet")
+        raise RunConfigError(f"{path}: ranks.hosts is {config.ranks.hosts}: set ranks.endpoint, where the hosts meet")
     if endpoint is not None and not (endpoint.rpartition(":")[0] and endpoint.rpartition(":")[2].isdigit()):
-        raise RunConfigError(f"{path}: ranks.endpoint {endpoint!r} is not of the form host:port")
+        raise RunConfigError(f"{path}: ranks.endpoint must have the form host:port, got {endpoint!r}")
     if config.engine:
         try:
             read_config(config.engine)

@@ -1,6 +1,6 @@
 """`python -m terrazzo.launch.entry RUN.toml [ARGUMENTS]`: one rank of a run whose `entry` is a function.
 
-It is called with the `Run` and the arguments.  Modules are looked for beside the run's file first.
+The function gets the `Run` and the arguments.  Modules are searched beside the run's file first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def find(run: Run) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
-        raise RunConfigError(f"{run.path}: entry: there is no module {module}") from error
+            raise  # the module exists, but one that it imports does not
+        raise RunConfigError(f"{run.path}: entry: the module {module} does not exist") from error
     if not callable(found):
         raise RunConfigError(f"{run.path}: entry: the module {module} has no function {name}")
     return found

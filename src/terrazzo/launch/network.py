@@ -1,7 +1,7 @@
-"""Which of this host's addresses to use, found by asking the kernel.
+"""Which of this host's addresses to use; the kernel's routes decide.
 
-torchrun goes by the host's name, which on hosts with several networks, and in containers, often stands for another
-address than the one that other hosts reach.
+torchrun uses the host's name.  On hosts with several networks, and in containers, that may be another address than the
+one that other hosts reach.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from terrazzo.errors import LaunchError
 
 
 def address_towards(endpoint: str, patience: float = 0) -> str:
-    """The address from which this host reaches `host:port`; a name that is not known yet may come within the patience.
+    """The address from which this host reaches `host:port`; waits `patience` seconds for the name to become known.
 
     >>> address_towards("127.0.0.1:29400")
     '127.0.0.1'
@@ -29,7 +29,7 @@ def address_towards(endpoint: str, patience: float = 0) -> str:
             time.sleep(0.5)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(address)  # sends nothing: it only chooses a route
+            probe.connect(address)  # a datagram socket: it only chooses a route, and sends nothing
         except OSError as error:
             raise LaunchError(f"there is no route from this host to {endpoint}: {error.strerror}") from error
         return str(probe.getsockname()[0])
@@ -55,5 +55,5 @@ def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     except OSError as error:
-        raise LaunchError(f"the address of {host} cannot be found: {error.strerror}") from error
+        raise LaunchError(f"cannot find the address of host {host}: {error.strerror}") from error
     return family, (str(address[0]), int(address[1]))

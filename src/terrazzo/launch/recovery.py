@@ -1,12 +1,13 @@
-"""How long a run takes from a fault to its next step, and what the time goes into.
+"""How long a run takes from a fault to its next step, and what the time is spent on.
 
-    detect        a process has ended -> all of its host have
-    start         -> the new processes, with libraries, connections and the model, begin to load
-    plan          -> it is known what to read
-    read          -> the state is there
-    first step    -> it has been trained on
+    detect        from the end of the first process to the end of all processes on its host
+    start         until the new processes, with libraries, connections and the model, start to load
+    plan          until it is known what to read
+    read          until the state is loaded
+    first step    until the first step is done
 
-The launcher sees processes end; the ranks of its host say when they reach the other points (`terrazzo.engine.marks`).
+The launcher sees processes end; the ranks of its host report when they reach the other points
+(`terrazzo.engine.marks`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Final, Self
 
 from terrazzo.engine.marks import FILE, Mark, read_marks
 
-_LOOK: Final = 0.05  # seconds between two looks at what ranks say
+_LOOK: Final = 0.05  # seconds between two checks for new marks
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds of one.
+    """The seconds of one recovery.
 
     >>> print(Recovery(0.1, 5.2, 0.1, 1.0, 0.6))
     7.0 s from the fault to the first step: detect 0.1, start 5.2, plan 0.1, read 1.0, first step 0.6
@@ -47,8 +48,8 @@ class Recovery:
 
 
 def recovery_of(ended: list[float], marks: list[Mark]) -> Recovery | None:
-    """From when the processes of the start before had ended, and what the first rank of this one has said; None if not
-    all is known.
+    """From the times at which the processes of the previous start ended, and the marks of the first rank of this one;
+    None if some are missing.
 
     >>> points = {"loading": 5.0, "planned": 5.5, "read": 7.0, "stepped": 7.25}
     >>> said = [Mark(what, at, rank=0, process=7, start=1) for what, at in points.items()]
@@ -65,15 +66,15 @@ def recovery_of(ended: list[float], marks: list[Mark]) -> Recovery | None:
 
 
 class Watch:
-    """Watches the ranks of this host, and tells of each time that they have gone on after a fault."""
+    """Watches the ranks of this host, and calls `tell` each time that they have recovered from a fault."""
 
     def __init__(self, tell: Callable[[Recovery], object]) -> None:
         self._tell = tell
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terrazzo-watch", daemon=True)
         self._marks: list[Mark] = []
-        self._handles: dict[int, Mark] = {}  # of processes that live
-        self._ended: dict[int, list[float]] = {}  # by start, when its processes ended
+        self._handles: dict[int, Mark] = {}  # of running processes
+        self._ended: dict[int, list[float]] = {}  # for each start, the times at which its processes ended
         self._told: set[int] = {0}
 
     def __enter__(self) -> Self:

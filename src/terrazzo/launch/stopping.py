@@ -1,7 +1,7 @@
-"""Ending a job well when its cluster wants the machines back: all ranks save the same step, and end.
+"""Ending a job when its cluster wants the machines back: all ranks save the same step, and exit.
 
-A signal reaches ranks at different steps, and perhaps only some of them.  What they have to agree on is a step: each
-step they exchange whether any was told to end, in a message that travels while the next step is computed.
+A signal reaches ranks in different steps, and perhaps only some of them.  They must agree on a step: in each step they
+exchange whether any rank was told to stop, in a message that is sent while the next step is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from terrazzo.errors import LaunchError
 
 
 class Stopped(SystemExit):
-    """The job was told to end, and has saved; the exit status is that of a process ended by the signal.
+    """The job was told to end, and has saved; the exit status is that of a process that the signal ended.
 
     >>> Stopped(15).code
     143
@@ -31,7 +31,7 @@ class Stopped(SystemExit):
 
 
 class StopSignal:
-    """Whether the job is to end, with the same answer on all ranks.
+    """Whether the job has been told to end, with the same answer on all ranks.
 
         stop = StopSignal()
         for batch in engine.training_dataloader:
@@ -42,8 +42,8 @@ class StopSignal:
                 stop.leave()
 
     Args:
-        signals: what the cluster sends.  Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
-        file: whose appearance ends the job too, as SIGTERM does; the first rank looks for it in each step.
+        signals: the signals that mean stop.  Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
+        file: a path; when a file appears there the job ends, as after SIGTERM.  The first rank checks it in each step.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class StopSignal:
     ) -> None:
         if not dist.is_initialized():
             raise LaunchError(
-                "StopSignal asks all ranks: make it after init_process_group or terrazzo.engine's initialize"
+                "StopSignal needs a process group: create it after init_process_group or terrazzo.engine's initialize"
             )
         self._process = os.getpid()
         self._file = file if dist.get_rank() == 0 else None
         self._received = 0
         self._agreed = 0
-        # On the CPU, so that no step waits for an accelerator.
+        # On gloo, so that no step waits for an accelerator.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._asked: tuple[torch.Tensor, Any] | None = None
         self._before = {number: signal.signal(number, self._note) for number in signals}
@@ -68,12 +68,12 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
             self._received = number
-        else:  # a process that this one forked: it ends, as it would have
+        else:  # in a forked child: it ends, as it would without this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def agreed(self) -> bool:
-        """Whether some rank had been told to end by the step before; every rank asks once in each step."""
+        """Whether some rank had been told to stop by the previous step; every rank calls this once in each step."""
         if self._agreed:
             return True
         if self._asked is not None:
@@ -89,11 +89,11 @@ class StopSignal:
 
     @property
     def ending(self) -> bool:
-        """What `agreed` has said last; asks nobody.  For programs in which another part, `SaveOnStop`, asks."""
+        """The last result of `agreed`, without communication.  For programs in which another part calls `agreed`."""
         return bool(self._agreed)
 
     def close(self) -> None:
-        """Put back what the signals did before, and wait for the last message."""
+        """Restore the signal handlers, and wait for the last message."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
@@ -102,7 +102,7 @@ class StopSignal:
             self._asked = None
 
     def leave(self) -> None:
-        """End this rank, after it has saved: raises `Stopped`, on every rank alike."""
+        """End this rank, after it has saved: raises `Stopped`, on every rank."""
         self.close()
         raise Stopped(self._agreed or signal.SIGTERM)
 
@@ -111,5 +111,5 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            self._asked = None  # the others may never answer, and what was raised is what to show
+            self._asked = None  # other ranks may never answer, and the exception must be shown
         self.close()

@@ -1,4 +1,4 @@
-"""Starting the ranks of this host: a line of torchrun, and what became of it."""
+"""Starting the ranks of this host with torchrun, and how they ended."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from terrazzo.launch.network import address_towards, is_here
 from terrazzo.launch.recovery import Recovery, Watch
 
 ENVIRONMENT: Final = {
-    # Ranks share the cores; torchrun would choose the same, and say so each time.
+    # Ranks share the cores; torchrun would set the same value, with a warning each time.
     "OMP_NUM_THREADS": "1",
-    # Else PyTorch 2.13 gives ranks that are started again the store of those that died, and gloo finds their addresses.
+    # Otherwise PyTorch 2.13 gives restarted ranks the store of the dead ones, in which gloo finds their addresses.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
-# What torchrun hands to its ranks: its own list, and what Slurm and submitit are told to send.
+# The signals that torchrun passes on to its ranks: its default, and those that Slurm and submitit can be set to send.
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
-# Seconds for a cluster to make the first host's name known.
+# Seconds to wait for a cluster to make the first host's name known.
 _PATIENCE: Final = 300.0
 
 
 def torchrun_line(run: Run) -> str:
-    """What a user would type on this host to start the run by hand."""
+    """The command that starts the run by hand on this host."""
     settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
     return shlex.join([*settings, "torchrun", *torchrun_arguments(run)])
 
 
 def torchrun_arguments(run: Run, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What `torchrun` is to be told on this host to start the run.
+    """The arguments of `torchrun` that start the run on this host.
 
-    The script gets the path of the run's file as its first argument.  Where the file names no endpoint, a cluster's
-    environment says which hosts there are.
+    The script gets the path of the run's file as its first argument.  If the file has no endpoint, the environment of
+    the cluster says which hosts there are.
     """
     ranks = run.config.ranks
     cluster = cluster_of(os.environ if environment is None else environment) if ranks.endpoint is None else None
@@ -70,7 +70,7 @@ def torchrun_arguments(run: Run, environment: Mapping[str, str] | None = None) -
 
 
 def _meeting(endpoint: str, name: str, is_host: bool, address: str) -> list[str]:
-    """How hosts find each other."""
+    """The arguments that say where hosts meet."""
     return [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
@@ -82,17 +82,17 @@ def _meeting(endpoint: str, name: str, is_host: bool, address: str) -> list[str]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: 0, or the exit status of the rank that failed first (128 and more: a signal), and why."""
+    """How a run ended: 0, or the exit status of the rank that failed first (128 and more: by a signal), and why."""
 
     status: int
     why: str = ""
 
 
 def start(run: Run, tell: Callable[[Recovery], object] = lambda _: None) -> Ending:
-    """Train until all ranks have ended.
+    """Run the ranks of this host until all have ended.
 
-    Ranks that fail are all started again, as often as the run's file allows; `tell` hears how long that took, on the
-    host of the first rank.
+    After a failure all ranks are restarted, as often as the run's file allows; `tell` gets how long the recovery took,
+    on the host of the first rank.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""The maths of who holds what, without any communication: boxes, placements, layouts, transitions."""
+"""Which rank holds which part of a tensor, as pure data: boxes, placements, layouts, transitions.  No communication."""
 
 from terrazzo.layout.box import Box, boxes_of_flat_range
 from terrazzo.layout.cells import (

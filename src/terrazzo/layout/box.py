@@ -84,7 +84,7 @@ class Box:
         common = self.intersect(other)
         if common is None:
             return (self,)
-        # Cut slabs off one dim at a time; what is left after each dim agrees with `common` in the dims so far.
+        # Cut slabs off one dim at a time; after each dim, the rest agrees with `common` in the dims so far.
         rest = []
         offsets, lengths = list(self.offsets), list(self.lengths)
         for dim, (start, length) in enumerate(zip(common.offsets, common.lengths, strict=True)):
@@ -178,8 +178,8 @@ class Box:
 def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that make up elements `start` to `stop` of the row-major flattened tensor, in order.
 
-    A ragged range takes at most `2 * ndim - 1` boxes: partial rows at both ends and whole rows between them, the
-    partial rows divided likewise.
+    At most `2 * ndim - 1` boxes: a partial row at each end, whole rows between them, and each partial row divided in
+    the same way.
 
     >>> boxes_of_flat_range((4, 4), 2, 9)
     (Box(offsets=(0, 2), lengths=(1, 2)), Box(offsets=(1, 0), lengths=(1, 4)), Box(offsets=(2, 0), lengths=(1, 1)))

@@ -1,8 +1,8 @@
-"""Who holds what of a tensor, found without asking every rank.
+"""Which ranks hold which part of a tensor, without looking at every rank.
 
-A layout cuts its tensor into cells, the boxes that its ranks hold. Along one tensor dim the cells that meet an interval
-are neighbours, and parts of a cut have at most three lengths. So what one rank exchanges with others costs what it
-exchanges, and what depends on shapes alone is the same work for eight ranks and for thousands.
+A layout cuts its tensor into cells: the boxes that its ranks hold.  Along one tensor dim the cells that intersect an
+interval are neighbours, and the chunks of one cut have at most three different lengths.  So planning an exchange costs
+as much as this rank exchanges, and planning that depends on shapes alone costs the same for 8 ranks as for thousands.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from terrazzo.layout.placement import Shard
 def cells_in(layout: Layout, box: Box) -> Iterator[tuple[int, Box]]:
     """The cells of `layout` that have elements in `box`, which lies within the tensor.
 
-    For each: the index in the mesh (row-major) of the first rank that holds it, and the part that lies in `box`,
-    relative to `box`. `replicas` gives the other ranks that hold it.
+    For each: the row-major index in the mesh of the first rank that holds it, and the part of the cell that lies in
+    `box`, relative to `box`.  `replicas` gives the other ranks that hold the cell.
     """
     if box.is_empty:
         return
@@ -41,8 +41,11 @@ def cells_in(layout: Layout, box: Box) -> Iterator[tuple[int, Box]]:
 def _parts_between(
     layout: Layout, dim: int, start: int, stop: int, strides: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """The parts of `dim` that have elements from `start` to `stop`, each as what the coordinates on the mesh dims that
-    cut `dim` add to the rank's index, and the common elements: offset from `start` and length."""
+    """The parts of `dim` that have elements from `start` to `stop`, each as (index, offset, length).
+
+    `index` is the sum of the strides times the coordinates on the mesh dims that cut `dim`; `offset`, counted from
+    `start`, and `length` are those of the elements in common.
+    """
     parts = [(0, 0, layout.shape[dim])]
     for m in layout.shard_order(dim):
         n, stride = layout.mesh_shape[m], strides[m]
@@ -59,14 +62,14 @@ def _parts_between(
 
 
 def mesh_strides(mesh_shape: Sequence[int]) -> list[int]:
-    """How far apart in row-major order the neighbours along each mesh dim are."""
+    """The row-major strides of a mesh: by how much a rank's index grows per step along each mesh dim."""
     return [prod(mesh_shape[m + 1 :]) for m in range(len(mesh_shape))]
 
 
 def replicas(layout: Layout, mesh_dims: Iterable[int] | None = None) -> list[int]:
-    """What to add to the index of the first rank that holds a cell, for each rank that does: in order, from 0.
+    """The ranks that hold the same cell, as differences from the index of the first of them; in order, from 0.
 
-    With `mesh_dims`, only the ranks that differ from it on these.
+    With `mesh_dims`, only the ranks whose coordinates differ on these.
     """
     strides = mesh_strides(layout.mesh_shape)
     offsets = [0]
@@ -86,15 +89,17 @@ def first_holders(layout: Layout) -> list[int]:
 
 
 def leaves_a_rank_empty(layout: Layout) -> bool:
-    """Whether some rank holds nothing of a tensor that has elements."""
+    """Whether some rank's shard is empty although the tensor has elements."""
     if 0 in layout.shape:
         return False
     return any(0 in _lengths(layout, d, None) for d in range(layout.ndim))
 
 
 def coordinates_of_all_shapes(layouts: Sequence[Layout]) -> list[tuple[int, ...]]:
-    """A few coordinates that stand for all: what any rank holds under these layouts has the shapes that one of these
-    holds. The layouts are of one mesh."""
+    """A few mesh coordinates whose local shapes under these layouts are all the local shapes that any rank has.
+
+    The layouts are on one mesh.  A check of every local shape then needs these coordinates only.
+    """
     firsts: list[set[int]] = [{0} for _ in layouts[0].mesh_shape]
     for layout in layouts:
         for d in range(layout.ndim):
@@ -103,7 +108,7 @@ def coordinates_of_all_shapes(layouts: Sequence[Layout]) -> list[tuple[int, ...]
 
 
 def _lengths(layout: Layout, dim: int, firsts: list[set[int]] | None) -> set[int]:
-    """The lengths of `dim` that ranks hold; adds to `firsts` where along each mesh dim another length begins."""
+    """The lengths of `dim` on all ranks; adds to `firsts`, per mesh dim, the coordinates where the length changes."""
     lengths = {layout.shape[dim]}
     for m in layout.shard_order(dim):
         runs = [run for length in lengths for run in chunk_runs(length, layout.mesh_shape[m])]

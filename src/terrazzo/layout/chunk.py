@@ -1,4 +1,4 @@
-"""A chunk as checkpoints and `__create_chunk_list__` speak of it: a box with `torch.Size` fields."""
+"""A chunk in the form that `__create_chunk_list__` and checkpoints use: a box with `torch.Size` fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a length is divided among parts: the rule of `torch.chunk`, in the one place that knows it.
+"""How a length is divided among parts: the rule of `torch.chunk`.  No other module repeats it.
 
 Every part but the last non-empty one has `ceil(size / parts)` elements.  So parts may be uneven, and trailing parts may
 be empty: 5 over 4 is 2, 2, 1, 0.  Unlike `torch.chunk` itself, which returns fewer parts in that case, there are
@@ -39,9 +39,9 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def chunk_runs(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """The lengths of the parts without repetition: (the first part of this length, the length), at most three.
+    """The parts grouped by length, as (first part of this length, length): at most three groups.
 
-    So what depends on lengths alone need not look at every part, of which there may be thousands.
+    For work that depends on lengths alone and must not visit every one of thousands of parts.
 
     >>> chunk_runs(5, 8), chunk_runs(7, 4), chunk_runs(8192, 4096)
     (((0, 1), (5, 0)), ((0, 2), (3, 1)), ((0, 2),))

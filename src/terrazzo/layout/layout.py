@@ -1,8 +1,8 @@
-"""Who holds what: a global shape, a mesh, and one placement per mesh dimension.
+"""A layout: a global shape, a mesh, and one placement per mesh dimension.
 
 A `Layout` is immutable and interned, so that plans can be keyed by identity.  Nothing here communicates: the mesh is
 only asked for its shape and for this rank's coordinate.  When several mesh dimensions shard one tensor dimension,
-`order` says which cuts first; the mesh's own order is the default, as in PyTorch.
+`order` says which of them cuts first; the default is the order of the mesh dims, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _lock = threading.Lock()
 class Layout:
     """An interned description of a distributed tensor; make one with `Layout.of`.
 
-    Besides what it was made from, it keeps what every operation asks for: `local_shape` (on this rank), `dual` (the
-    layout of a gradient), and `varying` (the mesh dims on which ranks hold different values).
+    Computed once and kept: `local_shape` (on this rank), `dual` (the layout of a gradient), and `varying` (the mesh
+    dims on which ranks hold different values).
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Layout:
         placements, shape = tuple(placements), tuple(shape)
         natural = tuple(range(len(placements)))
         order = natural if order is None else _canonical_order(tuple(order), placements, natural)
-        # A layout keeps its mesh alive, so the id stays the mesh's own for as long as the entry is there.
+        # A layout keeps its mesh alive, so no other mesh can get this id while the entry is there.
         key = (id(mesh), placements, shape, order)
         found = _pool.get(key)
         if found is None:
@@ -115,7 +115,7 @@ class Layout:
         return Box(tuple(offsets), tuple(lengths))
 
     def part_sizes(self, mesh_dims: Sequence[int], dim: int, length: int | None = None) -> tuple[int, ...]:
-        """Lengths along `dim` that the ranks of `mesh_dims` (outermost first) hold when they alone cut `length`."""
+        """Lengths along `dim` of the ranks of `mesh_dims` (outermost first) when only these mesh dims cut `length`."""
         sizes: tuple[int, ...] = (self.shape[dim] if length is None else length,)
         for m in mesh_dims:
             sizes = tuple(part for whole in sizes for part in chunk_sizes(whole, self.mesh_shape[m]))
@@ -139,7 +139,7 @@ class Layout:
 def _canonical_order(
     order: tuple[int, ...], placements: tuple[Placement, ...], natural: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Only the relative order of mesh dims that cut one tensor dim matters; all else takes its natural place."""
+    """`order` with everything but the relative order of mesh dims that cut one tensor dim made ascending."""
     if sorted(order) != list(natural):
         raise LayoutError(f"order must be a permutation of the mesh dims {list(natural)}, got {list(order)}")
     by_dim: dict[int, list[int]] = {}
@@ -184,7 +184,7 @@ def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...],
     built.shape, built.ndim = torch.Size(shape), len(shape)
     built.mesh_shape = tuple(mesh.shape)
     built.coord = None if coord is None else tuple(coord)
-    if coord is None:  # a rank outside of the mesh has no elements, and a neutral value of what has no dims
+    if coord is None:  # a rank outside the mesh: no elements, or the neutral value for a 0-d tensor
         built.local_shape = torch.Size((0,) if shape else ())
     else:
         built.local_shape = torch.Size(built.box().lengths)

@@ -1,4 +1,4 @@
-"""How one mesh dimension holds a tensor: sharded, replicated, or as terms still to be reduced.
+"""How one mesh dimension holds a tensor: sharded, replicated, or partial (terms that still have to be reduced).
 
 Placements are interned: two equal placements are one object, so that layouts built from them compare by identity.
 """
@@ -43,7 +43,7 @@ class Placement:
 class Shard(Placement):
     """Each rank of the mesh dimension holds one chunk of tensor dimension `dim`, cut as `torch.chunk` cuts.
 
-    Sizes that do not divide are first class: trailing ranks hold a shorter chunk or an empty one.
+    Sizes need not divide evenly: trailing ranks then hold a shorter chunk or an empty one.
 
     >>> Shard(0) is Shard(0), Shard(1).is_shard(1)
     (True, True)
@@ -151,14 +151,14 @@ class Partial(Placement):
 
 
 def check_placement(value: Any) -> None:
-    """Raise if `value` is none of the three placements above; one of PyTorch's is named with what to import instead."""
+    """Raise if `value` is not one of the three placements; for PyTorch's own, the message says what to import."""
     if isinstance(value, (Shard, Replicate, Partial)):
         return
     name = type(value).__name__
     if type(value).__module__.startswith("torch."):
         ours = next((n for n in ("Shard", "Replicate", "Partial") if name.endswith(n)), None)
         raise PlacementsError(
-            f"{value!r} is PyTorch's own {name}, which says nothing to terrazzo's tensors: "
+            f"{value!r} is PyTorch's own {name}, which terrazzo's tensors do not accept: "
             + (f"import {ours} from terrazzo.tensor instead, or " if ours else "")
             + "convert placements with terrazzo.tensor.interop.from_torch_placements"
         )

@@ -1,8 +1,8 @@
-"""The way from one layout to another, as data.
+"""The steps that take a tensor from one layout to another, as data.
 
 `plan_transition(src, dst)` returns the steps that turn this rank's part under `src` into its part under `dst`, for two
-layouts of one tensor on one mesh.  The order of the steps keeps the bytes few: what costs nothing and shrinks the data
-comes first, gathers come last.
+layouts of one tensor on one mesh.  The order of the steps keeps the communicated bytes few: steps that shrink the data
+without communication come first, gathers come last.
 
     replicate -> shard      slice                       nothing moves
     replicate -> partial    keep on the first rank      nothing moves
@@ -11,8 +11,8 @@ comes first, gathers come last.
     partial   -> replicate  all-reduce, neighbouring mesh dims at once
     shard     -> replicate  all-gather, neighbouring mesh dims at once
 
-A mesh dim newly sharding a tensor dim always cuts inside those that shard it already; where `dst` asks for another
-nesting, one exchange at the end (or before a gather) puts the pieces in order.
+A mesh dim that newly shards a tensor dim always cuts inside those that shard it already; where `dst` wants another
+nesting, one exchange at the end (or before a gather) moves the pieces.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Give away chunks of `split_dim`, receive chunks of `concat_dim`."""
+    """Send chunks of `split_dim`, receive chunks of `concat_dim`."""
 
     mesh_dims: tuple[int, ...]
     split_dim: int
@@ -90,9 +90,9 @@ class ToPartial:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Cut the local part into `send` boxes, one a rank of `mesh_dims`, and build the new part from `receive` boxes.
+    """Cut the local part into `send` boxes, one per rank of `mesh_dims`; build the new part from `receive` boxes.
 
-    Boxes are relative to the old and the new local part; None means that nothing passes between the two ranks.
+    Boxes are relative to the old and to the new local part; None means that the two ranks exchange nothing.
     """
 
     mesh_dims: tuple[int, ...]
@@ -120,7 +120,7 @@ def plan_transition(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
-    """What one rank receives on the way from `src` to `dst`, at most; for policies and for choosing plans."""
+    """An upper bound on the bytes that one rank receives from `src` to `dst`; policies and planners compare it."""
     numel = prod(src.shape)
     if src.coord is None or numel == 0:
         return 0
@@ -141,7 +141,7 @@ def moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
 
 
 class _Planner:
-    """Walks from the source placements to the target's, one step at a time."""
+    """Goes from the source placements to the target's, one step at a time."""
 
     def __init__(self, src: Layout, dst: Layout) -> None:
         self.src, self.dst = src, dst
@@ -169,7 +169,7 @@ class _Planner:
         ]
 
     def _length(self, dim: int, outside: int | None = None) -> int:
-        """This rank's length of `dim` now, leaving out the cut by mesh dim `outside` (which must be innermost)."""
+        """This rank's current length of `dim`, without the cut by mesh dim `outside` (which must be innermost)."""
         length = self.src.shape[dim]
         coord = self.src.coord
         assert coord is not None
@@ -196,7 +196,7 @@ class _Planner:
     # --- the phases
 
     def _resolve_mixed_partials(self) -> None:
-        """Terms of different reductions do not commute: resolve them from the last mesh dim to the first."""
+        """Terms of different reductions do not commute: reduce them from the last mesh dim to the first."""
         ops = {p.reduce_op for p in self.at if isinstance(p, Partial)}
         changing = [m for m, p in enumerate(self.at) if isinstance(p, Partial) and p is not self.dst.placements[m]]
         if not changing or (len(ops) == 1) or ops <= {"sum", "avg"}:
@@ -301,12 +301,12 @@ class _Planner:
     # --- the general exchange
 
     def _wanted_nesting(self, goal: list[Placement], candidates: list[int]) -> list[int]:
-        """The target's nesting where it is already decided, so that no second exchange follows."""
+        """The target's nesting where it is known already, so that no second exchange is needed."""
         final = [m for m in self.dst.order if m in candidates]
         return final if all(goal[m] is self.dst.placements[m] for m in candidates) else candidates
 
     def _exchange(self, goal: list[Placement], nesting: list[int]) -> None:
-        """Move pieces so that this mesh's shards become `goal` nested as `nesting`; nothing when they are already."""
+        """Move pieces so that the shards become `goal`, nested as `nesting`; nothing if they are so already."""
         src = self.src
         now = Layout.of(src.mesh, _shards_only(self.at), src.shape, _full_order(self.nesting, len(self.at)))
         then = Layout.of(src.mesh, _shards_only(goal), src.shape, _full_order(nesting, len(self.at)))
@@ -343,7 +343,7 @@ def _exchange_step(now: Layout, then: Layout, dims: tuple[int, ...]) -> Exchange
 
 
 def _by_peer(mine: Box, layout: Layout, me: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Box | None, ...]:
-    """What of `mine`, relative to it, each rank holds under `layout` that differs from `me` only on `dims`.
+    """What each rank holds of `mine`, relative to it, under `layout`; for ranks that differ from `me` only on `dims`.
 
     The first of `dims` is the outermost.
     """

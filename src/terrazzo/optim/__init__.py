@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices of sharded parameters, and what they are built on."""
+"""Optimizers that need each matrix of sharded parameters whole, and the exchange that they are built on."""
 
 from terrazzo.optim.muon import Muon
 from terrazzo.optim.owners import Owners

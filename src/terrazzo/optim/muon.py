@@ -1,4 +1,4 @@
-"""Muon for sharded matrices: each is orthogonalised once, by one rank."""
+"""Muon for sharded matrices: each matrix is orthogonalised once, by one rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from terrazzo.tensor.dtensor import wrap
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon`, which takes the same arguments and gives the same numbers, for parameters of many ranks.
+    """`torch.optim.Muon` for sharded parameters, with the same arguments and results.
 
-    The momentum lives and is saved in shards, as the parameters do. Of each matrix one rank has the update whole and
-    orthogonalises it; matrices are divided among the ranks by what they cost. A group of parameters takes two
-    all-to-alls, in bfloat16, where one all-gather for each product of each matrix would be needed otherwise.
+    The momentum is sharded, and saved, as the parameters are. Each matrix has one rank, its owner, that receives the
+    whole update and orthogonalises it; the matrices are divided among the ranks so that their costs are balanced. A
+    parameter group takes two all-to-alls in bfloat16. Otherwise each product of each matrix would take an all-gather.
 
-    Parameters may be sharded by `fully_shard`, by tensor parallelism, by both, or not at all. As in PyTorch they are
-    matrices: use another optimizer for biases and embeddings.
+    Parameters may be sharded by `fully_shard`, by tensor parallelism, by both, or not at all. As in PyTorch they must
+    be matrices: use another optimizer for biases and embeddings.
 
     >>> from terrazzo.fsdp import fully_shard
     >>> model = fully_shard(torch.nn.Linear(4, 3, bias=False))
@@ -62,7 +62,7 @@ class Muon(torch.optim.Muon):
         updates = [_placed_as(update, p) for update, p in zip(updates, params, strict=True)]
 
         owners = self._owners_of(params)
-        # The iteration is in this precision anyhow, so that nothing is lost on the way.
+        # The iteration itself runs in bfloat16, so nothing is lost by sending in it.
         wholes = owners.gather(updates, torch.bfloat16)
         coefficients, steps, eps = group["ns_coefficients"], group["ns_steps"], group["eps"]
         orthogonal = {i: orthogonalised(whole, coefficients, steps, eps) for i, whole in wholes.items()}
@@ -76,7 +76,7 @@ class Muon(torch.optim.Muon):
             local.add_(result, alpha=-_adjusted(lr, group["adjust_lr_fn"], p.shape))
 
     def _owners_of(self, params: list[Tensor]) -> Owners:
-        # Layouts are interned; a plain parameter is told by its shape.
+        # Layouts are interned; a plain parameter is identified by its shape.
         key = tuple([p._layout if isinstance(p, DTensor) else p.shape for p in params])
         found = self._owners.get(key)
         if found is None:
@@ -89,9 +89,9 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A matrix of nearly the same singular vectors and of singular values near 1, by Newton and Schulz's iteration.
+    """The matrix with nearly the same singular vectors and singular values near 1, by the Newton-Schulz iteration.
 
-    It is in bfloat16, and takes the same operations as PyTorch's, in the same order.
+    In bfloat16, with the same operations in the same order as PyTorch's Muon.
 
     >>> x = orthogonalised(torch.tensor([[3.0, 0.0], [0.0, 0.1]]), (3.4445, -4.7750, 2.0315), 5, 1e-7)
     >>> bool(((x.float().diag() - 1).abs() < 0.5).all())
@@ -101,7 +101,7 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.bfloat16()
     x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)  # no singular value is larger than this norm
+    x = x / x.norm().clamp(min=eps)  # no singular value is larger than the Frobenius norm
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -109,7 +109,7 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
 
 
 def _cost(shape: torch.Size) -> float:
-    """Products of one step of the iteration: of the short side by the long one twice, and of the short one's square."""
+    """The cost of one step of the iteration: two products short by long side, and one of the short side squared."""
     short, long = sorted(shape)
     return float(short * short * (2 * long + short))
 
@@ -123,11 +123,11 @@ def _adjusted(lr: float, how: str | None, shape: torch.Size) -> float:
 
 
 def _gradient(p: Tensor) -> Tensor:
-    """The gradient, placed as its parameter is."""
+    """The gradient, redistributed to its parameter's placements."""
     grad = p.grad
     assert grad is not None
     if grad.is_sparse or p.is_complex():
-        raise OptimError(f"Muon takes dense and real gradients, not those of a parameter of {p.dtype}, {grad.layout}")
+        raise OptimError(f"Muon needs dense, real gradients, but a parameter of {p.dtype} has one of {grad.layout}")
     if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad._layout is not p._layout:
         return grad.redistribute(p.device_mesh, p.placements)
     return grad

@@ -1,4 +1,4 @@
-"""A group of sharded tensors, each of which one rank can have whole: to its owner in one exchange, back in another."""
+"""A group of sharded tensors with an owner for each: one exchange gives owners the whole tensors, another goes back."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class _OnMesh(NamedTuple):
 
 
 class Owners:
-    """Gives each tensor of a group to one rank, which can have it whole, so that the ranks' costs are about the same.
+    """Assigns each tensor of a group to one rank, which can have it whole; the costs of the ranks are balanced.
 
-    Any placements will do: the shards of `fully_shard` in one or two dims, of tensor parallelism, of both. What takes
-    two steps for each tensor where it is gathered by itself takes two for the whole group: one all-to-all to the
-    owners, and one back. Replicas share the work as well. A tensor that is no DTensor is whole already, on every rank.
+    Any placements work: the shards of `fully_shard` on one or two mesh dims, of tensor parallelism, or of both. The
+    whole group takes two exchanges: one all-to-all to the owners, and one back. The work is divided among replicas,
+    too. A plain tensor is whole already, on every rank.
 
-    Making one communicates nothing; every rank of the mesh makes it of the same tensors in the same order, and calls
-    its methods together with the others.
+    The constructor does not communicate. Every rank of the mesh must create it from the same tensors in the same order,
+    and call its methods at the same points.
 
     >>> from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
     >>> mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -48,7 +48,7 @@ class Owners:
 
     Args:
         tensors: The group; only placements and shapes matter.
-        cost: What a tensor costs its owner, by its shape; by default the number of elements.
+        cost: The cost of a tensor for its owner, from its shape; by default the number of elements.
     """
 
     def __init__(self, tensors: Sequence[Tensor], cost: Cost = torch.Size.numel) -> None:
@@ -65,11 +65,11 @@ class Owners:
         """The positions of the tensors that this rank has whole."""
 
     def gather(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> dict[int, Tensor]:
-        """The whole of each tensor that this rank owns, by its position.
+        """The whole of each tensor that this rank owns, by its position in the group.
 
         Args:
-            tensors: Placed as those that this was made of: they themselves, their gradients, something made of these.
-            dtype: To which pieces are converted before they are sent, for fewer bytes; needed where dtypes differ.
+            tensors: Tensors placed like those of the group: the tensors themselves, their gradients, updates.
+            dtype: The dtype in which pieces are sent, to save bytes; required if the tensors have different dtypes.
         """
         self._check(tensors)
         result = {
@@ -81,21 +81,21 @@ class Owners:
         return result
 
     def scatter(self, wholes: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The tensors of the whole group, of which each owner gives the whole: what `gather` does, backwards.
+        """The reverse of `gather`: from the whole tensors of their owners, the sharded tensors of the group.
 
         Args:
-            wholes: By position, a tensor of the shape of the group's for each that this rank owns (`mine`).
-            dtype: To which they are converted; it has to be the same on all ranks, of which some may own nothing.
+            wholes: For each position that this rank owns (`mine`), a tensor of that global shape.
+            dtype: The dtype of the results; it must be the same on all ranks, also on those that own nothing.
 
         Returns:
-            DTensors placed as those that this was made of; for what is no DTensor, what was given.
+            DTensors placed like those of the group; for a plain tensor of the group, the tensor that was passed.
         """
         missing = [i for i in self.mine if i not in wholes]
         wrong = [i for i in self.mine if i in wholes and wholes[i].shape != self._shapes[i]]
         if missing or wrong or len(wholes) != len(self.mine):
             raise OptimError(
-                f"scatter takes a whole tensor for each position in {list(self.mine)}, got {sorted(wholes)}"
-                + (f"; of another shape than the group's are {wrong}" if wrong else "")
+                f"scatter needs a whole tensor for each position in {list(self.mine)}, got {sorted(wholes)}"
+                + (f"; these have another shape than in the group: {wrong}" if wrong else "")
             )
         result: list[Any] = [
             wholes[i].to(dtype) if self._layouts[i] is None else None for i in range(len(self._layouts))
@@ -111,7 +111,7 @@ class Owners:
     def _on_mesh(self, positions: list[int], cost: Cost) -> _OnMesh | None:
         layouts = [self._layout(i) for i in positions]
         here = layouts[0].coord
-        if here is None:  # a rank outside of the mesh has no part in it
+        if here is None:  # a rank outside the mesh takes no part
             return None
         costs = [cost(self._shapes[i]) for i in positions]
         return _OnMesh(layouts[0].mesh, tuple(positions), routes_of(layouts, costs, here))
@@ -122,7 +122,7 @@ class Owners:
         common = dtype or locals_[0].dtype
         if any(local.dtype is not common for local in locals_) and dtype is None:
             raise OptimError(
-                f"tensors of {sorted({str(x.dtype) for x in locals_})} travel together: say as which dtype"
+                f"tensors of {sorted({str(x.dtype) for x in locals_})} cannot be sent together: pass dtype"
             )
         routes = each.routes
         like = torch.empty(0, dtype=common, device=each.mesh.device_type)
@@ -135,7 +135,7 @@ class Owners:
                 if whole is None:
                     whole = wholes[piece.tensor] = like.new_empty(self._shapes[each.positions[piece.tensor]])
                 whole[piece.box.slices()].copy_(values)
-        for n in (n for n, owner in enumerate(routes.owners) if owner == axis.index):  # also those without elements
+        for n in (n for n, owner in enumerate(routes.owners) if owner == axis.index):  # including empty tensors
             wholes.setdefault(n, like.new_empty(self._shapes[each.positions[n]]))
         return {each.positions[n]: whole for n, whole in wholes.items()}
 
@@ -151,7 +151,7 @@ class Owners:
         for message, buffer in zip(routes.from_owners, received, strict=True):
             for piece, values in zip(message, _pieces(buffer, message), strict=True):
                 result[each.positions[piece.tensor]] = values
-        for i in each.positions:  # of some this rank has no elements
+        for i in each.positions:  # including those of which this rank has no elements
             result.setdefault(i, like.new_empty(self._layout(i).local_shape))
         return result
 
@@ -168,13 +168,13 @@ class Owners:
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != len(self._layouts):
-            raise OptimError(f"a group of {len(self._layouts)} tensors was gathered with {len(tensors)} tensors")
+            raise OptimError(f"the group has {len(self._layouts)} tensors, but {len(tensors)} were passed")
         for i, (tensor, layout) in enumerate(zip(tensors, self._layouts, strict=True)):
             found = tensor._layout if isinstance(tensor, DTensor) else None
             if found is not layout or tensor.shape != self._shapes[i]:
                 raise OptimError(
-                    f"tensor {i} of the group is {_described(tensor)}, and not placed as the one that the group was "
-                    f"made of: {self._shapes[i]} {layout or 'on this rank alone'}. Redistribute it first"
+                    f"tensor {i} is {_described(tensor)}, but the tensor of the group is "
+                    f"{self._shapes[i]} {layout or '(plain)'}. Redistribute it first"
                 )
 
 
@@ -182,7 +182,7 @@ def _layout_of(i: int, tensor: Tensor) -> Layout | None:
     if not isinstance(tensor, DTensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
-        raise OptimError(f"tensor {i} is placed {list(tensor.placements)}: redistribute its terms first")
+        raise OptimError(f"tensor {i} is placed {list(tensor.placements)}: redistribute it to Shard or Replicate first")
     return tensor._layout
 
 

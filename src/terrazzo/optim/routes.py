@@ -1,8 +1,8 @@
-"""Who sends what to whom, so that each tensor of a group on one mesh is whole on one rank, its owner.
+"""Messages that bring each tensor of a group on one mesh to its owner, a rank that then has it whole.
 
-Pure maths of layouts: nothing here communicates.  Owners are chosen such that all ranks have about as much to do.
-Where ranks hold the same piece of a tensor, the one that sends it is the one that differs from the owner only along
-mesh dims that shard; on the way back every rank gets its piece from the owner.
+Pure computation on layouts, without communication.  Owners are chosen so that all ranks have about the same work.
+Where several ranks hold the same piece of a tensor, the one sends it that differs from the owner only along mesh dims
+that shard the tensor; on the way back every rank gets its piece from the owner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Coordinate = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of one tensor of the group, in a message."""
+    """A box of one tensor of the group, as a part of a message."""
 
     tensor: int
     box: Box
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 class Routes(NamedTuple):
     """The messages of one rank, by the other rank's position on the mesh, and by tensor within a message."""
 
-    owners: tuple[int, ...]  # by tensor, the owner's position
+    owners: tuple[int, ...]  # for each tensor the owner's position on the mesh
     to_owners: tuple[tuple[Piece, ...], ...]
     from_holders: tuple[tuple[Piece, ...], ...]
     to_holders: tuple[tuple[Piece, ...], ...]
@@ -36,7 +36,7 @@ class Routes(NamedTuple):
 
 
 def balanced(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """A rank for each cost, such that sums are about the same: the largest first, each to whom has the least so far.
+    """A rank for each cost so that the sums are balanced: the largest first, each to the rank with the least so far.
 
     >>> balanced([1, 5, 2, 2], 2)
     (1, 0, 1, 1)
@@ -76,13 +76,13 @@ def routes_of(layouts: Sequence[Layout], costs: Sequence[float], here: Coordinat
 
 
 def _sender(layout: Layout, holder: Coordinate, owner: Coordinate) -> Coordinate:
-    """Who, of all that hold what `holder` does, sends it to the owner."""
+    """The rank that sends the piece to the owner, of all ranks that hold the same piece as `holder`."""
     placed = zip(layout.placements, holder, owner, strict=True)
     return tuple(at if isinstance(placement, Shard) else to for placement, at, to in placed)
 
 
 def _sharding(layout: Layout, coordinate: Coordinate) -> Coordinate:
-    """The coordinate along the mesh dims that shard, which is what a box depends on."""
+    """The coordinate along the mesh dims that shard: the box depends on these only."""
     return tuple(at if isinstance(p, Shard) else 0 for p, at in zip(layout.placements, coordinate, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Distributed tensors: one tensor whose elements live on the ranks of a device mesh.
+"""Distributed tensors: one tensor whose elements are spread over the ranks of a device mesh.
 
 The names and behaviours are those of `torch.distributed.tensor`; `DeviceMesh` and `init_device_mesh` are PyTorch's own.
 """

@@ -31,40 +31,40 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Make a DTensor of a global tensor that every rank has, or could have.
+    """Make a DTensor of a global tensor that every rank passes.
 
     The values are those of the rank at position `src_data_rank` of each mesh dimension; with None every rank uses
     its own values and nothing is sent. The result is a leaf: use `DTensor.from_local` inside a differentiated
     computation.
 
     Args:
-        tensor: The global tensor. Its values matter on the source rank only, its shape and dtype everywhere.
+        tensor: The global tensor. Its values matter on the source rank only, its shape and dtype on every rank.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
         placements: One per mesh dimension; None replicates. Partial makes terms that reduce to the tensor's values.
-        src_data_rank: Where the values come from.
+        src_data_rank: The position on each mesh dimension of the rank whose values are used, or None.
     """
     mesh = current_mesh(device_mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise DTensorArgumentError(
-                f"distribute_tensor was to bring a DTensor on {tensor.device_mesh} to a different device mesh, {mesh}: "
-                "use tensor.redistribute(mesh, placements)"
+                f"distribute_tensor was given a DTensor on {tensor.device_mesh} and a different device mesh, {mesh}: "
+                "use tensor.redistribute(mesh, placements) to move it"
             )
         if tensor._layout is not Layout.of(mesh, placed, tensor.shape):
             raise DTensorArgumentError(
-                f"distribute_tensor was to bring a DTensor placed {list(tensor.placements)} to a different placements "
-                f"list, {list(placed)}: use tensor.redistribute(placements=...)"
+                f"distribute_tensor was given a DTensor placed {list(tensor.placements)} and different placements, "
+                f"{list(placed)}: use tensor.redistribute(placements=...) to change them"
             )
         return tensor
     refuse_torch_dtensor("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
-            "distribute_tensor can only distribute leaf tensors, this one has a graph: use "
-            "DTensor.from_local(...).redistribute(...)"
+            "distribute_tensor can only distribute leaf tensors, but this one has a grad_fn: use "
+            "DTensor.from_local(...).redistribute(...), which is differentiable"
         )
     wanted = Layout.of(mesh, placed, tuple(tensor.shape))
-    layout = wanted.dual  # terms are made of the replicas, below
+    layout = wanted.dual  # Partial is made from replicas, below
     local = tensor.detach()
     if local.device.type != mesh.device_type and local.device.type != "meta":
         local = local.to(mesh.device_type)
@@ -76,7 +76,7 @@ def distribute_tensor(
         refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
     if local.device.type != "meta":
-        # An own, dense copy: the caller's tensor may change later, and shards must not keep the whole alive.
+        # A contiguous copy: the caller's tensor may change later, and a shard must not keep the whole tensor alive.
         local = local.clone(memory_format=torch.contiguous_format)
     result = wrap(redistribute_local(local, layout, wanted), wanted).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
@@ -85,7 +85,7 @@ def distribute_tensor(
 
 
 def _from_source(local: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
-    """Mesh dim by mesh dim, in the order of the cuts: the source rank gives each rank its chunk or a copy."""
+    """Mesh dim by mesh dim, in the order of the cuts: the source rank sends each rank its chunk or a copy."""
     for m in layout.order:
         axis = axis_of(layout.mesh, m)
         if axis.size == 1:
@@ -111,13 +111,13 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Make every parameter and buffer of `module` a DTensor, in place, and say how inputs and outputs are converted.
+    """Make every parameter and buffer of `module` a DTensor, in place, and convert its inputs and outputs.
 
     Args:
         module: The module; it is changed and returned.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
         partition_fn: Called as `partition_fn(name, submodule, mesh)` for each submodule, to distribute parameters;
-            what it leaves plain is replicated. Parameters that modules share stay shared.
+            parameters that it leaves plain are replicated. Parameters that modules share stay shared.
         input_fn: Called as `input_fn(module, inputs, mesh)` before forward; returns the new inputs.
         output_fn: Called as `output_fn(module, outputs, mesh)` after forward; returns the new outputs.
     """
@@ -138,7 +138,7 @@ def distribute_module(
 def convert_calls(
     module: nn.Module, mesh: DeviceMesh, before: Callable[..., Any] | None, after: Callable[..., Any] | None
 ) -> None:
-    """Have a module's inputs pass through `before(module, inputs, mesh)`, and its outputs likewise through `after`."""
+    """Pass a module's inputs through `before(module, inputs, mesh)`, and its outputs through `after` likewise."""
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -146,7 +146,7 @@ def convert_calls(
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate what parameters and buffers are plain tensors still."""
+    """Replicate those parameters and buffers that are still plain tensors."""
     for submodule in module.modules():
         for name, parameter in parameters_of(submodule).items():
             if parameter is not None and not isinstance(parameter, DTensor):
@@ -159,10 +159,10 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _of_three(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one of (module, values, mesh); the form of (values, mesh) is deprecated, as in PyTorch."""
+    """`function` with arguments (module, values, mesh); a function of (values, mesh) is deprecated, as in PyTorch."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # not a Python function
+    except ValueError:  # a builtin, for example, has no signature
         return function
     if _takes(signature, 3):
         return function

@@ -1,7 +1,7 @@
-"""The shape to which shapes broadcast.
+"""The shape that shapes broadcast to.
 
-`torch.broadcast_shapes` computes it too, but imports sympy for that, which takes longer than all else that happens at
-the first operation.
+`torch.broadcast_shapes` computes it too, but imports sympy for that, which takes longer than the rest of the first
+operation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
             if size == 1 or size == result[d]:
                 continue
             if result[d] != 1:
-                raise DTensorError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast to one")
+                raise DTensorError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} cannot be broadcast together")
             result[d] = size
     return tuple(result)

@@ -1,4 +1,4 @@
-"""From local tensors to DTensors and back, between placements, and between meshes."""
+"""Conversions: local tensors to DTensors and back, and DTensors to other placements and other meshes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def from_local(
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise DTensorError(
-            "from_local takes this rank's plain tensor, got a DTensor: use redistribute to place it anew"
+            "from_local takes this rank's plain tensor, got a DTensor: use redistribute to change its placements"
         )
     refuse_torch_dtensor("from_local", local)
     if local.layout is not torch.strided:
@@ -66,15 +66,13 @@ def from_local(
     if shape is None:
         shape = _even_shape(local, mesh, placed)
     layout = Layout.of(mesh, placed, tuple(shape))
-    if layout.coord is None:  # outside of the mesh nothing is held, whatever the caller has
+    if layout.coord is None:  # a rank outside the mesh holds nothing, whatever it passes
         return wrap(local.new_zeros(layout.local_shape, requires_grad=local.requires_grad), layout)
     if tuple(local.shape) != tuple(layout.local_shape):
         raise DTensorArgumentError(
             f"rank {dist.get_rank()}: a local tensor of shape {tuple(local.shape)} is not this rank's part of a "
-            "tensor of "
-            f"shape {tuple(shape)} placed {list(placed)}, which is {tuple(layout.local_shape)}; pass shape= when "
-            "ranks hold "
-            "parts of different sizes"
+            f"tensor of shape {tuple(shape)} placed {list(placed)}, which has shape {tuple(layout.local_shape)}; pass "
+            "shape=, the global shape, when ranks hold parts of different sizes"
         )
     if run_check:
         _check_alike(local, layout)
@@ -92,13 +90,13 @@ def from_local(
 
 
 class _OfLeaf(torch.autograd.Function):
-    """The same memory as a leaf's, for a DTensor that may be written to.
+    """A tensor that shares a leaf's memory, for a DTensor that may be written in place.
 
-    Autograd forbids writes to a view of a leaf. The DTensor is a result of the leaf, not a view of it: a write ends the
-    leaf's influence on what is written, as for any other result, and it changes the leaf's values.
+    Autograd forbids in-place writes to a view of a leaf. Here the DTensor is the result of an operation on the leaf,
+    not a view: a write changes the leaf's values, and the written elements no longer depend on the leaf.
     """
 
-    generate_vmap_rule = True  # torch.func's transforms of a function that calls from_local meet it
+    generate_vmap_rule = True  # torch.func's transforms reach it when they transform a function that calls from_local
 
     @staticmethod
     def forward(leaf: torch.Tensor) -> torch.Tensor:
@@ -106,7 +104,7 @@ class _OfLeaf(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Backward needs nothing saved."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -132,7 +130,7 @@ _DESCRIPTION_BYTES = 256
 
 
 def _check_alike(local: torch.Tensor, layout: Layout) -> None:
-    """Compare across the mesh what ranks must have in common: dtype, global shape, requires_grad, order of dims."""
+    """Compare across the mesh what ranks must agree on: dtype, global shape, requires_grad, order of dims."""
     everyone = axis_of(layout.mesh, tuple(range(len(layout.mesh_shape))))
     if everyone.group is None or is_simulated(everyone.group):
         return
@@ -141,7 +139,7 @@ def _check_alike(local: torch.Tensor, layout: Layout) -> None:
         f"{local.dtype}, global shape {tuple(layout.shape)}, requires_grad={local.requires_grad}",
         f"global strides {strides}",
     ]
-    # Of one size, because what is compared may have another number of dims on another rank.
+    # Fixed-size descriptions, because ranks may disagree on the number of dims.
     data = b"".join(text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES) for text in mine)
     row = torch.tensor([list(data)], dtype=torch.uint8, device=local.device)
     rows = all_gather(row, everyone, 0, (1,) * everyone.size).cpu().view(everyone.size, 2, _DESCRIPTION_BYTES)
@@ -150,13 +148,13 @@ def _check_alike(local: torch.Tensor, layout: Layout) -> None:
         comparable = 1 if any(text.endswith("of no elements") for text in (mine[1], other[1])) else 2
         if other[:comparable] != [text[:_DESCRIPTION_BYTES] for text in mine[:comparable]]:
             raise DTensorArgumentError(
-                f"from_local: the parts do not make one tensor. Rank {rank} has a part of {', '.join(other)}; rank "
-                f"{dist.get_rank()} of {', '.join(mine)}"
+                f"from_local: the local tensors do not fit together. Rank {rank} has {', '.join(other)}; rank "
+                f"{dist.get_rank()} has {', '.join(mine)}"
             )
 
 
 def _first_replica(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Replicas take the first rank's values."""
+    """Replicas get the values of the first of their ranks."""
     for m, p in enumerate(layout.placements):
         if isinstance(p, Replicate):
             with torch.no_grad():
@@ -166,7 +164,7 @@ def _first_replica(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 class _GradTo(torch.autograd.Function):
-    """Identity whose gradient arrives in one layout and is needed in another."""
+    """The identity, whose gradient arrives in one layout and is redistributed to another."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, arrives: Layout, needed: Layout) -> torch.Tensor:
@@ -189,7 +187,7 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
         arrives = layout.with_placements(tuple(grad_placements), layout.order)
         if arrives is not layout.dual:
             if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
-                # Terms of the gradient of what was gathered are reduced and scattered.
+                # The gradient of a gather is partial, so it is reduce-scattered instead of reduced as a whole.
                 with asked_for():
                     return tensor._memo.varying(local, arrives.varying)
             result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
@@ -218,7 +216,7 @@ def redistribute(
 
 
 class _RedistributeAs(torch.autograd.Function):
-    """A redistribution in one type, of whose gradient in another; the gradient that it gives has the input's type."""
+    """A redistribution with one dtype in forward and another in backward; the gradient gets the input's dtype."""
 
     @staticmethod
     def forward(
@@ -226,7 +224,7 @@ class _RedistributeAs(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.of = src, dst, local.dtype, backward_dtype
         result = _own_memory(redistribute_local(local.to(dtype), src, dst), src, dst)
-        return result.clone() if result is local or is_view(result) else result  # nobody could write to a view of here
+        return result.clone() if result is local or is_view(result) else result  # a custom Function's view is read-only
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -246,8 +244,8 @@ def _redistribute_as(
     src, local = tensor._layout, tensor._local
     if mesh is not None and canonical_mesh(mesh) is not src.mesh:
         raise DTensorArgumentError(
-            "redistribute: forward_dtype and backward_dtype are for placements on the same mesh; convert the tensor "
-            "with .to(dtype) before it is brought to another"
+            "redistribute: forward_dtype and backward_dtype cannot be used with another mesh; convert the tensor with "
+            ".to(dtype) before moving it there"
         )
     placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
     dst = Layout.of(src.mesh, placed, src.shape, order)
@@ -279,8 +277,8 @@ def _redistribute(
 
 
 def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
-    """What is only a part of what the rank had is copied: a write to it must not change the replica on one rank alone,
-    and a part must not keep the whole alive."""
+    """Copy a slice of the rank's tensor: a write to it must not change the replica on one rank only, and it must not
+    keep the whole tensor alive."""
     steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
     if any(isinstance(step, LOCAL_STEPS) for step in steps):
         return local.clone(memory_format=torch.contiguous_format)
@@ -288,7 +286,7 @@ def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
 
 
 def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
-    """Start the first communication now; the rest happens when the result's local tensor is first used."""
+    """Start the first communication now; the rest happens when the result's local tensor is used for the first time."""
     src, local = tensor._layout, tensor._local
     finish = _start(local, src, dst)
     lock = threading.Lock()
@@ -332,9 +330,8 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     layout = tensor._layout
     if any(p.is_partial() for p in layout.placements):
         raise DTensorArgumentError(
-            f"a DTensor placed {list(layout.placements)} holds terms, which have no place in a checkpoint: "
-            "redistribute it to "
-            "Shard or Replicate first"
+            f"a DTensor placed {list(layout.placements)} is partial, and partial terms cannot be stored in a "
+            "checkpoint: redistribute it to Shard or Replicate first"
         )
     if layout.coord is None:
         return []

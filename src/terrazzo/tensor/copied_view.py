@@ -1,8 +1,10 @@
-"""Views of which a redistribution made a copy: a class of their own, so that ordinary tensors pay nothing for it.
+"""Copied views: results of view operations that needed a redistribution, which copied the data.
 
-On one device a view shows what is written to its tensor later, and what is written to it reaches its tensor.  A copy
-does neither by itself.  So a copy that is used after its tensor was written raises; and what is written to a copy is
-written to the tensor too where the view was made by an index, and raises elsewhere.
+On one device a view and its tensor share memory.  A copy made by a redistribution does not, so it could silently show
+old values, or a write to it could be lost.  Therefore using a copied view after its tensor was written raises an error.
+A write to a copied view is also written to the tensor if the view was made by indexing, and raises an error otherwise.
+
+Copied views have their own class, so that ordinary tensors do not pay for these checks.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ from terrazzo.tensor.links import links
 from terrazzo.tensor.strides import has_view, is_contiguous, no_view, repeats
 
 _local_slot: Any = DTensor.__dict__["_local"]
-# Functions that cut a tensor into parts, with the position of `dim`.
+# View functions with several results, with the position of their `dim` argument.
 _PARTS = {"unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
 _COPYING_RESHAPES = frozenset(["reshape", "reshape_as", "flatten"])
 _RESHAPES = _COPYING_RESHAPES | {"view", "unflatten"}
 
 
-# By local tensor: the copies of parts of it that are in use.
+# For each local tensor the live copies of parts of it.
 _copies_of: Any = WeakIdKeyDictionary()
 
 
-class Origin:
-    """Where a copy comes from; the copy's own views share it."""
+class CopySource:
+    """Where a copy comes from; shared by the copy and its own views."""
 
     __slots__ = ("__weakref__", "_base", "_copy", "_data", "_index", "_layout", "_local", "_version", "region")
 
     def __init__(self, base: DTensor, copy: DTensor, index: Any) -> None:
-        """`index` is where in `base` the copy is from, None if that cannot be said by an index."""
+        """`index` is the index into `base` that gives the copied elements; None if no index does."""
         self._base = base
         self._local = base._local
-        self._data: list[torch.Tensor] = []  # what `.data` has given since
+        self._data: list[torch.Tensor] = []  # tensors that `.data` has returned
         self._version = self._writes()
         self._index = index
         self.region = None if index is None else region_of(index, base.shape)
@@ -56,7 +58,7 @@ class Origin:
         links.copies.add(self)
 
     def watch(self, data: torch.Tensor) -> None:
-        """Count what is written to `data` as well, if it is of the same memory."""
+        """Count writes to `data`, too, if it shares this memory."""
         if memory_of(data) == memory_of(self._local):
             self._data.append(data)
             self._version += _version_of(data)
@@ -68,34 +70,34 @@ class Origin:
         """Raise if the tensor was written since the copy was made."""
         if not self.is_current():
             raise DTensorError(
-                f"a view of a DTensor, of which a redistribution made a copy ({self._layout}), is used after the "
-                "DTensor was written to, which the copy does not show. Take the view again, or clone() it where the "
-                "old values are wanted"
+                f"this view of a DTensor is a copy, because the view needed a redistribution ({self._layout}), and the "
+                "DTensor was written to after the copy was made. Take the view again, or clone() it before the write "
+                "if you want the old values"
             )
         if type(self._base) is CopiedView:
             self._base._pending.check()
 
     def is_current(self) -> bool:
-        """Whether the tensor has not been written since."""
+        """Whether the tensor has not been written since the copy was made."""
         return self._writes() == self._version
 
     def keep(self) -> None:
-        """What has been written is none of what the copy shows."""
+        """Accept the writes so far: they did not touch the elements of the copy."""
         self._version = self._writes()
 
     def check_writable(self, with_grad: bool) -> None:
-        """Raise if a write to the copy, which autograd is to see or not, could not be passed on."""
+        """Raise if a write to the copy (`with_grad`: one that autograd records) cannot be passed on to the tensor."""
         self.check()
         if self._index is None or self._base._local is not self._local:
             raise DTensorError(
-                f"in-place write to a view of which a redistribution made a copy (now {self._layout}): the write would "
-                "not reach the tensor that was viewed. Index-assign to that tensor instead (x[...] = value), or "
+                f"in-place write to a view that is a copy, because it needed a redistribution (now {self._layout}): "
+                "the write would not reach the viewed tensor. Assign to that tensor by index (x[...] = value), or "
                 "redistribute it first so that the viewed dimension is not sharded"
             )
         if repeats(self._local, self._base.shape, self._index):
             raise DTensorError(
-                f"in-place write to a view of which a redistribution made a copy (now {self._layout}): the tensor that "
-                "was viewed is expanded, one element of it stands for several. Please clone() it before"
+                f"in-place write to a view that is a copy, because it needed a redistribution (now {self._layout}): "
+                "the viewed tensor is expanded, so several of its elements share one memory location. Clone it first"
             )
         if with_grad:
             local = self._base._local
@@ -105,7 +107,7 @@ class Origin:
             self._base._pending.check_writable(with_grad)
 
     def has_gaps(self) -> bool:
-        """Whether on one device the view's elements may not lie one behind the other: to flatten it is to copy it."""
+        """Whether on one device the view's elements may not be adjacent in memory, so that flattening it copies."""
         base = self._base
         if self._index is None or (type(base) is CopiedView and base._pending.has_gaps()):
             return True
@@ -114,13 +116,13 @@ class Origin:
         return not torch.empty(tuple(base.shape), device="meta")[self._index].is_contiguous()
 
     def pass_on(self) -> None:
-        """Write the copy to where it is from."""
+        """Write the copy's values back to the tensor."""
         self._base[self._index] = wrap(self._copy, self._layout)
         self.keep()
 
 
 class CopiedView(DTensor):
-    """A view of which a redistribution made a copy."""
+    """A view that is a copy, because the view operation needed a redistribution."""
 
     __slots__ = ()
 
@@ -132,26 +134,26 @@ class CopiedView(DTensor):
 
     @_local.setter
     def _local(self, local: torch.Tensor) -> None:
-        """It is given memory of its own, and is a view no more."""
+        """It gets its own memory, and is no longer a view."""
         _local_slot.__set__(self, local)
         object.__setattr__(self, "__class__", DTensor)
 
     def __copy__(self) -> DTensor:
-        """Of `copy.copy`: it shares the copy as well."""
+        """For `copy.copy`: the new object shares the copied memory and its origin."""
         rebuild, parts = self.__reduce_ex__(4)
         result: DTensor = rebuild(*parts)
         mark_alias(result, self)
         return result
 
     def detach(self) -> DTensor:
-        """It shares the copy, and whatever that must be kept from."""
+        """The result shares the copied memory, so it has the same checks."""
         result = super().detach()
         mark_alias(result, self)
         return result
 
 
 class writing:
-    """Around a write to what an index chooses of a DTensor: copies of other parts stay as good as they are."""
+    """Around a write to the elements that an index selects: copies of other elements of the DTensor stay valid."""
 
     __slots__ = ("_others",)
 
@@ -172,30 +174,30 @@ class writing:
             origin.keep()
 
 
-# What `.data` gives is the same.
+# `.data` shares the copied memory, too.
 CopiedView.data = property(lambda self: self.detach(), DTensor.data.fset)  # type: ignore[assignment, attr-defined]
 
 
 def _version_of(local: torch.Tensor) -> int:
-    return -1 if local.is_inference() else version_of(local)  # inference tensors do not count
+    return -1 if local.is_inference() else version_of(local)  # inference tensors have no version counter
 
 
 def mark_copied(result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Make the results of the view function `name` copied views of the first tensor among its arguments."""
-    leaves = tree_leaves((args, kwargs))  # an einsum's equation comes before its tensors, which may be in a list
+    leaves = tree_leaves((args, kwargs))  # in an einsum the equation comes first, and the tensors may be in a list
     base = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     reads_shape = (
         name in _RESHAPES and isinstance(result, DTensor) and not (len(args) > 1 and type(args[1]) is torch.dtype)
     )
     if reads_shape and not has_view(base._local, base.shape, result.shape):
         if name in _COPYING_RESHAPES:
-            return  # on one device it would be no view either
+            return  # on one device it would not be a view either
         raise no_view(base.shape, result.shape)
     results = (result,) if isinstance(result, DTensor) else result
     indices = _indices_of(name, args, kwargs, results)
     for t, index in zip(results, indices, strict=True):
         if isinstance(t, DTensor):
-            _become(t, Origin(base, t, index))
+            _become(t, CopySource(base, t, index))
 
 
 def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
@@ -205,18 +207,18 @@ def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
     has_gaps = reshapes and origin.has_gaps()
     for t in (result,) if isinstance(result, DTensor) else result:
         if isinstance(t, DTensor):
-            # What one device may have copied is nothing to write to, nor is what had to be copied here.
+            # Not writable: where one device might have copied, and where a copy was needed here.
             copies = has_gaps or (reshapes and not has_view(_local_slot.__get__(view), view.shape, t.shape))
-            _become(t, Origin(view, t, None) if copies else origin)
+            _become(t, CopySource(view, t, None) if copies else origin)
 
 
-def _become(view: DTensor, origin: Origin) -> None:
+def _become(view: DTensor, origin: CopySource) -> None:
     object.__setattr__(view, "__class__", CopiedView)
     view._pending = origin
 
 
 def _indices_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Sequence[Any]:
-    """For each result the index that gives the same view, or None."""
+    """For each result the index that gives the same view; None where there is no such index."""
     unknown = [None] * len(results)
     if name in _PARTS:
         dim = kwargs["dim"] if "dim" in kwargs else args[_PARTS[name]] if len(args) > _PARTS[name] else 0
@@ -241,13 +243,13 @@ def _indices_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 
 def check_writable(target: Any) -> None:
-    """Before an in-place write: raise if it would be lost."""
+    """Before an in-place write: raise if the write would be lost."""
     if type(target) is CopiedView:
         target._pending.check_writable(torch.is_grad_enabled() and target.requires_grad)
 
 
 def check_no_leaf(target: Any) -> None:
-    """Before an in-place write: raise what C++ raises if autograd is to follow it into a leaf."""
+    """Before an in-place write: raise PyTorch's error if autograd would record it for a leaf."""
     if not (torch.is_grad_enabled() and target.requires_grad):
         return
     if target.is_leaf:
@@ -262,16 +264,16 @@ def _of_a_leaf() -> RuntimeError:
 
 
 def check_keeps_shape(target: Any) -> None:
-    """Before an in-place change of the shape: raise for a copied view, which would be one no more."""
+    """Before an in-place change of the shape: raise for a copied view, which would lose its connection."""
     if type(target) is CopiedView:
         raise DTensorError(
-            "in-place change of the shape of a view of which a redistribution made a copy: use the form without the "
-            "underscore"
+            "in-place change of the shape of a view that is a copy, because it needed a redistribution: use the "
+            "operation without the underscore"
         )
 
 
 def pass_on(target: Any) -> None:
-    """After an in-place write."""
+    """After an in-place write: write a copied view's values back to the viewed tensor."""
     if type(target) is CopiedView:
         with torch.set_grad_enabled(torch.is_grad_enabled() and target.requires_grad):
             target._pending.pass_on()

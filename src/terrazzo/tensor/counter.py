@@ -4,14 +4,14 @@ An element's index is its row-major position in the global tensor, so its bits d
 number of ranks. The hash works on int32 tensors in place, in pieces that stay in a cache: for a local tensor of any
 size, what it needs beside its result is bounded (`PIECE` elements, 12 bytes each).
 
-Four rounds of multiplication (odd constants of C. Wellons' `triple32` and of MurmurHash3), each with a key word added
-and the upper bits folded into the lower ones, are what is needed for every bit of the index, and of the key words up
-to the second, to change every bit of the result in half of the cases. The index is added once more at the end: without
-it, equal words would never occur within one tensor. torch's shift of negative numbers keeps the sign and it has no fast
-mask, so bits are folded with the sign in front; the last fold is an addition, which gives the top bit its due.
+Four rounds of multiplication are needed (odd constants of C. Wellons' `triple32` and of MurmurHash3); each adds a key
+word and folds the upper bits into the lower ones. With them, flipping any bit of the index, or of the key words up to
+the second, flips every bit of the result in half of the cases. The index is added once more at the end: without it,
+equal words would never occur within one tensor. torch's right shift keeps the sign and it has no fast mask, so the
+folds include copies of the sign bit; the last fold is an addition, so that the top bit depends on the index enough.
 
-The key words come from SplitMix64 (Steele, Lea and Flood 2014) over the drawn key, the upper 32 bits of the index, and
-the number of the word, for draws that take several words per element.
+The key words come from SplitMix64 (Steele, Lea and Flood 2014) applied to the drawn key, the upper 32 bits of the
+index, and the number of the word (some distributions take several words per element).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from terrazzo.comm.captured import capturing
 from terrazzo.layout import Box
 
 PIECE = 1 << 16
-"""Elements that are worked on at a time by each thread of a CPU; other devices take 64 times as many."""
+"""Elements that each thread of a CPU processes at a time; other devices take 64 times as many."""
 
 _GAMMA = 0x9E3779B97F4A7C15
 _WHOLE = (1 << 64) - 1
@@ -41,10 +41,11 @@ def _signed(value: int) -> int:
 
 _MULTIPLIERS = tuple(_signed(m) for m in (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x85EBCA6B))
 _FOLDS = (16, 15, 14, 15)
-# A number becomes a tensor at each call, which takes longer than to shift a small piece. Graphs take the numbers.
+# Tensors instead of numbers: converting a number at each call takes longer than shifting a small piece. Captured graphs
+# use the numbers.
 _FOLD_TENSORS = tuple(torch.tensor(bits, dtype=torch.int32) for bits in _FOLDS)
 _FOLD: tuple[Any, ...] = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
-# NumPy takes arrays without dims in half the time of numbers.
+# NumPy processes arrays without dims in half the time of Python numbers.
 _MULTIPLIER_ARRAYS = tuple(np.array(m, dtype=np.int32) for m in _MULTIPLIERS)
 _FOLD_ARRAYS = tuple(np.array(bits, dtype=np.int32) for bits in _FOLDS)
 _INDEX_AGAIN = _signed(0x9E3779B1)
@@ -57,7 +58,7 @@ def _mixed(z: int) -> int:
 
 
 def key_words(key: int, upper: int, number: int) -> tuple[int, ...]:
-    """Four int32 words for the `number`th random word (of 4 at most) of elements with these upper index bits."""
+    """Four int32 words for the `number`th random word (at most the 4th) of elements with these upper index bits."""
     return tuple(_signed(pair >> shift) for pair in _key_pairs(key, upper, number) for shift in (0, 32))
 
 
@@ -68,13 +69,13 @@ def _key_pairs(key: int, upper: int, number: int) -> tuple[int, int]:
 
 def _mixed_tensor(z: torch.Tensor) -> torch.Tensor:
     for bits, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        z = z ^ (z >> bits & (1 << 64 - bits) - 1)  # torch's shift keeps the sign
+        z = z ^ (z >> bits & (1 << 64 - bits) - 1)  # masked, because torch's shift keeps the sign
         z = z * (multiplier - (1 << 64) if multiplier > 1 else 1)
     return z
 
 
 def key_words_of(key: torch.Tensor, upper: int, number: int) -> tuple[torch.Tensor, ...]:
-    """The same for a key that is an input of a captured graph."""
+    """`key_words` for a key that is an input of a captured graph."""
 
     def step(times: int) -> int:
         return (_GAMMA * times + (1 << 63) & _WHOLE) - (1 << 63)
@@ -84,8 +85,8 @@ def key_words_of(key: torch.Tensor, upper: int, number: int) -> tuple[torch.Tens
     return tuple((pair >> shift).to(torch.int32) for pair in pairs for shift in (0, 32))
 
 
-class Run(NamedTuple):
-    """Elements whose index is `first` plus, for each dim, a multiple of the stride below the length."""
+class Indices(NamedTuple):
+    """A strided set of element indices: `first`, plus for each dim a multiple of its stride below its length."""
 
     first: int
     lengths: tuple[int, ...]
@@ -96,8 +97,8 @@ class Run(NamedTuple):
         return self.first + sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
 
 
-def run_of(box: Box, shape: Sequence[int]) -> Run:
-    """The elements of a box in a tensor of `shape`, in as few dims as they need; the box is not empty."""
+def indices_of(box: Box, shape: Sequence[int]) -> Indices:
+    """The indices of a box in a tensor of `shape`, in as few dims as possible; the box is not empty."""
     first, stride = 0, 1
     lengths: list[int] = []
     strides: list[int] = []
@@ -110,18 +111,18 @@ def run_of(box: Box, shape: Sequence[int]) -> Run:
                 lengths.insert(0, length)
                 strides.insert(0, stride)
         stride *= size
-    return Run(first, tuple(lengths) or (1,), tuple(strides) or (1,))
+    return Indices(first, tuple(lengths) or (1,), tuple(strides) or (1,))
 
 
-def is_one_piece(run: Run, device: torch.device | str) -> bool:
-    """Whether a run is small enough to be worked on at once, or its values do not matter."""
+def is_one_piece(run: Indices, device: torch.device | str) -> bool:
+    """Whether the elements are few enough to be processed at once, or have no values (fake tensors)."""
     if under_fake_tensors():
-        return True  # of fake tensors, which take no memory
+        return True  # fake tensors take no memory
     return prod(run.lengths) <= piece_limit(device) and run.first >> 32 == run.last >> 32
 
 
-def pieces_of(run: Run, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], Run]]:
-    """A run in parts of at most `limit` elements whose indices share their upper 32 bits, with where each lies."""
+def pieces_of(run: Indices, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], Indices]]:
+    """The indices in pieces of at most `limit` elements with common upper 32 bits, and where each piece lies."""
     starts = starts or (0,) * len(run.lengths)
     count = prod(run.lengths)
     if count <= limit and run.first >> 32 == run.last >> 32:
@@ -132,24 +133,24 @@ def pieces_of(run: Run, limit: int, starts: tuple[int, ...] = ()) -> Iterator[tu
     step = max(1, limit * length // count) if count > limit else -(-length // 2)
     for begin in range(0, length, step):
         lengths = (*run.lengths[:d], min(step, length - begin), *run.lengths[d + 1 :])
-        part = Run(run.first + begin * run.strides[d], lengths, run.strides)
+        part = Indices(run.first + begin * run.strides[d], lengths, run.strides)
         yield from pieces_of(part, limit, (*starts[:d], starts[d] + begin, *starts[d + 1 :]))
 
 
 class Words:
-    """The random words of a piece; `word(number)` is overwritten by the next call of it."""
+    """The random words of a piece; the result of `word(number)` is overwritten by the next call."""
 
     __slots__ = ("_folded", "_index", "_key", "_keys", "_run", "_word")
 
-    def __init__(self, run: Run, key: int | torch.Tensor, index: torch.Tensor) -> None:
+    def __init__(self, run: Indices, key: int | torch.Tensor, index: torch.Tensor) -> None:
         self._key = key
         self._keys: dict[int, tuple[torch.Tensor, ...]] = {}
         self._run = run
         self._index = index
         self._word, self._folded = torch.empty_like(index), torch.empty_like(index)
 
-    def move(self, run: Run) -> None:
-        """Go on to another piece of the same lengths and strides."""
+    def move(self, run: Indices) -> None:
+        """Switch to another piece of the same lengths and strides."""
         if run.first >> 32 != self._run.first >> 32:
             self._keys = {}
         self._index.add_(_signed(run.first - self._run.first))
@@ -178,16 +179,16 @@ class Words:
 
 
 class Few(NamedTuple):
-    """Of few elements on a CPU the index as the first round has it, what is added of it at the end, and its upper bits,
-    which they share."""
+    """For few elements on a CPU: their index before the first round, what is added at the end, and the common upper
+    32 bits of the index."""
 
     first: Any
     again: Any
     upper: int
 
     @staticmethod
-    def of(run: Run, shape: Sequence[int]) -> Few:
-        """For elements that lie in a shape, which is not that of a number."""
+    def of(run: Indices, shape: Sequence[int]) -> Few:
+        """For the elements of a box that is not 0-d."""
         index = lower_index(run, "cpu").reshape(tuple(shape)).numpy()
         return Few(index * _MULTIPLIER_ARRAYS[0], index * np.int32(_INDEX_AGAIN), run.first >> 32)
 
@@ -211,7 +212,7 @@ class Few(NamedTuple):
 
 
 class FewWords:
-    """The words of few elements on a CPU: NumPy takes a third of the time for each step of theirs."""
+    """The words of few elements on a CPU, computed with NumPy, which needs a third of the time for each step."""
 
     __slots__ = ("_few", "_key")
 
@@ -225,7 +226,7 @@ class FewWords:
 AnyWords: TypeAlias = Words | FewWords
 
 
-def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
+def lower_index(run: Indices, device: torch.device | str) -> torch.Tensor:
     """The lower 32 bits of the index of each element."""
     index: torch.Tensor | None = None
     for d, (length, stride) in enumerate(zip(reversed(run.lengths), reversed(run.strides), strict=True)):
@@ -233,19 +234,19 @@ def lower_index(run: Run, device: torch.device | str) -> torch.Tensor:
         if stride != 1:
             along.mul_(_signed(stride))
         index = along if index is None else along.reshape(-1, *(1,) * d) + index
-    assert index is not None  # a run has a dim
+    assert index is not None  # there is at least one dim
     return index.add_(_signed(run.first)) if run.first else index
 
 
 def words_of(
-    run: Run, key: int | torch.Tensor, device: torch.device | str
+    run: Indices, key: int | torch.Tensor, device: torch.device | str
 ) -> Iterator[tuple[tuple[slice, ...], Words]]:
-    """The words of a run, piece by piece, with where each lies in a tensor of the run's lengths."""
+    """The words of the elements, piece by piece, and where each piece lies in a tensor of the given lengths."""
     words: Words | None = None
     lengths: tuple[int, ...] = ()
     for at, piece in pieces_of(run, piece_limit(device)):
         if words is None or piece.lengths != lengths:
-            words, lengths = None, piece.lengths  # the buffers of the last piece go before those of this one come
+            words, lengths = None, piece.lengths  # free the last piece's buffers before the next ones are allocated
             words = Words(piece, key, lower_index(piece, device))
         else:
             words.move(piece)
@@ -253,7 +254,7 @@ def words_of(
 
 
 def piece_limit(device: torch.device | str) -> int:
-    """How many elements are worked on at a time."""
+    """How many elements are processed at a time."""
     if capturing():
-        return 1 << 30  # a compiler makes pieces of its own
+        return 1 << 30  # a compiler splits the work itself
     return PIECE * (torch.get_num_threads() if torch.device(device).type == "cpu" else 64)

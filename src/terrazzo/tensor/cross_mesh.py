@@ -1,8 +1,8 @@
-"""Redistribution from one mesh to another: other shapes, other ranks, subsets and supersets.
+"""Redistribution from one mesh to another, of another shape or with other ranks.
 
-The ranks of both meshes exchange intersections of boxes. A rank that holds what it needs keeps it; otherwise the
-replicas of a box take turns as senders. The gradient of a replicated value is replicated, so the backward of a
-transfer is the transfer the other way, not its transpose.
+The ranks of both meshes exchange the intersections of their boxes. A rank that already holds what it needs keeps it;
+otherwise the replicas of a box take turns as senders. The gradient of a replicated value is replicated, too, so the
+backward of a transfer is the transfer in the other direction, not its transpose.
 
 Ranks outside a mesh take part with an empty local tensor.
 """
@@ -28,7 +28,7 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What this rank sends to and receives from each rank of `ranks`, in coordinates of its old and new local part."""
+    """What this rank sends to and receives from each rank of `ranks`, relative to its old and new local part."""
 
     ranks: tuple[int, ...]
     send: tuple[Box | None, ...]
@@ -37,16 +37,16 @@ class Transfer:
 
 
 def boxes_by_rank(layout: Layout) -> dict[int, Box]:
-    """Global rank -> the box that it holds."""
+    """For each global rank the box that it holds."""
     coordinates = product(*(range(n) for n in layout.mesh_shape))
     return {rank: layout.box(coord) for rank, coord in zip(ranks_of(layout.mesh), coordinates, strict=True)}
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
-    """The transfer of rank `me` between two layouts without terms.
+    """The transfer of rank `me` between two layouts that are not partial.
 
-    Only the boxes that meet this rank's own are made; of the other ranks no more is needed than their numbers.
+    Only the boxes that intersect this rank's own are computed; of the other ranks only the numbers are needed.
     """
     holders, receivers = ranks_of(src.mesh), ranks_of(dst.mesh)
     at = {rank: index for index, rank in enumerate(holders)}
@@ -56,7 +56,7 @@ def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
     turn = {rank: i for i, rank in enumerate(sorted(receivers))}
 
     def sender(receiver: int, first: int) -> int:
-        """Who sends a box to `receiver`: itself if it holds it; otherwise the holders take turns."""
+        """The rank that sends a box to `receiver`: itself if it holds the box; otherwise the holders take turns."""
         index = at.get(receiver)
         if index is not None and firsts[index] == first:
             return receiver
@@ -126,7 +126,7 @@ def _without_terms(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def redistribute_across(tensor: DTensor, dst: Layout) -> DTensor:
-    """`tensor` as `dst`, whose mesh is another one; every rank of both meshes has to call this."""
+    """`tensor` in layout `dst` on another mesh; every rank of both meshes must call this."""
     src = tensor._layout
     local = tensor._local
     if src.dual is not src:

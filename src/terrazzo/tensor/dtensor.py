@@ -1,9 +1,9 @@
 """The distributed tensor: a plain local tensor with a layout.
 
 `DTensor` is a wrapper subclass with the global shape.  Its `_local` is an ordinary tensor that carries the autograd
-graph, its `_layout` says what part of the global tensor that is.  `__torch_function__` below is the hot path of the
-whole package: build a key from the function, the layouts and the static arguments, look the plan up, run it on the
-locals.  Everything that happens once per key lives in `dispatch`, `planner` and `rules`.
+graph, and its `_layout` says which part of the global tensor that is.  `__torch_function__` below is the hot path of
+the whole package: it builds a key from the function, the layouts and the static arguments, looks up the route, and runs
+it on the local tensors.  What happens once per key is in `dispatch` and `ops`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from terrazzo.tensor.dispatch.keys import (
 )
 from terrazzo.tensor.links import links
 from terrazzo.tensor.raw_access import NoRawAccess
-from terrazzo.tensor.strides import global_stride, is_contiguous, telling
+from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
 
 WRITTEN = "_on_write"
-"""An attribute of some DTensors: what to call when they may be written to where no version counter sees it."""
+"""An attribute of some DTensors: a function to call before they can be written to past all version counters."""
 
-_STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
+_STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
-    """A DTensor around `local`, sharing it and its graph."""
+    """A DTensor around `local`, with its memory and its autograd graph."""
     result: DTensor = _make(DTensor, layout.shape, None, None, None, local.dtype, _STRIDED, local.device)
     result._local = local
     result._layout = layout
@@ -60,32 +60,32 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
 
 
 def become(target: DTensor, value: DTensor) -> None:
-    """Turn `target` into `value`, keeping the object: for in-place operations that change the shape."""
+    """Turn `target` into `value` but keep the object: for in-place operations that change the shape."""
     local = value._local
-    # Without a graph, a leaf stays one that wants its gradient; a view that C++ says wants one has nowhere to put it.
+    # Without a graph a leaf stays a leaf that requires a gradient; a view that requires one has nowhere to put it.
     if target.requires_grad and local.grad_fn is None and local is not target._local:
         local = local.detach().requires_grad_()
     elif not local.requires_grad and is_view(local) and not is_view(target._local):
-        local = telling(local.detach(), local)  # what changed its shape is no view of itself
+        local = keeping_strides(local.detach(), local)  # the tensor whose shape was changed is not a view of itself
     with without_subclass_functions():
         set_wrapper_data(target, wrap(local.detach(), value._layout))
     target._local, target._layout, target._memo = local, value._layout, value._memo
 
 
 def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call `func`, by code that already knows that DTensors are among the arguments."""
+    """Call `func` from code that already knows that there are DTensors among the arguments."""
     return DTensor.__torch_function__(func, (DTensor,), args, dict(kwargs))
 
 
 def sums_only(layout: Layout) -> bool:
-    """Whether what terms the layout has are terms of sums, whose gradient is the sum's on every rank."""
+    """Whether all terms in the layout, if any, are terms of sums: their gradient is the sum's on every rank."""
     if layout.dual is layout:
         return True
     return all(not p.is_partial() or p.is_partial("sum") for p in layout.placements)
 
 
 def key_of(value: Any, key: list[Any], func: Any) -> Any:
-    """Append what identifies `value` in a plan's key; return it with locals in place of DTensors."""
+    """Append what identifies `value` to a route's key; return it with local tensors in place of DTensors."""
     kind = type(value)
     if kind is DTensor:
         key.append(value._layout)
@@ -119,7 +119,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
     if kind is slice:
         append_basic_index((value,), key)
         return value
-    if isinstance(value, DTensor):  # one whose communication is under way, or a user's subclass
+    if isinstance(value, DTensor):  # pending communication, a copied view, or a user's subclass
         key.append(value._layout)
         return value._local
     if isinstance(value, torch.Tensor):
@@ -133,14 +133,14 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         hash(value)
     except TypeError:
         raise Unkeyable(f"an unhashable {kind.__name__}") from None
-    key.append((kind, value))  # a Size equals a tuple, numpy's numbers equal Python's
+    key.append((kind, value))  # with its type: a Size equals a tuple, a number of numpy equals one of Python
     return value
 
 
 def _general_key(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
-    """The key of a call, and its arguments with locals in place of DTensors."""
+    """The key of a call, and its arguments with local tensors in place of DTensors."""
     key = [func]
     loc = []
     for a in args:
@@ -166,7 +166,7 @@ def _general_key(
 
 
 def key_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A key for a call; None if its arguments allow none."""
+    """A key for a call; None if it has arguments that cannot be keyed."""
     try:
         return _general_key(func, args, kwargs)[0]
     except Unkeyable:
@@ -174,10 +174,10 @@ def key_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
 
 
 class DTensor(NoRawAccess, torch.Tensor):
-    """A tensor whose elements live on the ranks of a `DeviceMesh`.
+    """A tensor whose elements are spread over the ranks of a `DeviceMesh`.
 
-    Made by `distribute_tensor`, `DTensor.from_local` or the factories of `terrazzo.tensor`, not by its constructor.
-    It behaves as one tensor: every operation gives what the same operation on one device would give.
+    Create one with `distribute_tensor`, `DTensor.from_local` or the factory functions of `terrazzo.tensor`, not with
+    the constructor. It behaves as one tensor: every operation gives what the same operation on one device would give.
     """
 
     __slots__ = ("_local", "_layout", "_memo", "_grad_wrapper", "_pending")
@@ -185,7 +185,7 @@ class DTensor(NoRawAccess, torch.Tensor):
     _layout: Layout
     _memo: Any
     _grad_wrapper: DTensor
-    _pending: Any  # what the subclasses for pending communication and for copied views keep
+    _pending: Any  # used by the subclasses for pending communication and for copied views
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise DTensorError(
@@ -197,7 +197,7 @@ class DTensor(NoRawAccess, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # The commonest forms are written out: this is the cost of every operation.
+        # The most common forms are written out: this is the cost of every operation.
         try:
             if kwargs:
                 if args and type(args[0]) is list and func in list_handlers:
@@ -222,7 +222,7 @@ class DTensor(NoRawAccess, torch.Tensor):
                             loc = [first._local, second]
                         elif kind is tuple:
                             key = [func, first._layout, TUPLE]
-                            for i in second:  # append_basic_index, without the call
+                            for i in second:  # append_basic_index, inlined
                                 if type(i) is slice:
                                     key.append((SLICE, i.start, i.stop, i.step))
                                 elif type(i) in PLAIN_KEYS:
@@ -249,7 +249,7 @@ class DTensor(NoRawAccess, torch.Tensor):
                     try:
                         hashable = (func, LIST, second, *[x._layout for x in first])
                         loc = [[x._local for x in first], second]
-                    except AttributeError:  # not all of them are DTensors
+                    except AttributeError:  # one of them is not a DTensor
                         hashable, loc, kw = _general_key(func, args, kw)
                 else:
                     hashable, loc, kw = _general_key(func, args, kw)
@@ -277,7 +277,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         """One placement per mesh dimension."""
         return self._layout.placements
 
-    # attrgetter runs in C, which these are worth: every layer of a model asks for shapes.
+    # attrgetter runs in C, which is worth it here: every layer of a model asks for shapes.
     shape = property(attrgetter("_layout.shape"))
     ndim = property(attrgetter("_layout.ndim"))
 
@@ -334,7 +334,7 @@ class DTensor(NoRawAccess, torch.Tensor):
     def storage_offset(self) -> int:
         return 0
 
-    __hash__ = object.__hash__  # by identity, as a tensor's, but without a call into Python
+    __hash__ = object.__hash__  # by identity, like a tensor's, but without a call into Python
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DTensor(local_tensor={self._local!r}, device_mesh={self.device_mesh}, placements={self.placements})"
@@ -362,9 +362,9 @@ class DTensor(NoRawAccess, torch.Tensor):
         """The DTensor whose part on this rank is `local_tensor`; differentiable.
 
         Without `shape` every rank must hold a part of the same size. `run_check=True` compares the parts across ranks
-        and gives replicas the first rank's data. `stride` is accepted for compatibility: strides follow the local
-        tensor. `grad_placements` says how the gradient of `local_tensor` is to be placed: without it as `placements`,
-        replicated where these are terms.
+        and gives replicas the values of the first rank. `stride` is accepted for compatibility and ignored: strides
+        follow the local tensor. `grad_placements` are the placements of the gradient of `local_tensor`: by default
+        `placements`, with Replicate in place of Partial.
         """
         return links.from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
@@ -372,11 +372,11 @@ class DTensor(NoRawAccess, torch.Tensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """PyTorch's name for this rank's part, without its graph, which libraries read."""
+        """PyTorch's attribute for this rank's part, detached; other libraries read it."""
         return self._local.detach()
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part; differentiable. `grad_placements` says how the gradient of the result will be placed."""
+        """This rank's part; differentiable. `grad_placements` are the placements that its gradient will have."""
         local: torch.Tensor = self._local
         if not local.requires_grad:
             return local
@@ -395,11 +395,11 @@ class DTensor(NoRawAccess, torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor placed otherwise, on the same mesh or on another; differentiable.
+        """The same tensor with other placements, on the same mesh or on another; differentiable.
 
         Without `placements` it is replicated. With `async_op=True` the communication runs until the result is used.
-        `forward_dtype` is the type that is sent and of the result, `backward_dtype` the one in which the gradient is
-        sent; that has the tensor's own type in the end.
+        `forward_dtype` is the dtype that is sent and that the result has; `backward_dtype` is the one in which the
+        gradient is sent, before it is converted to the tensor's own dtype.
         """
         return links.redistribute(
             self,
@@ -434,7 +434,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             w = self._grad_wrapper
             if w._local is g:
                 return w
-        except AttributeError:  # the slot is only set once a gradient was asked for
+        except AttributeError:  # the slot is set when a gradient is asked for
             pass
         if g.requires_grad and self._layout.dual is not self._layout:
             return links.gradient_of(g, self._layout)
@@ -464,13 +464,15 @@ class DTensor(NoRawAccess, torch.Tensor):
     @property
     def data(self) -> DTensor:
         if (written := self.__dict__.get(WRITTEN)) is not None:
-            written()  # whoever takes it may write where no counter sees it
+            written()  # the caller may write to it past all version counters
         local = self._local
         if not local.requires_grad:
-            return wrap(telling(local.detach(), local), self._layout)  # a write to it counts as one to this tensor
+            return wrap(
+                keeping_strides(local.detach(), local), self._layout
+            )  # writes to it count as writes to this tensor
         data = local.data
         for origin in list(links.copies):
-            origin.watch(data)  # which counts what is written to it by itself
+            origin.watch(data)  # counts the writes to it separately
         return wrap(data, self._layout)
 
     @data.setter
@@ -496,7 +498,7 @@ class DTensor(NoRawAccess, torch.Tensor):
             pass
 
     def detach(self) -> DTensor:
-        return wrap(telling(self._local.detach(), self._local), self._layout)
+        return wrap(keeping_strides(self._local.detach(), self._local), self._layout)
 
     def detach_(self) -> DTensor:
         self._local.detach_()

@@ -1,7 +1,7 @@
-"""Why an operation on DTensors moves what it moves: the candidates of each mesh dim, with their costs in bytes.
+"""Why an operation on DTensors communicates: the candidates of each mesh dim, with their costs in bytes.
 
-The same functions decide here and when the operation runs (`dispatch.planner.choices`), so what is shown is what
-happens.
+The decisions come from the same functions as when the operation runs (`dispatch.planner.choices`), so what is shown is
+what happens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from terrazzo.tensor.ops.forms import form_of
 from terrazzo.tensor.ops.table import apply_rule, operation
 
 _WITHOUT_PLAN = {
-    "rule": "its rule does not cover this call: what it is made of is planned apart, or its operands are gathered",
-    "decomposition": "it is computed from other operations, each of which is planned for itself",
-    "handler": "it is handled apart, without a plan",
-    "body": "its own body runs, and each operation in it is planned for itself",
+    "rule": "its rule does not cover this call: it is decomposed into operations that are planned one by one, or its "
+    "operands are gathered",
+    "decomposition": "it is decomposed into other operations, which are planned one by one",
+    "handler": "it has a function of its own, without a plan",
+    "body": "its own body runs, and each operation in it is planned",
     "replicate": "its operands are gathered, and it runs on every rank",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One candidate: the operands' placements, the results', and what it costs one rank, in bytes.
+    """One candidate: the placements of the operands and of the results, and its cost for one rank, in bytes.
 
-    `receives` brings the operands there. `reduces` is what an all-reduce of the terms that it leaves takes later;
-    `counted` says whether that counts: not where the operands lie on the loop that is reduced already, for there the
-    call stays. `leaves` is what a rank then holds of the results.
+    `receives` is what redistributing the operands takes. `reduces` is what an all-reduce of the resulting terms will
+    take later; `counted` says whether it counts. It does not if the operands are already sharded on the loop that is
+    summed, because then the call always stays sharded there. `leaves` is what a rank then holds of the results.
     """
 
     operands: tuple[Placement, ...]
@@ -54,7 +55,7 @@ class Option:
 
     @property
     def cost(self) -> int:
-        """What candidates are compared by."""
+        """The bytes that candidates are compared by."""
         return self.receives + self.reduces if self.counted else self.receives
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class DimChoice:
 
     @property
     def chosen(self) -> Option | None:
-        """The candidate that was chosen; None if there was none."""
+        """The chosen candidate; None if there was none."""
         return next((option for option in self.options if option.chosen), None)
 
     def __str__(self) -> str:
@@ -90,9 +91,9 @@ class DimChoice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a call is planned: what each mesh dim chooses, in order. Print it.
+    """How a call is planned: the choice of each mesh dim, in order. Print it.
 
-    `note` says what else happens to the call, or why it has no plan; then `choices` is empty.
+    `note` says what else happens to the call, or why it has no plan; in that case `choices` is empty.
     """
 
     operation: str
@@ -105,9 +106,9 @@ class Explanation:
 
 
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What the planner would do with `func(*args, **kwargs)`, whose DTensors it neither moves nor changes.
+    """What the planner decides for `func(*args, **kwargs)`; nothing is run, moved or changed.
 
-    Every rank gets the same answer. Sizes count in the element size of the operands' common dtype.
+    Every rank gets the same answer. Bytes are computed with the element size of the operands' common dtype.
 
     >>> import torch
     >>> from terrazzo.tensor import Replicate, Shard, explain, init_device_mesh, ones
@@ -141,7 +142,7 @@ def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _described(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, Spec | None, list[Any], dict[str, Any]]:
-    """The call as its rule sees it, what the rule says, and the arguments with locals in place of DTensors."""
+    """The call as its rule sees it, the rule's spec, and the arguments with local tensors in place of DTensors."""
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     form = form_of(func, args, kwargs) if kwargs else None
     if form is not None:
@@ -153,14 +154,14 @@ def _described(
 
 
 def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any]) -> str:
-    """What else happens to the call, or that the plan is not used."""
+    """What else happens to the call, or why the plan is not used."""
     plan = make_plan(call, spec, call.operands[0].layout if call.inplace else None)
     if plan is None:
-        return "no candidate leaves its target placed as it is: it is computed apart and copied there"
+        return "no candidate keeps the placements of the written tensor: the result is computed and then copied there"
     if call.operands[0].layout.coord is not None and not takes_empty_shards(spec, plan, func, loc, kw, call.inplace):
-        return "not run as below, for some rank would hold an empty shard, which the function does not take"
+        return "not run as shown below: some rank would have an empty shard, which the function does not accept"
     if plan.joined is not None and plan.joined.applies(loc, kw):
-        return "terms of this dtype are joined at once, in float32; in bytes"
+        return "terms of this dtype are reduced at once, in float32; in bytes"
     return ""
 
 
@@ -183,7 +184,7 @@ def _dim_choice(choice: Choice, ranks: int, width: int) -> DimChoice:
 def _reason(choice: Choice, width: int) -> str:
     best = next((option for option in choice.options if option[0] is choice.best), None)
     if best is None:
-        return "there is no candidate"
+        return "there are no candidates"
     others = [option for option in choice.options if option is not best]
     if not others:
         return "there is no other candidate"
@@ -193,14 +194,14 @@ def _reason(choice: Choice, width: int) -> str:
 def _against(best: tuple[Candidate, Cost], other: tuple[Candidate, Cost], width: int) -> str:
     (candidate, cost), (runner_up, second) = best, other
     if not cost.counted and cost.terms and candidate.factor is not None:
-        return "the operands lie on the loop that is reduced already, so the call stays there"
+        return "the operands are sharded on the summed loop already, so the call stays sharded there"
     if cost.total < second.total:
         return f"fewest bytes, {round(cost.total * width):,} against {round(second.total * width):,}"
     if cost.left < second.left:
         return "as few bytes as any other, and less is left on each rank"
     if candidate.rank < runner_up.rank:
         return "as few bytes as any other, and each rank computes least"
-    return "as few bytes as any other, and the first of these"
+    return "as few bytes as any other, and listed first"
 
 
 def _marks(placements: tuple[Placement, ...]) -> str:

@@ -1,4 +1,4 @@
-"""DTensors from nothing: each rank makes only its own part."""
+"""Factory functions: each rank creates only its own part of the DTensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _make(
     placements: Sequence[Placement] | None,
 ) -> DTensor:
     if layout is not torch.strided:
-        raise DTensorArgumentError(f"DTensors are strided, layout={layout} is not available")
+        raise DTensorArgumentError(f"DTensors are strided: layout={layout} is not supported")
     mesh = current_mesh(device_mesh)
     placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     described = Layout.of(mesh, placed, shape)
@@ -42,7 +42,7 @@ def _make(
 def _filled(value: Any) -> Callable[[Layout, torch.dtype | None], torch.Tensor]:
     def fill(layout: Layout, dtype: torch.dtype | None) -> torch.Tensor:
         local = torch.full(tuple(layout.local_shape), value, dtype=dtype, device=layout.mesh.device_type)
-        # Terms of a sum must add up to the value: the first rank holds it, the others the neutral element.
+        # The terms of a sum must add up to the value: the first rank holds it, the others the neutral element.
         for m, p in enumerate(layout.placements):
             if p.is_partial("sum") and layout.coord is not None and layout.coord[m]:
                 local.zero_()
@@ -85,7 +85,7 @@ def empty(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor with no particular values."""
+    """A DTensor with uninitialised values."""
 
     def fill(described: Layout, kind: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(described.local_shape), dtype=kind, device=described.mesh.device_type)

@@ -1,4 +1,4 @@
-"""What an index of a tensor says, item by item."""
+"""The items of an index: normalised as C++ does it, and classified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_tuple(index: Any) -> tuple[Any, ...]:
 
 
 def normal(index: Any) -> tuple[Any, ...]:
-    """The items of an index as C++ takes them: what counts as an int is one, lists and arrays are tensors.
+    """The items of an index as C++ takes them: objects with `__index__` as ints, lists and arrays as tensors.
 
     >>> normal([0, 2]), normal((torch.tensor(1), slice(None, torch.tensor(2))))
     ((tensor([0, 2]),), (1, slice(None, 2, None)))
@@ -30,7 +30,7 @@ def normal(index: Any) -> tuple[Any, ...]:
 
 
 def _makes_a_tuple(item: Any) -> bool:
-    """A list with one of these counts as the tuple of its items, as in old versions of numpy."""
+    """Whether a list with this item counts as a tuple of its items, as in old versions of numpy."""
     return item is None or item is Ellipsis or isinstance(item, (torch.Tensor, slice, Sequence, np.ndarray))
 
 
@@ -46,7 +46,7 @@ def _normal_item(item: Any) -> Any:
     if isinstance(item, np.ndarray) or isinstance(item, Sequence):
         tensor = torch.as_tensor(item)
         return tensor if tensor.numel() or isinstance(item, np.ndarray) else tensor.long()
-    return operator.index(item) if hasattr(item, "__index__") else item  # of others C++ says what it thinks
+    return operator.index(item) if hasattr(item, "__index__") else item  # C++ raises for items that are no index
 
 
 def is_basic(index: Sequence[Any]) -> bool:
@@ -58,7 +58,7 @@ def is_basic(index: Sequence[Any]) -> bool:
 
 
 def consumes(i: Any) -> int:
-    """How many dims of the tensor one index item takes."""
+    """How many dims of the tensor an index item applies to."""
     if i is None or i is Ellipsis or isinstance(i, bool):
         return 0
     if isinstance(i, (torch.Tensor, Operand)) and is_mask(i):
@@ -67,16 +67,16 @@ def consumes(i: Any) -> int:
 
 
 MASKS = frozenset((torch.bool, torch.uint8))
-"""The types of tensors that choose by truth."""
+"""The dtypes of masks."""
 
 
 def is_mask(i: Any) -> bool:
-    """Whether an item chooses by truth."""
+    """Whether an item is a mask."""
     return isinstance(i, torch.Tensor) and i.dtype in MASKS
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:
-    """The index with the Ellipsis, and what it leaves out at the end, written as full slices."""
+    """The index with full slices for the Ellipsis and for the dims that it leaves out at the end."""
     items = list(as_tuple(index))
     taken = sum(consumes(i) for i in items)
     if taken > ndim:
@@ -87,7 +87,7 @@ def expanded(index: Any, ndim: int) -> list[Any]:
 
 
 def region_of(index: Any, shape: Sequence[int]) -> Box | None:
-    """The smallest box that holds what a basic index chooses; None for other indices.
+    """The smallest box that contains what a basic index selects; None for other indices.
 
     >>> region_of((slice(1, 3), -1), (4, 5))
     Box(offsets=(1, 4), lengths=(2, 1))
@@ -97,7 +97,7 @@ def region_of(index: Any, shape: Sequence[int]) -> Box | None:
         return None
     offsets, lengths = [], []
     for i, n in zip([i for i in expanded(items, len(shape)) if i is not None], shape, strict=True):
-        chosen = range(n)[i] if isinstance(i, slice) else [i % max(n, 1)]  # out of bounds is for the write to say
+        chosen = range(n)[i] if isinstance(i, slice) else [i % max(n, 1)]  # the write itself checks the bounds
         low, high = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
         offsets.append(low)
         lengths.append(high - low)

@@ -1,13 +1,13 @@
-"""To and from PyTorch's own DTensor: the same local tensor under the other class, without a copy, differentiably.
+"""Conversions to and from PyTorch's DTensor: the same local tensor under the other class, no copy, differentiable.
 
     import terrazzo.tensor.interop as interop
 
     theirs = interop.to_torch_dtensor(ours)
     ours = interop.from_torch_dtensor(theirs)
 
-The order in which mesh dims cut one tensor dim is explicit in our layouts; PyTorch writes an unusual order with
-`_StridedShard`.  The two agree where the dim divides evenly, and a conversion that would change what a rank holds is
-refused.  This is the one module of `terrazzo.tensor` that knows `torch.distributed.tensor`.
+The order in which mesh dims cut one tensor dim is explicit in our layouts; PyTorch expresses an unusual order with
+`_StridedShard`.  The two agree where the dim divides evenly; a conversion that would change what a rank holds raises an
+error.  This is the only module of `terrazzo.tensor` that imports `torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def to_torch_placements(
     for m, p in enumerate(placements):
         if isinstance(p, Shard):
             before = order[: order.index(m)]
-            # What cuts earlier although it stands further right.
+            # A mesh dim that cuts earlier although it comes later in the mesh.
             factor = prod(mesh_shape[k] for k in before if k > m and placements[k] is p)
             result.append(theirs.Shard(p.dim) if factor == 1 else _StridedShard(p.dim, split_factor=factor))
         elif isinstance(p, Partial):
@@ -75,8 +75,8 @@ def from_torch_placements(
         at = next((i for i in range(len(outer) + 1) if prod(mesh_shape[k] for k in outer[:i]) == factor), None)
         if at is None:
             raise DTensorError(
-                f"{p} on mesh dim {m} of {tuple(mesh_shape)} is no order of the mesh dims that shard dim {p.dim}, in "
-                f"{list(placements)}: redistribute the tensor to ordinary placements before converting it"
+                f"{p} on mesh dim {m} of {tuple(mesh_shape)} does not correspond to an order of the mesh dims that "
+                f"shard dim {p.dim}, in {list(placements)}: redistribute the tensor to ordinary placements first"
             )
         outer.insert(at, m)
     return ours, _full_order(nesting.values(), len(ours))
@@ -89,7 +89,7 @@ def _placement(p: Any) -> Placement:
         return Replicate()
     if type(p) is theirs.Partial:
         return Partial(p.reduce_op)
-    raise DTensorError(f"{p!r} has no counterpart here: redistribute the tensor to Shard, Replicate or Partial first")
+    raise DTensorError(f"{p!r} has no terrazzo counterpart: redistribute to Shard, Replicate or Partial first")
 
 
 def _full_order(groups: Any, ndim: int) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def _full_order(groups: Any, ndim: int) -> tuple[int, ...]:
 def _layout_of(spec: DTensorSpec, shape: Sequence[int]) -> Layout:
     mesh = current_mesh(spec.mesh)
     placements, order = from_torch_placements(spec.placements, tuple(mesh.shape))
-    explicit = getattr(spec, "shard_order", None)  # newer versions of torch keep an order beside the placements
+    explicit = getattr(spec, "shard_order", None)  # newer versions of torch store the order, too
     if explicit and not any(isinstance(p, _StridedShard) for p in spec.placements):
         order = _full_order([entry.mesh_dims for entry in explicit], mesh.ndim)
     layout = Layout.of(mesh, placements, tuple(shape), order)
@@ -115,9 +115,9 @@ def _check_order(layout: Layout) -> None:
         cuts = layout.shard_order(dim)
         if list(cuts) != sorted(cuts) and length % prod(layout.mesh_shape[m] for m in cuts):
             raise DTensorError(
-                f"dim {dim} of length {length} is cut unevenly by mesh dims {list(cuts)} in this order, where "
-                "PyTorch's _StridedShard and our layouts give ranks different parts: redistribute the tensor to "
-                "ordinary placements before converting it"
+                f"mesh dims {list(cuts)} cut dim {dim} of length {length} unevenly in this order, for which PyTorch's "
+                "_StridedShard and terrazzo's layouts give ranks different parts: redistribute the tensor to ordinary "
+                "placements first"
             )
 
 
@@ -171,14 +171,15 @@ def from_torch_dtensor(tensor: theirs.DTensor) -> DTensor:
 
 
 def convert_module(module: nn.Module, to: Literal["terrazzo", "torch"] = "terrazzo") -> nn.Module:
-    """Replace the DTensor parameters and buffers of a module, in place, by those of the other library; returns it.
+    """Convert a module's DTensor parameters and buffers to the other library's, in place; returns the module.
 
-    Nothing is copied: both libraries' tensors share memory. Tied parameters stay tied, gradients come along, plain
+    Nothing is copied: the tensors of both libraries share memory. Tied parameters stay tied, gradients are converted,
+    plain tensors stay as they are. Create the optimizer afterwards, because the parameters are new objects.
     tensors are left alone. Make the optimizer afterwards: it has to know the new parameters.
     """
     if to not in ("terrazzo", "torch"):
-        raise ValueError(f"a module is converted to 'terrazzo' or 'torch', not {to!r}")
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; the old stay alive, so that ids are theirs
+        raise ValueError(f"to must be 'terrazzo' or 'torch', not {to!r}")
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; keeping the old ones keeps their ids unique
     for submodule in module.modules():
         for registry in (submodule._parameters, submodule._buffers):
             for name, tensor in registry.items():

@@ -1,6 +1,7 @@
-"""What `DTensor` and the modules that are built on it share: functions that these hand to it, and settings of a thread.
+"""Functions that `DTensor` calls in modules that import it, and settings per thread.
 
-`DTensor` cannot import what is built on it.  Each of those modules puts its own functions here when it is imported.
+`DTensor` cannot import these modules, as imports would be circular.  Each of them sets its own functions here when it
+is imported.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 
 
 class Links:
-    """What the methods of `DTensor` call in modules that are built on it. Each of these puts its own functions here."""
+    """The functions, set by the modules that define them."""
 
     miss: Callable[..., Any]
-    """A call for which no route is known (`dispatch.calls`)."""
+    """Runs a call for which no route is cached (`dispatch.calls`)."""
     aten: Callable[..., Any]
-    """An operator called from C++ (`dispatch.aten`)."""
+    """Runs an operator that C++ called (`dispatch.aten`)."""
     from_local: Callable[..., Any]
     to_local: Callable[..., torch.Tensor]
     full_tensor: Callable[..., torch.Tensor]
@@ -30,14 +31,14 @@ class Links:
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
     copies: WeakSet[Any] = WeakSet()
-    """Where copied views come from (`copied_view.Origin`), as far as these are in use."""
+    """The origins of the copied views that are alive (`copied_view.CopySource`)."""
 
 
 links = Links()
 
 
 class PerThread(threading.local):
-    """What is set per thread: whether plain tensors in a call count as replicated."""
+    """Settings per thread: whether plain tensors in a call count as replicated."""
 
     implicit_replication = False
 
@@ -47,7 +48,7 @@ per_thread = PerThread()
 
 @contextmanager
 def plain_tensors_replicated() -> Iterator[None]:
-    """Plain tensors among DTensors count as replicated in this thread."""
+    """Plain tensors in calls with DTensors count as replicated in this thread."""
     outer = per_thread.implicit_replication
     per_thread.implicit_replication = True
     try:

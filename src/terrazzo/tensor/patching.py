@@ -1,9 +1,9 @@
-"""What is replaced in PyTorch so that its own Python takes DTensors; `terrazzo._torch` says what and why.
+"""What terrazzo.tensor replaces in PyTorch so that its Python functions accept DTensors; `terrazzo._torch` says why.
 
-Where `torch.compile` meets DTensors they stay eager, and what is plain around and inside them is compiled. Dynamo would
-trace the Python of the hot path, whose caches and layouts it cannot guard, so the ways into this package are marked.
-For a whole graph capture a function of local tensors (see `make_fx`): what it does with DTensors inside leaves
-operations and collectives.
+Under `torch.compile`, operations on DTensors run eagerly and the plain code around and inside them is compiled. Dynamo
+cannot guard the caches and layouts that the hot path uses, so the entry points of this package are marked as not to be
+traced. To compile a whole program, capture a function of local tensors (see `make_fx`): the DTensor operations inside
+become local operations and collectives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from terrazzo.tensor.raw_access import refuse_export
 
 
 def install() -> None:
-    """Once, when the package is imported."""
+    """Called once, when the package is imported."""
     clipping.install(DTensor, clipping_norm)
     masked.install(DTensor, _full_mask)
     optimizers.install(DTensor, locals_to_step)
@@ -44,9 +44,9 @@ def install() -> None:
 
 def _refuse_replication(module: nn.Module, name: str) -> None:
     raise DTensorArgumentError(
-        f"DistributedDataParallel was given a {type(module).__name__} whose {name!r} is a DTensor, which it cannot "
-        "replicate. Models of fully_shard need no DistributedDataParallel: give fully_shard a 2-D mesh, whose first "
-        "dim replicates; it takes tensor-parallel models as well"
+        f"DistributedDataParallel cannot replicate {name!r} of this {type(module).__name__}, because it is a DTensor. "
+        "A model of fully_shard needs no DistributedDataParallel: to replicate it, give fully_shard a 2-D mesh, whose "
+        "first dim replicates; this works for tensor-parallel models, too"
     )
 
 

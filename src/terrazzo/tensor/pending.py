@@ -1,4 +1,4 @@
-"""DTensors whose communication is under way: a class of their own, so that ordinary ones pay nothing for it."""
+"""DTensors whose communication is running: a class of their own, so that ordinary DTensors do not pay for the check."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor
 
-_STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
+_STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 
 
 class PendingDTensor(DTensor):
-    """A DTensor whose communication is under way; it becomes a plain `DTensor` when its local tensor is first used."""
+    """A DTensor whose communication is running; it becomes a plain `DTensor` when its local tensor is first used."""
 
     __slots__ = ()
 
     @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base, which is set in the end
+    def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base class, which is set at the end
         local = self._pending()
         _local_slot.__set__(self, local)
         object.__setattr__(self, "__class__", DTensor)
@@ -31,7 +31,7 @@ _local_slot: Any = DTensor.__dict__["_local"]
 
 
 def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
-    """A DTensor whose local tensor `resolve` gives when it is first needed."""
+    """A DTensor whose local tensor `resolve` returns when it is first used."""
     result: PendingDTensor = _make(PendingDTensor, layout.shape, None, None, None, like.dtype, _STRIDED, like.device)
     result._layout = layout
     result._memo = None

@@ -1,11 +1,11 @@
 """DTensors in pickles and in `torch.save` files, also those that are loaded with `weights_only=True`.
 
-A pickle holds the local tensor and, as plain data, the ranks of the mesh and the placements. It is for the same rank of
-the same arrangement; `terrazzo.checkpoint` is what reads onto another. A mesh is not pickled as an object: the copy
-would hash otherwise than the live mesh in another process, and would meet it as a stranger.
+A pickle holds the local tensor and, as plain data, the ranks of the mesh and the placements. It can be loaded by the
+same rank of the same mesh; to load onto others, use `terrazzo.checkpoint`. The mesh is not pickled as an object,
+because its hash differs between processes, so the loaded mesh would not equal the live one.
 
-Without a process group a pickle can be looked at: it gives the tensor as its writer had it, with shape, placements and
-local part, which can be worked on as far as no communication is needed.
+Without a process group a pickle can be inspected: it gives the tensor as its writer had it, with shape, placements and
+local tensor, and operations on it work as long as they need no communication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from terrazzo.tensor.links import links
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
-    """What pickle is to store."""
+    """The pickled form of a DTensor."""
     layout = tensor._layout
     state = {k: v for k, v in tensor.__dict__.items() if k != PARAMETER_MARK}
     is_parameter = bool(tensor.__dict__.get(PARAMETER_MARK))
@@ -35,7 +35,7 @@ def reduce(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def _seen_from(layout: Layout) -> int:
-    """The rank from which a tensor on a mesh without process groups is seen."""
+    """The rank from whose side a tensor on a mesh without process groups is described."""
     ranks: list[int] = layout.mesh.mesh[layout.coord].flatten().tolist() if layout.coord is not None else []
     return ranks[0] if ranks else -1
 
@@ -55,8 +55,9 @@ def rebuild(
     layout = Layout.of(mesh_from_data(mesh, writer), placements, shape, order)
     if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
         raise DTensorError(
-            f"rank {dist.get_rank()}: a pickled part of a DTensor has shape {tuple(local.shape)}, this rank's part of "
-            f"{layout} has {tuple(layout.local_shape)}, so another rank wrote it; terrazzo.checkpoint loads on any rank"
+            f"rank {dist.get_rank()}: this pickled local tensor has shape {tuple(local.shape)}, but this rank's part "
+            f"of {layout} has {tuple(layout.local_shape)}, so another rank wrote it; use terrazzo.checkpoint to load "
+            "on other ranks"
         )
     result = wrap(local.requires_grad_(requires_grad), layout)
     result.__dict__.update(state)

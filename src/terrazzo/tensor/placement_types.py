@@ -1,4 +1,4 @@
-"""The placements, in a module of the name that has them in PyTorch too."""
+"""The placements, under the module name that they have in PyTorch."""
 
 from terrazzo.layout import Partial, Placement, Replicate, Shard
 

@@ -1,10 +1,11 @@
-"""A limit on implicit communication: what operations do on their own so that their operands fit together.
+"""A limit on implicit communication: what operations do by themselves so that their operands fit together.
 
-What the program asks for by name is never limited: `redistribute`, `full_tensor`, `from_local`, `distribute_tensor`,
-values (`item`), the layouts that parallel styles declare, and the gradients of all these.
+Communication that the program asks for is never limited: `redistribute`, `full_tensor`, `from_local`,
+`distribute_tensor`, values (`item`), the layouts that parallel styles declare, and the gradients of all these.
 
-An event is judged when it is about to happen.  In forward the operation is known from `running`.  In backward the node
-knows: it keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with it the policy.
+Each collective is checked just before it starts.  In forward the operation is known from `running`.  In backward it is
+known from the autograd node, which keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with
+it the policy.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from terrazzo.tensor.running import Running, is_inside, noting, now
 
 Action: TypeAlias = Literal["allow", "warn", "error"]
 
-_THREAD_STATE = "terrazzo.tensor.policy"  # torch hands this on from the thread of a backward call to autograd's own
+_THREAD_STATE = "terrazzo.tensor.policy"  # torch passes this from the thread that calls backward to autograd's threads
 
 
 class CommPolicyWarning(UserWarning):
-    """An operation communicates more than `communication_policy` likes."""
+    """An operation communicates more than `communication_policy` allows."""
 
 
 @contextmanager
@@ -44,23 +45,23 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
     """Limit what operations on DTensors communicate implicitly.
 
     A policy covers the operations that this thread calls in the block, the backward of these operations wherever and
-    whenever it runs, and every backward pass that this thread starts in the block.  Other threads are not concerned.
-    Of nested policies the innermost counts alone, so `"allow"` lifts an outer limit for a while.
+    whenever it runs, and every backward pass that this thread starts in the block.  Other threads are not affected.
+    Of nested policies only the innermost counts, so `"allow"` lifts an outer limit.
 
-    The ranks of a collective must be under the same policy, as for all that they do together: then all of them raise.
+    The ranks of a collective must have the same policy, so that either all of them raise or none does.
 
     Args:
-        action: What to do about a collective of more than `above` bytes: `"allow"` it, `"warn"` with a
-            `CommPolicyWarning` (once for each line in a block), or raise a `CommPolicyError` instead (`"error"`).
+        action: What happens on a collective of more than `above` bytes: `"allow"` it, `"warn"` with a
+            `CommPolicyWarning` (once per line of the program in a block), or raise a `CommPolicyError` (`"error"`).
         above: Bytes that one collective may move, counted as in `terrazzo.comm.observe`.
 
     >>> with communication_policy("error", above=1 << 20):
     ...     pass  # a training step in which no operation may move more than a megabyte by itself
     """
     if action not in ("allow", "warn", "error"):
-        raise ValueError(f"a communication policy is 'allow', 'warn' or 'error', not {action!r}")
+        raise ValueError(f"action must be 'allow', 'warn' or 'error', not {action!r}")
     if not isinstance(above, int) or above < 0:
-        raise ValueError(f"above is a number of bytes, not {above!r}")
+        raise ValueError(f"above must be a number of bytes, not {above!r}")
     policy = Policy(action, above)
     outer, outer_describe = _policy_of_thread(), origin.describe
     set_in_thread(_THREAD_STATE, policy)
@@ -76,7 +77,7 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
 
 
 class describing:
-    """A block in which `describe` says why communication happens."""
+    """A block inside which `describe` says why communication happens."""
 
     __slots__ = ("_describe", "_outer")
 
@@ -92,7 +93,7 @@ class describing:
 
 
 def asked_for() -> describing:
-    """A block of communication that the program asks for by name; inside an operation it has no effect."""
+    """A block of communication that the program asked for; inside an operation it has no effect."""
     outer = origin.describe
     inside = outer is not None and now() is not None
     return describing(outer if inside else _describe_asked)
@@ -101,8 +102,7 @@ def asked_for() -> describing:
 def _describe_asked() -> str:
     return "asked for"
 
-
-# ------------------------------------------------------------------ what is being done
+    # ------------------------------------------------------------------ the operation that communicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Cause:
 
 
 class Policy:
-    """One policy in force. Nodes made under it keep it alive, and it is heard as long as it lives."""
+    """One active policy. Nodes made under it keep it alive, and it observes collectives as long as it lives."""
 
     __slots__ = ("__weakref__", "above", "action", "warned")
 
@@ -142,11 +142,11 @@ class Policy:
         _listen_for(self)
 
     def cause_of_node(self) -> Any:
-        """For a node that is made now."""
+        """The cause for a node that is made now."""
         operation = now()
         if operation is not None:
             return _Cause(self, _call_of(operation))
-        node = current_node()  # a gradient of a gradient has the cause of the gradient
+        node = current_node()  # the gradient of a gradient has the same cause as the gradient
         return None if node is None else getattr(node, "origin", None)
 
     def judge(self, event: CommEvent, call: _Call, backward: bool) -> None:
@@ -159,9 +159,10 @@ class Policy:
             return
         what = f"the backward of {call}" if backward else str(call)
         message = (
-            f"{event.kind} of {moved} bytes over {event.axis} for {what}, which is more than the {self.above} bytes of "
-            f"communication_policy({self.action!r}, above={self.above}). Bring its operands to placements that fit "
-            "together with x.redistribute(...), which is never limited, or call it under communication_policy('allow')"
+            f"{event.kind} of {moved} bytes over {event.axis} for {what}, more than the {self.above} bytes that "
+            f"communication_policy({self.action!r}, above={self.above}) allows. Redistribute the operands to "
+            "placements that fit together with x.redistribute(...), which is never limited, or call it under "
+            "communication_policy('allow')"
         )
         if self.action == "error":
             raise CommPolicyError(message, kind=event.kind, bytes=moved, operation=call.operation)
@@ -169,7 +170,7 @@ class Policy:
 
 
 def _largest(nbytes: int, event: CommEvent) -> int:
-    """Ranks see different numbers for an exchange, and must not disagree on whether to raise."""
+    """The largest count of any rank: in an exchange they differ, but all ranks must agree on whether to raise."""
     mine = torch.tensor([nbytes], device=event.axis.device_type)
     _judging.busy = True
     try:
@@ -201,7 +202,7 @@ def _listen_for(policy: Policy) -> None:
 
 
 def _stop_listening() -> None:
-    # Called by the first event after the last policy has gone: that may go anywhere, where no lock can be taken.
+    # Called by the first event after the last policy is gone. Its finalizer must not: a lock may be held where it runs.
     global _listening
     with _lock:
         if _listening and not _alive:
@@ -228,7 +229,7 @@ def _observe(event: CommEvent) -> None:
         return
     node = current_node()
     if node is None or not hasattr(node, "origin"):
-        return  # not an operation on DTensors, but fully_shard, say
+        return  # not an operation on DTensors, but for example fully_shard
     cause = node.origin
     if isinstance(cause, _Cause):
         cause.policy.judge(event, cause.call, backward=True)
@@ -242,7 +243,7 @@ def _observe(event: CommEvent) -> None:
 
 
 def _call_of(operation: Running) -> _Call:
-    """The operation, with the line of the program that called it: the first that is not in torch or terrazzo."""
+    """The operation, with the first line of the call stack that is not in torch or terrazzo."""
     file, line, modules = "<unknown>", 0, []
     frame = operation.caller
     while frame is not None:

@@ -1,11 +1,11 @@
-"""Random numbers that belong to the global tensor.
+"""Random numbers that depend on the global tensor only.
 
-Each random operation draws one 62-bit key from a PyTorch generator (the default one, which `torch.manual_seed`
-governs and activation checkpointing saves and restores). The values of an element follow from the key and the
-element's index in the global tensor (`counter`), so they depend neither on placements nor on the number of ranks, and a
-rank computes only what it holds. Everything is written to the result piece by piece.
+Each random operation draws one 62-bit key from a PyTorch generator (the default one follows `torch.manual_seed`, and
+activation checkpointing saves and restores its state). The value of an element is computed from the key and the
+element's index in the global tensor (`counter`), so it does not depend on placements or on the number of ranks, and a
+rank computes only what it holds. The result is written piece by piece.
 
-This needs the generators of all ranks to be in step; `in_step` makes it an error if they are not.
+This needs generators in the same state on all ranks; `generator_check` raises an error if they are not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
 from terrazzo.layout import Box, Layout, Replicate, Shard
-from terrazzo.tensor.counter import AnyWords, Few, FewWords, Run, Words, is_one_piece, lower_index, run_of, words_of
-from terrazzo.tensor.in_step import check_in_step
+from terrazzo.tensor.counter import (
+    AnyWords,
+    Few,
+    FewWords,
+    Indices,
+    Words,
+    indices_of,
+    is_one_piece,
+    lower_index,
+    words_of,
+)
+from terrazzo.tensor.generator_check import check_generators
 from terrazzo.tensor.redistribute import redistribute_local
 
 Make = Callable[..., torch.Tensor]
@@ -39,19 +49,19 @@ def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | 
         key: torch.Tensor = recorder.draw(layout.mesh, generator)
         return key
     number = next_number(generator)
-    check_in_step(layout.mesh, number, tuple(layout.shape), generator)
+    check_generators(layout.mesh, number, tuple(layout.shape), generator)
     return number
 
 
 def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:
-    """The next number of a generator that all ranks of the mesh draw from."""
+    """The next number of a generator that has the same state on all ranks of the mesh."""
     number = next_number(generator)
-    check_in_step(mesh, number, (), generator)
+    check_generators(mesh, number, (), generator)
     return number
 
 
 def next_number(generator: torch.Generator | None = None) -> int:
-    """The next number of a generator, whatever other ranks do."""
+    """The next number of a generator, independent of other ranks."""
     if under_fake_tensors():
         with real_values():
             return next_number(generator)
@@ -61,29 +71,29 @@ def next_number(generator: torch.Generator | None = None) -> int:
 
 
 def _key_without_waiting(generator: torch.Generator) -> int:
-    """From the seed and offset of a device's generator: a number drawn there would have to be waited for."""
+    """Made from the seed and offset of a device's generator: drawing a number there would wait for the device."""
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + 4)  # what one draw takes at least; offsets are multiples of 4
+    generator.set_offset(offset + 4)  # the smallest step of one draw; offsets are multiples of 4
     source = torch.Generator().manual_seed((seed ^ (offset * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1))
     return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=source))
 
 
-# For each layout the run of its elements on this rank, and that of its elements' real and imaginary parts.
-_runs: WeakKeyDictionary[Layout, tuple[Run, Run] | None] = WeakKeyDictionary()
+# For each layout the indices of this rank's elements, and those of their real and imaginary parts.
+_runs: WeakKeyDictionary[Layout, tuple[Indices, Indices] | None] = WeakKeyDictionary()
 
 
-def _run(layout: Layout, dtype: torch.dtype) -> Run | None:
-    """Where in the global tensor this rank's elements lie; None if it has none."""
+def _run(layout: Layout, dtype: torch.dtype) -> Indices | None:
+    """The global indices of this rank's elements; None if it has none."""
     if layout not in _runs:
         box, shape = layout.box(), tuple(layout.shape)
         parts = Box((*box.offsets, 0), (*box.lengths, 2))
         nothing = layout.coord is None or box.is_empty
-        _runs[layout] = None if nothing else (run_of(box, shape), run_of(parts, (*shape, 2)))
+        _runs[layout] = None if nothing else (indices_of(box, shape), indices_of(parts, (*shape, 2)))
     runs = _runs[layout]
     return None if runs is None else runs[dtype.is_complex]
 
 
-# For layouts of few elements on a CPU, which are one piece.
+# For layouts of few elements on a CPU, which are processed in one piece.
 _few: WeakKeyDictionary[Layout, Few] = WeakKeyDictionary()
 _MOST = 4096
 
@@ -91,7 +101,7 @@ _MOST = 4096
 def drawn(
     layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
-    """A new local tensor of what `make(words, *pieces of aligned)` makes of the random words of each piece."""
+    """A new local tensor; `make(words, *pieces of aligned)` computes each piece from its random words."""
     key = draw_key(layout, generator)
     if type(key) is int and not dtype.is_complex and not under_fake_tensors():
         few = _few.get(layout) or _few_of(layout)
@@ -119,13 +129,13 @@ def _few_of(layout: Layout) -> Few | None:
 def fill(
     out: torch.Tensor, layout: Layout, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
-    """The same, written to `out`, which is contiguous."""
+    """`drawn`, written to the contiguous `out`."""
     key, run = draw_key(layout, generator), _run(layout, out.dtype)
-    return out.zero_() if run is None else _fill(out, run, key, make, aligned)  # it counts as written on every rank
+    return out.zero_() if run is None else _fill(out, run, key, make, aligned)  # zero_ counts as a write on every rank
 
 
 def _fill(
-    out: torch.Tensor, run: Run, key: int | torch.Tensor, make: Make, aligned: Sequence[torch.Tensor]
+    out: torch.Tensor, run: Indices, key: int | torch.Tensor, make: Make, aligned: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     target = (torch.view_as_real(out) if out.is_complex() else out).view(run.lengths)
     beside = [tensor.reshape(run.lengths) for tensor in aligned]
@@ -135,14 +145,14 @@ def _fill(
 
 
 def _piece(tensor: torch.Tensor, at: Sequence[slice]) -> torch.Tensor:
-    """`tensor[at]`, which Python's binding cannot do for fake tensors of a device that is not there."""
+    """`tensor[at]`, which `__getitem__` cannot do for fake tensors of a device that does not exist here."""
     for d, span in enumerate(at):
         tensor = tensor.narrow(d, span.start, span.stop - span.start)
     return tensor
 
 
 def is_double(dtype: torch.dtype) -> bool:
-    """Whether one word is too little for an element of this dtype."""
+    """Whether one 32-bit word is not enough for an element of this dtype."""
     return dtype in (torch.float64, torch.complex128)
 
 
@@ -150,9 +160,9 @@ def _working(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if is_double(dtype) else torch.float32
 
 
-def centred(words: AnyWords, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
-    """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0; from words `first` and, for doubles,
-    `first + 1`, of 2**-65."""
+def centred_uniform(words: AnyWords, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+    """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0, from word number `first`; for doubles
+    an odd multiple of 2**-65, from words `first` and `first + 1`."""
     work = _working(dtype)
     low = words.word(first).to(work).add_(0.5)
     if work == torch.float32:
@@ -164,7 +174,7 @@ def _digits(dtype: torch.dtype) -> int:
     return {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
 
 
-def unit(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
+def standard_uniform(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     """Uniform in [0, 1): all multiples of 2**-24 (float64: 2**-53, float16: 2**-11, bfloat16: 2**-8)."""
     if is_double(dtype):
         low = words.word(1).bitwise_right_shift_(6).to(torch.float64).add_(2.0**25).mul_(2.0**-53)
@@ -173,24 +183,24 @@ def unit(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     return words.word().bitwise_right_shift_(32 - digits).to(torch.float32).mul_(2.0**-digits).add_(0.5)
 
 
-def bell(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal (Box and Muller); finite, for what the logarithm is taken of is never 0."""
-    radius = centred(words, dtype).abs_().mul_(2).log_().mul_(-2).sqrt_()
-    return radius.mul_(centred(words, dtype, 2 if is_double(dtype) else 1).mul_(2 * math.pi).cos_())
+def standard_normal(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal (Box and Muller); always finite, because the argument of the logarithm is never 0."""
+    radius = centred_uniform(words, dtype).abs_().mul_(2).log_().mul_(-2).sqrt_()
+    return radius.mul_(centred_uniform(words, dtype, 2 if is_double(dtype) else 1).mul_(2 * math.pi).cos_())
 
 
-def waiting(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
-    """Exponential with mean 1; never 0, which is what rounding would make of the smallest."""
+def standard_exponential(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
+    """Exponential with mean 1; never 0, although the smallest value would round to it."""
     smallest = {torch.float64: 2.0**-55, torch.float16: 2.0**-24}.get(dtype, 2.0**-26)
-    return centred(words, dtype).abs_().mul_(2).log_().neg_().clamp_min_(smallest)
+    return centred_uniform(words, dtype).abs_().mul_(2).log_().neg_().clamp_min_(smallest)
 
 
-def whole(words: AnyWords) -> torch.Tensor:
+def bits64(words: AnyWords) -> torch.Tensor:
     """64 random bits, as an int64."""
     return words.word(0).to(torch.int64).mul_(1 << 32).add_(words.word(1))
 
 
-def chance(words: AnyWords, p: float) -> torch.Tensor:
+def true_with(words: AnyWords, p: float) -> torch.Tensor:
     """True with probability `p`, to 2**-33."""
     threshold = _threshold(p)
     word = words.word()
@@ -201,8 +211,8 @@ def _threshold(p: float) -> int:
     return round(p * 2.0**32) - (1 << 31)
 
 
-def _settled_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
-    """Draw as if terms were replicas, then turn them into terms."""
+def _replicated_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
+    """Draw for the layout with replicas in place of terms, then turn the replicas into terms."""
     if layout.dual is layout:
         return make(layout)
     plain = layout.with_placements(
@@ -213,26 +223,28 @@ def _settled_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> to
 
 def uniform(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Local values of a uniform tensor in [0, 1)."""
-    return _settled_first(layout, lambda placed: drawn(placed, dtype, generator, lambda words: unit(words, dtype)))
+    return _replicated_first(
+        layout, lambda placed: drawn(placed, dtype, generator, lambda words: standard_uniform(words, dtype))
+    )
 
 
 def normal(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Local values of a standard normal tensor; of a complex one, both parts have half the variance."""
     scale = math.sqrt(0.5) if dtype.is_complex else 1.0
-    return _settled_first(
-        layout, lambda placed: drawn(placed, dtype, generator, lambda words: bell(words, dtype).mul_(scale))
+    return _replicated_first(
+        layout, lambda placed: drawn(placed, dtype, generator, lambda words: standard_normal(words, dtype).mul_(scale))
     )
 
 
-def kept(layout: Layout, p: float, generator: torch.Generator | None = None) -> torch.Tensor:
+def keep_mask(layout: Layout, p: float, generator: torch.Generator | None = None) -> torch.Tensor:
     """A local mask, True with probability `p`."""
-    return drawn(layout, torch.bool, generator, lambda words: chance(words, p))
+    return drawn(layout, torch.bool, generator, lambda words: true_with(words, p))
 
 
-def kept_factors(layout: Layout, p: float) -> Callable[[], torch.Tensor | None]:
-    """Makes what `kept` makes, as float32 factors 0 and 1 / p; None unless they are few, on a CPU, in no graph.
+def keep_factors(layout: Layout, p: float) -> Callable[[], torch.Tensor | None]:
+    """A function that makes the mask of `keep_mask` as float32 factors 0 and 1 / p.
 
-    One multiplication is all that such a dropout then takes.
+    None unless the elements are few, on a CPU, and no graph is captured. Such a dropout then takes one multiplication.
     """
     threshold = _threshold(p)
     limit, factor = np.array(min(threshold, (1 << 31) - 1), dtype=np.int32), np.float32(1 / p)

@@ -1,4 +1,4 @@
-"""What has no meaning on one rank's part of a tensor: memory, storage and what exports them."""
+"""Access to memory and storage, which a DTensor refuses: one rank's memory holds only a part of the tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from terrazzo.errors import DTensorError
 
 
 class NoRawAccess:
-    """Refuses everything that would hand out a tensor's memory, and names the ways out."""
+    """Refuses everything that would expose a tensor's memory, and says what to use instead."""
 
     __slots__ = ()
 
@@ -55,8 +55,8 @@ class NoRawAccess:
 
 def _refuse(what: str) -> NoReturn:
     raise DTensorError(
-        f"{what} has no meaning for a DTensor, whose elements live on several ranks: use .to_local() for this rank's "
-        "part or .full_tensor() for the whole"
+        f"{what} is not possible for a DTensor, whose elements are spread over several ranks: use .to_local() for this "
+        "rank's part or .full_tensor() for the whole"
     )
 
 

@@ -1,8 +1,8 @@
-"""Carries a local tensor along a planned transition, differentiably.
+"""Runs the steps of a planned transition on a local tensor, differentiably.
 
-Which backward a gather has depends on who uses the result.  A consumer that computes the same on every rank gives a
-replicated gradient, of which each rank keeps its slice; one that varies over the mesh dim gives terms, which are
-reduced and scattered.  `varying` names the mesh dims of the second kind.
+The backward of a gather depends on who uses the result.  Where every rank computes the same with it, the gradient is
+replicated, and each rank keeps its slice.  Where ranks compute different things along a mesh dim, each has only a term
+of the gradient, and the terms are reduce-scattered.  `varying` lists the mesh dims of the second kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from terrazzo.tensor.foreign import refuse_subclass
 
 def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:
     """This rank's part under `dst`, given its part under `src`."""
-    # What becomes a term is gathered as a replica first, whatever the consumer of the terms does.
+    # What will become a partial term is gathered as a replica first, whatever uses the terms.
     if varying and dst.dual is not dst:
         varying = tuple(m for m in varying if not isinstance(dst.placements[m], Partial))
     for step in plan_transition(src, dst):
@@ -43,9 +43,9 @@ def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: t
 
 
 class Gathered:
-    """What a gathered replica was gathered from: for consumers that vary over the ranks.
+    """What a gathered replica was gathered from.
 
-    They need it under another gradient, which is reduced and scattered; the data are there already.
+    Users of the replica that vary over the ranks need another backward, a reduce-scatter; the gathered data is reused.
     """
 
     __slots__ = ("_mesh", "_source", "_step", "_version")
@@ -54,7 +54,7 @@ class Gathered:
         self._source, self._step, self._mesh, self._version = source, step, mesh, version
 
     def varying(self, local: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-        """`local`, the replica, for consumers that vary over the mesh dims `dims`."""
+        """`local`, the replica, for users that vary over the mesh dims `dims`."""
         step = self._step
         if local._version != self._version or not set(step.mesh_dims) <= set(dims):
             return typed.cast(local, axis_of(self._mesh, dims))
@@ -66,7 +66,7 @@ class Gathered:
 
 
 def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.Tensor) -> Gathered | None:
-    """A note for a replica that differentiates, when all that made it is one gather."""
+    """The record for a differentiable replica that was made by one gather alone, else None."""
     if not replica.requires_grad or not dst.is_replicated:
         return None
     steps = plan_transition(src, dst)
@@ -76,7 +76,7 @@ def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.
 
 
 def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...], pending: Any = None) -> torch.Tensor:
-    """One step; `pending` is its communication when `start_step` has started that already."""
+    """Run one step; `pending` is its communication if `start_step` has started it."""
     if isinstance(step, Gather) and len({m in varying for m in step.mesh_dims}) > 1:
         for single in _split_gather(step, mesh.get_coordinate(), mesh.shape):
             local = run_step(local, single, mesh, varying)
@@ -90,7 +90,7 @@ def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...
 
 
 def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
-    """Start the communication of one step, for `run_step` to finish."""
+    """Start the communication of one step; `run_step` finishes it."""
     axis = axis_of(mesh, step.mesh_dims)
     refuse_subclass("redistribute", local)
     local = local.detach()
@@ -122,7 +122,7 @@ def _gather(local: torch.Tensor, step: Gather, axis: Any, varying: tuple[int, ..
 
 
 def _split_gather(step: Gather, coord: Sequence[int], mesh_shape: Sequence[int]) -> list[Gather]:
-    """One gather a mesh dim, innermost first: for mesh dims whose gathers have different backwards."""
+    """One gather per mesh dim, innermost first: for mesh dims whose gathers have different backwards."""
     result: list[Gather] = []
     sizes, dims = list(step.sizes), list(step.mesh_dims)
     while dims:

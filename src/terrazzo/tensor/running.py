@@ -1,9 +1,10 @@
-"""Which operation on DTensors a thread is carrying out, noted only while somebody wants to know.
+"""Which operation on DTensors a thread is running; recorded only while a policy or a debug mode needs it.
 
-Then `DTensor` has other overrides, which note the outermost operation of their thread and who called it before they do
-the same as ever. Otherwise the usual ones are there, and know nothing of this.
+While it is needed, `DTensor` has other `__torch_function__` and `__torch_dispatch__` methods, which record the
+outermost operation of their thread and its caller, and then do the same as the usual ones. So the usual ones have no
+extra cost.
 
-In backward a thread carries out no operation, until a node calls one: why the node communicates is known to the node.
+In backward no operation is running, except in nodes that call one; why a node communicates is recorded in the node.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from terrazzo.tensor.dtensor import DTensor
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An operation that is being carried out: torch's function or our name for it, and the frame that called it."""
+    """An operation that is running: torch's function or our name for it, and the frame that called it."""
 
     what: Any
     caller: FrameType | None
@@ -47,13 +48,13 @@ _BACKWARD = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward
 
 
 def now() -> Running | None:
-    """The outermost operation on DTensors that this thread is carrying out, if that is noted (see `noting`)."""
+    """The outermost operation on DTensors that this thread is running, if recorded (see `noting`)."""
     return _thread.now
 
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """A block in which operations are noted, on all threads."""
+    """A block inside which operations are recorded, on all threads."""
     _want(1)
     try:
         yield
@@ -77,13 +78,13 @@ _OURS = ("torch", "terrazzo")
 
 
 def is_inside(frame: FrameType) -> bool:
-    """Whether a frame belongs to torch or terrazzo, and not to the program that uses them."""
+    """Whether a frame is in torch or terrazzo, not in the user's program."""
     package: str = frame.f_globals.get("__name__", "")
     return package.partition(".")[0] in _OURS
 
 
 class running:
-    """A block that carries out the operation `what`; for those that do not come through DTensor's overrides."""
+    """A block that runs the operation `what`; for operations that are not called through `__torch_function__`."""
 
     __slots__ = ("_outer", "_what")
 

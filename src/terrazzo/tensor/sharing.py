@@ -1,8 +1,8 @@
 """Parameters that several modules share stay shared when they are distributed, in one call or in several.
 
-Whoever distributes a module makes a new parameter for each place that has one, so two places that shared a plain
-parameter would train apart. `SharedParameters` knows the places from before, and lets them share the new one. A place
-that was distributed by an earlier call is found through the plain parameter, which the other places still have.
+Distributing a module makes a new parameter in each place that has one, so two places that shared a plain parameter
+would be trained separately. `SharedParameters` remembers the places, and makes them share the new parameter. A place
+that an earlier call distributed is found through the plain parameter, which the remaining places still have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Distributed:
-    """Where a plain parameter was distributed, while that module lives and has what it got then."""
+    """Where a plain parameter was distributed; valid while the module is alive and still has the new parameter."""
 
     owner: weakref.ref[nn.Module]
     name: str
@@ -46,12 +46,12 @@ class _Distributed:
         return parameter if owner is not None and parameters_of(owner).get(self.name) is parameter else None
 
 
-# By the plain parameter, for as long as somebody has it.
+# Keyed by the plain parameter, as long as it is alive.
 _distributed: Any = WeakTensorKeyDictionary()
 
 
 class SharedParameters:
-    """The places of each plain parameter of a module, as they are when this is made."""
+    """The places of each plain parameter of a module at the time of creation."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places: dict[int, tuple[nn.Parameter, list[_Place]]] = {}
@@ -62,7 +62,7 @@ class SharedParameters:
                     self._places.setdefault(id(parameter), (parameter, []))[1].append(place)
 
     def share_again(self) -> None:
-        """Give all places of a parameter the first DTensor that any of them has got; they must be placed alike."""
+        """Set in all places of a parameter the first DTensor that any of them got; all must be placed alike."""
         for plain, places in self._places.values():
             now: list[tuple[str, Any]] = [
                 (place.path, p) for place in places if isinstance(p := place.parameter, DTensor)
@@ -77,10 +77,10 @@ class SharedParameters:
             for other, parameter in now:
                 if parameter._layout is not shared._layout:
                     raise ParallelPlanError(
-                        f"{path} and {other} are one parameter, which would be parted: one is placed "
-                        f"{list(shared.placements)} on {shared.device_mesh}, the other {list(parameter.placements)} on "
-                        f"{parameter.device_mesh}. Place it alike (an nn.Embedding cut by rows and an nn.Linear cut by "
-                        "columns do), or give one of the modules a copy of its own before"
+                        f"{path} and {other} share one parameter, but the plan places it in two ways: "
+                        f"{list(shared.placements)} on {shared.device_mesh} and {list(parameter.placements)} on "
+                        f"{parameter.device_mesh}. Place both alike (an nn.Embedding cut by rows and an nn.Linear cut "
+                        "by columns are), or give one of the modules its own copy before"
                     )
             for place in places:
                 if place.parameter is not shared:

@@ -1,9 +1,9 @@
-"""Strides of the global tensor, as the local tensor's strides tell them.
+"""Strides of the global tensor, derived from the local tensor's strides.
 
-Whether a tensor is contiguous, and whether a view of it with another shape exists, is a fact of the global tensor:
-every rank must give the same answer, or one rank would write to a copy and another to the tensor itself. The local
-strides say it also where a rank holds one row or none, for which PyTorch's own answer (any view of one row exists) says
-nothing.
+Whether a tensor is contiguous, and whether a view of it with another shape exists, must have the same answer on every
+rank; otherwise one rank would write to a copy and another to the tensor itself. So the question is asked of the global
+tensor. PyTorch's own answer for the local tensor is not enough where a rank holds at most one row: such a tensor can
+be viewed as any shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from terrazzo._torch.tensors import base_of
 
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor with the dims in the order in which the local tensor keeps them.
+    """Strides of the global tensor, with its dims in the memory order of the local tensor.
 
     >>> global_stride(torch.empty(2, 3).t(), (3, 8))
     (1, 3)
@@ -50,8 +50,8 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
     (True, False)
     """
-    says_all = local.numel() > 0 or 0 in shape  # C++ takes whatever is empty for contiguous
-    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _says_nothing(local):
+    says_all = local.numel() > 0 or 0 in shape  # C++ calls every empty tensor contiguous
+    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _lacks_strides(local):
         return True
     dims = [d for d, n in enumerate(shape) if n != 1]
     if 0 in shape or not dims:
@@ -60,21 +60,21 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
 
 
-def _says_nothing(local: torch.Tensor) -> bool:
-    """Whether the strides are no more than what C++ happens to give a new tensor without elements, or of such a one."""
+def _lacks_strides(local: torch.Tensor) -> bool:
+    """Whether the strides are only those that C++ gives a new tensor without elements, or a view of one."""
     return not local.numel() and 0 in base_of(local).stride()
 
 
-def telling(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """`view`, of all of `of`, where C++ forgets that: a rank without elements knows strides by the base alone."""
-    if view.numel() or 0 not in view.stride() or _says_nothing(of):
+def keeping_strides(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`view` of all of `of`; if it has no elements, rebuilt so that its strides still show the order of its dims."""
+    if view.numel() or 0 not in view.stride() or _lacks_strides(of):
         return view
     return view.new_empty(1).as_strided(view.shape, view.stride())
 
 
 def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
-    """Whether the rows of dim `inner` lie one behind the other along `d`: in a tensor of the rank's own, or in the
-    whole one of which the local tensor is a slice."""
+    """Whether the rows of dim `inner` are adjacent in memory along `d`: in a contiguous local tensor, or in the whole
+    tensor that the local one is a slice of."""
     step = local.stride(inner)
     return local.stride(d) in (step * max(local.shape[inner], 1), step * shape[inner])
 
@@ -102,7 +102,7 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
     >>> has_view(torch.empty(4, 6)[:, :3], (4, 3), (12,)), has_view(torch.empty(4, 6)[:, :3], (4, 3), (2, 2, 3))
     (False, True)
     """
-    if 0 in shape or _says_nothing(local):
+    if 0 in shape or _lacks_strides(local):
         return True
     for old, _ in view_groups(shape, new_shape):
         joined = [d for d in old if shape[d] != 1]
@@ -113,7 +113,7 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
 
 
 def no_view(shape: Sequence[int], new_shape: Sequence[int]) -> RuntimeError:
-    """What PyTorch raises where `has_view` says no."""
+    """PyTorch's error for a view that `has_view` says does not exist."""
     return RuntimeError(
         f"view size is not compatible with the tensor's size {tuple(shape)} and stride: a view of shape "
         f"{tuple(new_shape)} would span dims that do not follow each other in memory. Use .reshape(...) instead."
@@ -154,7 +154,7 @@ def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 
 def check_no_overlap(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> None:
-    """Before an in-place write, on a rank that is too thin to see it: raise where an element stands for several."""
+    """Before an in-place write: raise for an expanded tensor, also on a rank that holds too little to see it."""
     if repeats(local, shape, index):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
@@ -163,13 +163,13 @@ def check_no_overlap(local: torch.Tensor, shape: Sequence[int], index: Any = ...
 
 
 def repeats(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> bool:
-    """Whether an element of what a basic index takes of the global tensor stands for several.
+    """Whether several elements that a basic index takes of the global tensor share one memory location.
 
     >>> row = torch.zeros(4).expand(3, 4)
     >>> repeats(row, (3, 4)), repeats(row, (3, 4), (0, slice(2)))
     (True, False)
     """
-    if 0 not in local.stride() or _says_nothing(local):
+    if 0 not in local.stride() or _lacks_strides(local):
         return False
     taken = torch.empty_strided(tuple(shape), local.stride(), device="meta")[index]
     return taken.numel() > 0 and any(step == 0 and n > 1 for step, n in zip(taken.stride(), taken.shape, strict=True))

@@ -1,8 +1,8 @@
-"""Tests of distributed code on local ranks, as quick as tests of one process: `run_ranks` and `run_fresh`.
+"""Tests of distributed code on local ranks that start once per session: `run_ranks` and `run_fresh`.
 
 from terrazzo.testing import run_ranks
 
-def check_sum(scale):                    # at the top of the test's module
+def check_sum(scale):                    # at module level
     x = torch.ones(2) * scale
     torch.distributed.all_reduce(x)
     return x.sum().item()

@@ -1,15 +1,16 @@
-"""Local ranks, seen from the process that calls functions on them.
+"""Local ranks, from the side of the process that calls functions on them.
 
 * A *fork server* imports torch and terrazzo once (`preloaded`), before it has any thread, and every rank is forked from
-  it: starting or replacing a rank costs no import.
-* A function travels by reference (module, file, qualified name), arguments and results by pickle.  A rank loads a test
+  it: so starting or replacing a rank imports nothing.
+* A function is sent by reference (module, file, qualified name), arguments and results by pickle.  A rank loads a test
   module from its file under the name that pytest gave it, with pytest's assertion rewriting.
-* This process hosts each world's store, as torchrun's agent does: a rank's death does not take it along.
-* A rank runs one torch thread, has the default gloo group over loopback, and finds RANK, WORLD_SIZE and the like in
-  its environment.  Between calls the seeds, default dtype, grad mode, environment and working directory are set back.
-* No call outlives its time limit.  At the limit every rank writes all its Python stacks, and is killed.
-* After any failure, or once calls have left many threads behind (each process group owns some), the world is replaced.
-* Ranks die with this process, however it ends: they are tied to the fork server, which is tied to it.
+* This process hosts each world's store, as torchrun's agent does, so the store survives the death of a rank.
+* A rank runs one torch thread, has the default gloo group over loopback, and has RANK, WORLD_SIZE and the like in its
+  environment.  Between calls the seeds, default dtype, grad mode, environment and working directory are restored.
+* Every call has a time limit.  When it is exceeded every rank writes the stacks of all its Python threads and is
+killed. * The world is replaced after any failure, or once calls have left many threads behind (process groups have
+threads). * Ranks end with this process, however it ends: they are tied to the fork server, which is tied to this
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed import TCPStore
 from terrazzo.testing.process import PYTHONPATH_BEFORE, Reply, Request, Start, serve
 
 _START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on a busy machine
-_GRACE = 10.0  # seconds that the others get once one rank has failed: they may be waiting for it for ever
+_GRACE = 10.0  # seconds for the other ranks once one has failed: they may be waiting for it forever
 _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
 _MAX_THREADS = 200  # a rank with more is replaced before the next test
@@ -43,12 +44,12 @@ _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last on
 
 
 class RanksFailed(AssertionError):
-    """At least one rank raised, died or hung. The message holds what every rank did."""
+    """At least one rank raised, died or hung. The message says what happened on every rank."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did with the function: returned `value`, or raised, or died, or hung until the limit."""
+    """What happened on one rank: the function returned `value` or raised, or the rank died or hung until the limit."""
 
     rank: int
     value: Any = None
@@ -85,8 +86,8 @@ class Outcome:
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Call `fn(*args)` on each of `world` local ranks, and return their results in rank order.
 
-    The ranks stay for further calls with this `world`, which then cost milliseconds. If any rank does not return,
-    `RanksFailed` has the traceback, exit status or stacks of every rank, and the next call gets new processes.
+    The ranks are kept for later calls with this `world`, which then take milliseconds. If any rank does not return,
+    `RanksFailed` has the traceback, exit status or stacks of every rank, and the next call starts new processes.
 
     >>> import torch
     >>> run_ranks(2, torch.distributed.get_rank)
@@ -94,12 +95,12 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     >>> close_all()
 
     Args:
-        fn: A function at the top of a module. It travels by name, its arguments and results by pickle.
-        timeout: Seconds, after which ranks that have not returned write their stacks and are killed.
+        fn: A function at module level. It is sent by name, its arguments and results by pickle.
+        timeout: Seconds after which ranks that have not returned write their stacks and are killed.
     """
     __tracebackhide__ = True
     if world < 1:
-        raise ValueError(f"there is no world of {world} ranks")
+        raise ValueError(f"world must be at least 1, not {world}")
     request = Request.of(fn, args)
     pool = _pools.get(world)
     if pool is None:
@@ -108,7 +109,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     try:
         outcomes = pool.call(request, timeout, grace=_GRACE)
         intact = pool.reusable and all(outcome.ok for outcome in outcomes)
-    finally:  # also when interrupted: ranks in the middle of a call are of no use to the next
+    finally:  # also when interrupted: ranks in the middle of a call cannot be used again
         if not intact:
             _pools.pop(world).close()
     for outcome in outcomes:
@@ -119,9 +120,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 
 
 def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Outcome]:
-    """Call `fn(*args)` on `world` new ranks, whose failures and deaths are results like any other.
+    """Call `fn(*args)` on `world` new ranks; a rank that fails or dies is a result, not an error.
 
-    Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds.
+    Returns one `Outcome` per rank. After a death the other ranks may go on until `timeout` seconds.
 
     >>> import os
     >>> [outcome.exitcode for outcome in run_fresh(2, os._exit, 3)]
@@ -137,9 +138,9 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 
 
 def preload(*modules: str) -> None:
-    """Have ranks start with these modules imported, which saves time. Call it before the first rank starts.
+    """Make ranks start with these modules imported, which saves time. Call it before the first rank starts.
 
-    None of them may start a thread when it is imported.
+    A module that starts a thread when it is imported cannot be preloaded.
     """
     global _preloaded
     _preloaded = (*_preloaded, *modules)
@@ -147,7 +148,7 @@ def preload(*modules: str) -> None:
 
 
 def close_all() -> None:
-    """End all ranks that stay."""
+    """End all ranks that were kept."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -166,7 +167,7 @@ def _raise_failures(request: Request, outcomes: Sequence[Outcome]) -> None:
 class _World:
     """The processes of one world, and the store through which they find each other.
 
-    They have loaded the module of the first request before its time limit begins.
+    They have loaded the module of the first request before its time limit starts.
     """
 
     def __init__(self, size: int, first: Request) -> None:
@@ -214,7 +215,7 @@ class _World:
 
 
 class _Rank:
-    """One process, seen from the session."""
+    """One process, from the session's side."""
 
     def __init__(self, index: int, world: int, port: int, folder: Path, first: Request) -> None:
         self.index = index
@@ -231,16 +232,16 @@ class _Rank:
         try:
             self._connection.send_bytes(pickle.dumps(request))
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it is dead, which `outcome` reports
+            pass  # the rank is dead, which `outcome` reports
 
     def outcome(self) -> tuple[Outcome, int]:
-        """Of a rank with something to read or that has died: what became of it, and how many threads it now has."""
+        """For a rank that has replied or died: what happened, and how many threads it has now."""
         try:
             if self._connection.poll():
                 reply: Reply = pickle.loads(self._connection.recv_bytes())
                 return Outcome(self.index, reply.value, reply.error), reply.threads
         except (EOFError, ConnectionResetError):
-            pass  # closed without a reply
+            pass  # it closed the connection without a reply
         self._process.join(_END_LIMIT)
         return Outcome(self.index, exitcode=self._process.exitcode, hung=self._process.exitcode is None), 0
 
@@ -255,9 +256,9 @@ class _Rank:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def kill(self) -> None:
-        """Ends the process, and those that it started: it leads a process group of its own."""
+        """Ends the process and those that it started, which are in its process group."""
         if self._process.is_alive() and self._process.pid is not None:
-            for end in (os.killpg, os.kill):  # the second for a rank too young to lead a group
+            for end in (os.killpg, os.kill):  # kill for a rank that has no process group yet
                 try:
                     end(self._process.pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -269,8 +270,8 @@ class _Rank:
 def _start_fork_server() -> None:
     """Starts it unless it runs.
 
-    What it imports before it forks it finds by PYTHONPATH, since sys.path it learns later; `preloaded` sets that back.
-    Ranks share few cores, and a fork server must have no threads, so numerical libraries are told to start none.
+    Its imports before the fork are found through PYTHONPATH, because it gets sys.path later; `preloaded` restores that.
+    Ranks share few cores, and a fork server must have no threads, so numerical libraries are set to start none.
     """
     before = dict(os.environ)
     os.environ[PYTHONPATH_BEFORE] = before.get("PYTHONPATH", "")
@@ -285,7 +286,7 @@ def _start_fork_server() -> None:
 
 
 def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
-    """Makes every rank write its stacks, and waits until they are there and no longer grow."""
+    """Makes every rank write its stacks, and waits until they are complete."""
     for rank in ranks:
         rank.ask_for_stacks()
     deadline = time.monotonic() + _DUMP_LIMIT
@@ -300,7 +301,7 @@ def _dump_hung(ranks: Sequence[_Rank]) -> list[Outcome]:
 
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: every optimizer imports it.
+# torch._dynamo, because every optimizer imports it.
 _preloaded: tuple[str, ...] = ("torch._dynamo", "terrazzo.testing.preloaded")
 _context.set_forkserver_preload(list(_preloaded))
 _pools: dict[int, _World] = {}

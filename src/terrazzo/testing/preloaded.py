@@ -1,7 +1,6 @@
 """What the fork server of `pool` imports before it forks the first rank.
 
-Ranks are born with it: each of these would otherwise be imported by every rank.  None may start a thread, which a fork
-would not take along.
+Otherwise every rank would import them.  None of them may start a thread, because a fork does not copy threads.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import terrazzo.tensor.debug
 import terrazzo.tensor.parallel  # noqa: F401
 from terrazzo.testing.process import PYTHONPATH_BEFORE
 
-# So that it found this module; ranks and what they start need not.
+# PYTHONPATH was set so that this module is found; ranks and their child processes do not need it.
 before = os.environ.pop(PYTHONPATH_BEFORE, None)
 if before:
     os.environ["PYTHONPATH"] = before
 elif before is not None:
     del os.environ["PYTHONPATH"]
 
-# All of it stays for ever.  Without it a collection takes next to no time, and does not make each rank copy the memory.
+# These objects stay forever.  Frozen, they are skipped by collections, and ranks need not copy their memory pages.
 gc.collect()
 gc.freeze()

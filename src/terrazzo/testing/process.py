@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 _SEED = 1234
 PYTHONPATH_BEFORE = "TERRAZZO_TESTING_PYTHONPATH"
-"""An environment variable of the fork server: what PYTHONPATH was before it was started."""
+"""An environment variable of the fork server: the value of PYTHONPATH before it was started."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Request:
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> Request:
         if "<" in fn.__qualname__:
-            raise ValueError(f"{fn.__qualname__} cannot be sent to ranks: define it at module level")
+            raise ValueError(f"{fn.__qualname__} cannot be sent to ranks by name: define it at module level")
         module = sys.modules[fn.__module__]
         is_test = type(getattr(module, "__loader__", None)).__module__.startswith("_pytest.")
         file = getattr(module, "__file__", None) or ""
         return cls(fn.__module__, file, is_test, fn.__qualname__, pickle.dumps(args))
 
     def load(self) -> ModuleType:
-        """The module; one that pytest has loaded is loaded from its file, as it may be in no package."""
+        """The module; one that pytest has loaded is loaded from its file, as it may not be in a package."""
         if self.module in sys.modules or not self.is_test:
             return importlib.import_module(self.module)
         loader = _TestLoader(self.module, self.file)
@@ -75,7 +75,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is born with."""
+    """What a rank gets at its start."""
 
     rank: int
     world: int
@@ -98,18 +98,18 @@ class _TestLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
-        rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")  # the caller's pytest has loaded the module
+        rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")  # present, as pytest has loaded the module
         rewrite.rewrite_asserts(tree, source, self.path)
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-# ------------------------------------------------------------------ the life of a rank
+# ------------------------------------------------------------------ the main loop of a rank
 
 
 def serve(connection: Connection, start: Start) -> None:
-    """The life of a rank: set up, then answer requests until the session closes the connection."""
+    """The main loop of a rank: set up, then answer requests until the session closes the connection."""
     _die_with_session()
-    os.setsid()  # an interrupt at the keyboard is for the session, which then ends its ranks
+    os.setsid()  # a keyboard interrupt goes to the session only, which then ends its ranks
     _write_to(start.log)
     faulthandler.enable()
     with open(start.stacks, "w") as stacks_file:
@@ -120,21 +120,21 @@ def serve(connection: Connection, start: Start) -> None:
             try:
                 request: Request = pickle.loads(connection.recv_bytes())
             except EOFError:
-                os._exit(0)  # not through destructors, which may wait for other ranks
+                os._exit(0)  # without destructors, which may wait for other ranks
             _set_back(environment, folder)
             gc.collect()
             if len(sys.modules) != modules:
-                # What was imported stays for ever; without it a collection takes next to no time.
+                # Imported modules stay forever; frozen, they are skipped by garbage collections.
                 gc.freeze()
                 modules = len(sys.modules)
             connection.send_bytes(_answer(request.call))
 
 
 def _die_with_session() -> None:
-    """Has the kernel kill this process when the fork server ends, and lets that end when the session does.
+    """Make the kernel kill this process when the fork server ends, and the fork server end when the session does.
 
-    The fork server ends once nobody holds its lifeline, a pipe that multiprocessing also hands to every process that
-    it forks, so that they can fork more. A rank gives it up: should it need a fork server, it gets its own.
+    The fork server ends when no process holds its lifeline, a pipe that multiprocessing also passes to every process
+    that it forks, so that they can fork more. A rank closes it; if a rank needs a fork server, it starts its own.
     """
     server: Any = forkserver._forkserver  # multiprocessing has no public way to do this
     if server._forkserver_alive_fd is not None:
@@ -142,12 +142,12 @@ def _die_with_session() -> None:
         server._forkserver_alive_fd = server._forkserver_address = None
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before the call above
+    if os.getppid() == 1:  # the fork server ended before the call above
         os._exit(1)
 
 
 def _write_to(log: str) -> None:
-    """Sends stdout and stderr, those of C++ too, to a file that each call begins anew."""
+    """Sends stdout and stderr, also those of C++, to a file that each call overwrites."""
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -175,7 +175,7 @@ def _set_up(start: Start) -> None:
 
 
 def _set_back(environment: dict[str, str], folder: str) -> None:
-    """Undoes what an earlier test may have changed for the whole process."""
+    """Undoes what an earlier test may have changed in the process."""
     if dict(os.environ) != environment:
         os.environ.clear()
         os.environ.update(environment)
@@ -196,8 +196,8 @@ def _answer(call: Callable[[], Any]) -> bytes:
     value, error = None, None
     try:
         value = call()
-        pickle.dumps(value)  # a result that cannot travel is the function's failure
-    except BaseException as exception:  # SystemExit too: only os._exit and signals end a rank
+        pickle.dumps(value)  # a result that cannot be pickled counts as a failure of the function
+    except BaseException as exception:  # also SystemExit: only os._exit and signals end a rank
         frames = exception.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next

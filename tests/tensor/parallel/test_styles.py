@@ -267,7 +267,7 @@ def tied() -> None:
     assert model.head.weight is model.words.weight and model.head.weight.placements == (Shard(0),)
     assert sum(p is model.head.weight for p in model.parameters()) == 1
     plain_tensor_parallel(GPT(tied=True), mesh)
-    with pytest.raises(ParallelPlanError, match=r"words\.weight and head\.weight are one parameter"):
+    with pytest.raises(ParallelPlanError, match=r"words\.weight and head\.weight share one parameter"):
         parallelize_module(GPT(tied=True), mesh, {"words": ColwiseParallel(), "head": ColwiseParallel()})
 
 

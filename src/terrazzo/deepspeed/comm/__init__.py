@@ -1,4 +1,4 @@
-"""DeepSpeed's `comm`: `torch.distributed` by its names, and what it adds."""
+"""DeepSpeed's `comm`: the functions of `torch.distributed`, and those that DeepSpeed adds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.deepspeed.accelerator import get_accelerator
-from terrazzo.deepspeed.live import comms_reports
+from terrazzo.deepspeed.engines import comms_reports
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -35,28 +35,28 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise `torch.distributed`, unless it is; without a launcher this process trains alone.
+    """Initialise `torch.distributed`, unless it is initialised; without a launcher this process trains alone.
 
     >>> init_distributed()
     >>> dist.is_initialized()
     True
 
     Args:
-        dist_backend: None: the accelerator's.
-        auto_mpi_discovery: Take ranks that mpirun started from its environment.
-        distributed_port: Where ranks meet that nobody told.
-        verbose: Without meaning.
-        timeout: Of the default group.
-        init_method: As `torch.distributed.init_process_group` takes it.
-        dist_init_required: True: initialise; False: it has to be; None: if it is not.
-        config: Without meaning.
-        rank: With `init_method`.
-        world_size: With `init_method`.
+        dist_backend: The backend; None: the accelerator's.
+        auto_mpi_discovery: Take rank and world size from the environment that mpirun sets.
+        distributed_port: The port at which ranks meet, if the environment does not say.
+        verbose: Has no effect.
+        timeout: The time limit of the default group.
+        init_method: As in `torch.distributed.init_process_group`.
+        dist_init_required: True: initialise; False: it must be initialised; None: initialise if it has not been.
+        config: Has no effect.
+        rank: For `init_method`.
+        world_size: For `init_method`.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise EngineError("dist_init_required=False, and torch.distributed is not initialised")
+        raise EngineError("dist_init_required=False, but torch.distributed is not initialised: initialise it first")
     backend = dist_backend or get_accelerator().communication_backend_name()
     if auto_mpi_discovery:
         _take_over_mpi()
@@ -73,7 +73,7 @@ def init_distributed(
 
 
 def _take_over_mpi() -> None:
-    """Give ranks that Open MPI started the names that torch reads."""
+    """Set torch's environment variables from those of Open MPI."""
     if "RANK" in os.environ or "OMPI_COMM_WORLD_RANK" not in os.environ:
         return
     os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
@@ -82,17 +82,17 @@ def _take_over_mpi() -> None:
 
 
 def get_local_rank() -> int:
-    """This rank among those of its machine."""
+    """This rank's number among those of its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:
-    """Of all ranks."""
+    """The group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Which ranks a group has."""
+    """The ranks of a group."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
@@ -102,17 +102,17 @@ def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: An
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """A mesh of data-parallel and sequence-parallel ranks; there may be only one of the latter."""
+    """A mesh of data-parallel and sequence-parallel ranks; the second size must be 1."""
     if len(mesh_shape) > 1 and mesh_shape[1] != 1:
         raise EngineConfigError(
-            f"sequence_parallel_size {mesh_shape[1]}: DeepSpeed's sequence parallelism is not supported; use "
+            f"sequence_parallel_size is {mesh_shape[1]}, but DeepSpeed's sequence parallelism is not supported; use "
             "terrazzo.tensor.experimental.context_parallel"
         )
     return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print, or return, what engines with `comms_logger.enabled` have sent; called on every rank."""
+    """Print, or return, the communication of engines with `comms_logger.enabled`; called on every rank."""
     reports = [report for report in comms_reports() if report is not None]
     if return_dict:
         return reports[-1].as_dict() if reports else {}

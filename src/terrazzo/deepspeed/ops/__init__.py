@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by name; PyTorch's, and the engine's own where it has none."""
+"""DeepSpeed's optimizers under their names: PyTorch's, or the engine's own where PyTorch has none."""
 
 from terrazzo.deepspeed.ops import adagrad, adam, lamb, lion
 

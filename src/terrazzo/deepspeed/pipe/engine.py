@@ -32,7 +32,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._batches = RepeatingLoader(self.training_dataloader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train on `gradient_accumulation_steps` micro-batches; the mean loss, on every rank."""
+        """Train on `gradient_accumulation_steps` micro-batches; returns the mean loss, on every rank."""
         if data_iter is not None:
             self._batches = data_iter
         inputs, labels = self._read(self._batches)
@@ -43,18 +43,21 @@ class PipelineEngine(DeepSpeedEngine):
         """The mean loss of `gradient_accumulation_steps` micro-batches, on every rank."""
         wanted = {name: value for name, value in options.items() if value not in (None, False)}
         if not compute_loss or wanted.keys() - {"reduce_output", "bcast_loss"}:
-            raise EngineError(f"eval_batch gives the mean loss alone; {', '.join(wanted) or 'compute_loss=False'}")
+            raise EngineError(
+                "eval_batch only returns the mean loss; it does not support "
+                f"{', '.join(wanted) or 'compute_loss=False'}"
+            )
         inputs, labels = self._read(data_iter)
         return self.core.eval_batch(*inputs, target=labels)
 
     def _read(self, batches: Iterator[Any] | None) -> tuple[tuple[Any, ...], Any]:
-        """The inputs and the labels of a whole batch; nothing on stages that need neither."""
+        """The inputs and the labels of a whole batch; empty on stages that need neither."""
         first, last = self.is_first_stage(), self.is_last_stage()
         if not (first or last):
             return (), None
         if batches is None:
             raise EngineError("train_batch needs data_iter=, or training_data= in initialize")
-        # DeepSpeed's stages read on their own, too: a rank with one of the ends reads, the others do not.
+        # As in DeepSpeed, ranks of the first and of the last stage read data, and the others do not.
         pairs = [next(batches) for _ in range(self.core.batch.accumulation)]
         inputs = self._joined([pair[0] for pair in pairs]) if first else ()
         labels = self._joined([pair[1] for pair in pairs]) if last else None
@@ -66,7 +69,7 @@ class PipelineEngine(DeepSpeedEngine):
         return joined
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage takes the inputs."""
+        """Whether this rank's stage gets the inputs."""
         return bool(self.module.stage_id == 0)
 
     def is_last_stage(self) -> bool:
@@ -74,13 +77,13 @@ class PipelineEngine(DeepSpeedEngine):
         return bool(self.module.stage_id == self.module.num_stages - 1)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What `train_batch` reads from."""
+        """Set the iterator that `train_batch` reads from."""
         self._batches = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """What `train_batch` reads from, again and again."""
+        """Set the loader that `train_batch` reads from, repeatedly."""
         self._batches = RepeatingLoader(loader)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Is the schedule's business."""
-        raise EngineError("a PipelineEngine has no forward of its own: call train_batch or eval_batch")
+        """Raises: the schedule runs forward."""
+        raise EngineError("a PipelineEngine cannot be called: call train_batch or eval_batch")

@@ -1,7 +1,7 @@
 """`PipelineModule`: a sequence of layers, of which each rank holds those of its stage.
 
-A layer has the name that it has in an `nn.Sequential` of all layers, its number; so the stages' state dicts together
-are that of the whole model.
+A layer has the name that it would have in an `nn.Sequential` of all layers: its number.  So the stages' state dicts
+together are the state dict of the whole model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from terrazzo.deepspeed.pipe.partition import balanced, uniform
 from terrazzo.deepspeed.pipe.topology import ProcessTopology
 from terrazzo.errors import EngineConfigError
 
-if TYPE_CHECKING:  # it brings Dynamo along, for those who have a pipeline
+if TYPE_CHECKING:  # not imported otherwise, because it imports Dynamo
     from torch.distributed.pipelining import PipelineStage
 
 
 class LayerSpec:
-    """How a layer is made, where it is needed.
+    """A description of a layer, which is created on the ranks that need it.
 
     >>> LayerSpec(nn.Linear, 2, 3, bias=False).build()
     Linear(in_features=2, out_features=3, bias=False)
@@ -36,7 +36,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise EngineConfigError(f"LayerSpec takes a class of modules, got {typename!r}")
+            raise EngineConfigError(f"LayerSpec needs a class of modules, got {typename!r}")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
@@ -45,12 +45,12 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is in several places, with the same weights.
+    """A layer that is at several places, with the same weights.
 
     Args:
         key: The same for all places.
-        forward_fn: Called with the module and the input, instead of the module.
-        tied_weight_attr: Which of its parameters are the same on all stages.
+        forward_fn: Called with the module and the input, instead of the module's forward.
+        tied_weight_attr: Which of its parameters are shared between stages.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class PipelineModule(nn.Module):
     """This rank's stage of a sequence of layers.
 
     Args:
-        layers: Modules, functions, `LayerSpec`s; each takes what the one before returned.
-        num_stages: How many stages; or see `topology`.
-        topology: With the axes `pipe` and `data`.
+        layers: Modules, functions, `LayerSpec`s; each gets what the one before returned.
+        num_stages: The number of stages; or pass `topology`.
+        topology: Ranks along the axes `pipe` and `data`.
         loss_fn: The loss of the last layer's output and the labels; None: the output is the loss.
-        seed_layers: Seed with `base_seed` and the layer's number before each layer is made.
-        seed_fn: How; None: `torch.manual_seed`.
+        seed_layers: Seed with `base_seed` plus the layer's number before each layer is created.
+        seed_fn: The function that seeds; None: `torch.manual_seed`.
         base_seed: See `seed_layers`.
         partition_method: `parameters`, `uniform`, or `type:` and a pattern of class names that are counted.
-        activation_checkpoint_interval: Compute so many layers again in backward; 0: none.
-        activation_checkpoint_func: How.
-        checkpointable_layers: Class names of those layers; None: those with parameters.
-        dynamic_shape: Without meaning.
+        activation_checkpoint_interval: How many layers to recompute together in backward; 0: none.
+        activation_checkpoint_func: The function that recomputes them.
+        checkpointable_layers: Class names of layers to recompute; None: those with parameters.
+        dynamic_shape: Has no effect.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PipelineModule(nn.Module):
         self.stage_id = self.mesh.get_local_rank("pp")
         specs = list(layers)
         self.parts = _bounds(specs, self.num_stages, partition_method)
-        self.tied: dict[str, str] = {}  # further names of parameters of tied layers -> the first
+        self.tied: dict[str, str] = {}  # further names of parameters of tied layers -> the first name
         self._functions: list[Callable[..., Any]] = []
         seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._build(specs, None if seed is None else lambda number: seed(base_seed + number))
@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
         self._tie(specs)
 
     def _tie(self, specs: list[Any]) -> None:
-        """Parameters of a tied layer that lie on several stages: the first place of each stage holds its copy."""
+        """Find parameters of tied layers that are on several stages: each stage's copy is at its first place there."""
         first: dict[str, tuple[int, set[int]]] = {}
         for number, spec in enumerate(specs):
             if not isinstance(spec, TiedLayerSpec):
@@ -152,7 +152,7 @@ class PipelineModule(nn.Module):
     # ------------------------------------------------------------------ as a stage
 
     def as_stage(self, config: Mapping[str, Any]) -> PipelineStage:
-        """What `terrazzo.engine.initialize` takes."""
+        """The stage to pass to `terrazzo.engine.initialize`."""
         from torch.distributed.pipelining import PipelineStage
 
         if self.parts[self.stage_id] == self.parts[self.stage_id + 1]:
@@ -172,7 +172,7 @@ class PipelineModule(nn.Module):
         return outputs if self.loss_fn is None else self.loss_fn(outputs, target)
 
     def forward(self, *inputs: Any) -> Any:
-        """The layers one after the other; a tuple is passed on as it is."""
+        """Run the layers one after the other; a tuple is passed on as it is."""
         x = inputs[0] if len(inputs) == 1 else inputs
         count = len(self._functions)
         step = self.activation_checkpoint_interval or count
@@ -202,12 +202,12 @@ def _sizes(num_stages: int | None, topology: ProcessTopology | None) -> tuple[in
     world = dist.get_world_size()
     if topology is not None:
         if topology.get_axis_names() != ["pipe", "data"]:
-            raise EngineConfigError(f"a topology has the axes pipe and data, in this order, not {topology.axes}")
+            raise EngineConfigError(f"a topology must have the axes pipe and data, in this order, not {topology.axes}")
         num_stages = topology.get_dim("pipe")
     if num_stages is None:
         raise EngineConfigError("PipelineModule needs num_stages or topology")
     if world % num_stages:
-        raise EngineConfigError(f"{world} ranks cannot hold {num_stages} stages equally often")
+        raise EngineConfigError(f"{world} ranks cannot be divided into {num_stages} stages")
     return num_stages, world // num_stages
 
 
@@ -221,9 +221,9 @@ def _bounds(specs: list[Any], stages: int, method: str) -> list[int]:
         named = re.compile(pattern, re.IGNORECASE)
         counted = [int(bool(named.search(_type_name(spec)))) for spec in specs]
         if not any(counted):
-            raise EngineConfigError(f"partition_method {method!r} finds no layer")
+            raise EngineConfigError(f"partition_method {method!r} matches no layer")
         return balanced(counted, stages)
-    raise EngineConfigError(f"partition_method {method!r} is none of parameters, uniform and type:PATTERN")
+    raise EngineConfigError(f"partition_method must be parameters, uniform or type:PATTERN, not {method!r}")
 
 
 def _size(spec: Any) -> int:

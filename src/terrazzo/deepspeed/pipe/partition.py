@@ -1,4 +1,4 @@
-"""Where a sequence of layers is cut into stages."""
+"""Cutting a sequence of layers into stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def uniform(items: int, parts: int) -> list[int]:
-    """Bounds of parts with equally many items, the first ones one more.
+    """Bounds of parts with equally many items; the first ones get one more if needed.
 
     >>> uniform(5, 2)
     [0, 3, 5]
@@ -19,7 +19,7 @@ def uniform(items: int, parts: int) -> list[int]:
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Bounds of parts whose weights differ least, each with an item where there are enough.
+    """Bounds of parts whose weights differ least; each part has an item if there are enough.
 
     >>> balanced([4, 1, 1, 4], 2)
     [0, 2, 4]
@@ -30,7 +30,7 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # By number of parts and end: the largest and the smallest weight of the best cut so far, and where it is cut.
+    # For each number of parts and end: the largest and the smallest weight of the best cut so far, and its last bound.
     best: list[dict[int, tuple[int, int, int]]] = [{end: (sums[end], sums[end], 0) for end in range(1, items + 1)}]
     for count in range(1, parts):
         row = {}

@@ -1,4 +1,4 @@
-"""Which rank is where: the axes along which ranks lie."""
+"""The places of ranks along named axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 
 class ProcessTopology:
-    """Ranks along named axes, the last varying fastest.
+    """Ranks along named axes; the last axis varies fastest.
 
     >>> ProcessTopology(axes=["pipe", "data"], dims=[2, 2]).get_rank(pipe=1, data=0)
     2
@@ -17,19 +17,19 @@ class ProcessTopology:
         self.axes, self.dims = list(axes), list(dims)
 
     def get_axis_names(self) -> list[str]:
-        """Of the axes."""
+        """The names of the axes."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """How many ranks lie along an axis; 0 if there is none of that name."""
+        """The number of ranks along an axis; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return prod(self.dims)
 
     def get_rank(self, **coordinates: int) -> int:
-        """The rank at a place."""
+        """The rank at these coordinates."""
         rank = 0
         for axis, size in zip(self.axes, self.dims, strict=True):
             rank = rank * size + coordinates[axis]

@@ -1,1 +1,1 @@
-"""Modules that scripts import from inside DeepSpeed."""
+"""Modules that scripts import from `deepspeed.runtime`."""

@@ -1,4 +1,4 @@
-"""Helpers that scripts import from inside DeepSpeed."""
+"""Helpers that scripts import from `deepspeed.runtime.utils`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOGGER = logging.getLogger("terrazzo.deepspeed")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log how much memory of the accelerator tensors have, and at most had."""
+    """Log the memory that tensors on the accelerator use, and its maximum so far."""
     if force:
         found = get_accelerator()
         now, peak = found.memory_allocated() / 2**30, found.max_memory_allocated() / 2**30

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: whole parameters, gradients and optimizer states, and what scripts use besides."""
+"""`deepspeed.utils`: whole parameters, gradients and optimizer states, and other functions that scripts use."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.getLogger("terrazzo.deepspeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks; None or -1: on all."""
+    """Log on some ranks; on all if ranks is None or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is None or rank in ranks or -1 in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
 class OnDevice:
-    """A context in which modules are made on a device, and of a dtype.
+    """A context in which modules are created on a device and with a dtype.
 
     >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
     ...     layer = nn.Linear(2, 2)
@@ -66,7 +66,7 @@ class OnDevice:
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any]) -> list[nn.Module]:
-    """The modules of these classes; which are gathered together is said by `zero_optimization.wrap`."""
+    """The modules of these classes; `zero_optimization.wrap` decides which are gathered together."""
     names = tuple(c if isinstance(c, str) else c.__name__ for c in leaf_module_classes)
     return [module for module in model.modules() if type(module).__name__ in names]
 

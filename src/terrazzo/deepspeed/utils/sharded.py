@@ -1,7 +1,7 @@
-"""Parameters, gradients and optimizer states by the parameter: whole on every rank, or this rank's part.
+"""Parameters, gradients and optimizer states of a parameter: whole on every rank, or this rank's part.
 
-Functions that give or take what is whole are called on all ranks.  Gradients are there between `backward` and `step`,
-and are given as they enter the step, without the loss scale.
+Functions for whole tensors must be called on all ranks.  Gradients exist between `backward` and `step`; they are
+returned as the step uses them, without the loss scale.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.deepspeed.live import as_sharded, engine_of
+from terrazzo.deepspeed.engines import as_sharded, engine_of
 from terrazzo.errors import EngineValueError
 from terrazzo.tensor import DTensor, distribute_tensor
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor with all of its parts."""
+    """The whole of a tensor, as a copy."""
     detached = tensor.detach()
     return detached.full_tensor().clone() if isinstance(detached, DTensor) else detached.clone()
 
 
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Give a tensor new values, of which every rank has all."""
+    """Write to a tensor from a whole one, which every rank has."""
     if tuple(value.shape) != tuple(target.shape):
-        raise EngineValueError(f"a value of shape {tuple(value.shape)} for a tensor of shape {tuple(target.shape)}")
+        raise EngineValueError(
+            f"a value of shape {tuple(value.shape)} cannot be written to a tensor of shape {tuple(target.shape)}"
+        )
     plain = value.detach().to(target.device, target.dtype)
     if isinstance(target, DTensor):
         plain = distribute_tensor(plain, target.device_mesh, target.placements, src_data_rank=None)
@@ -64,7 +66,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Give the parameter new values."""
+    """Set the parameter from a whole tensor."""
     param = as_sharded(param)
     copy_into(param, value)
 
@@ -84,14 +86,14 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The whole of something that the optimizer keeps, such as `exp_avg`; None before its first step."""
+    """The whole of a state that the optimizer keeps, such as `exp_avg`; None before its first step."""
     param = as_sharded(param)
     found = _state(param, optim_state_key)
     return None if found is None else whole(found)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Replace it."""
+    """Set a state of the optimizer from a whole tensor."""
     param = as_sharded(param)
     copy_into(_needed(param, optim_state_key), value)
 
@@ -103,7 +105,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor:
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Give this rank's part new values."""
+    """Set this rank's part of the parameter."""
     param = as_sharded(param)
     _copy_part(param.detach(), value)
 
@@ -123,14 +125,14 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's part of something that the optimizer keeps; None before its first step."""
+    """This rank's part of a state that the optimizer keeps; None before its first step."""
     param = as_sharded(param)
     found = _state(param, optim_state_key)
     return None if found is None else _part(found).clone()
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Replace this rank's part."""
+    """Set this rank's part of a state of the optimizer."""
     param = as_sharded(param)
     _copy_part(_needed(param, optim_state_key), value)
 
@@ -138,7 +140,7 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 def safe_update_full_grad_vectorized(
     param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace gradients by what a function makes of them."""
+    """Replace gradients by the result of a function of them."""
     for param in param_list:
         found = safe_get_full_grad(param)
         if found is not None:
@@ -148,5 +150,5 @@ def safe_update_full_grad_vectorized(
 def _needed(param: Tensor, name: str) -> Any:
     found = _state(param, name)
     if found is None:
-        raise EngineValueError(f"the optimizer keeps no {name!r} of this parameter; it may not have stepped yet")
+        raise EngineValueError(f"the optimizer has no state {name!r} for this parameter; it may not have stepped yet")
     return found

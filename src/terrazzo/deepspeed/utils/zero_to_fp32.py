@@ -1,8 +1,8 @@
-"""`deepspeed.utils.zero_to_fp32`: the float32 weights of a checkpoint, for programs without an engine.
+"""`deepspeed.utils.zero_to_fp32`: the float32 weights of a checkpoint, without an engine.
 
     python -m terrazzo.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
 
-Checkpoints are terrazzo's and DeepSpeed's, of whatever ZeRO stage and number of ranks; one process reads all of it.
+It reads checkpoints of terrazzo and of DeepSpeed, of any ZeRO stage and number of ranks, in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TABLES: Final = ("frozen_param_shapes", "shared_params")
 
 
 class PendingTensor:
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read when `contiguous()` is called."""
 
     def __init__(self, stored: LazyTensor) -> None:
         self._stored = stored
@@ -45,13 +45,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The model's state dict, in float32 and under all names of shared parameters.
+    """The model's state dict, in float32, with all names of shared parameters.
 
     Args:
-        checkpoint_dir: Where `save_checkpoint` saved.
-        tag: Which checkpoint; None: the latest.
-        exclude_frozen_parameters: Only what is trained, and buffers.
-        lazy_mode: `PendingTensor`s, whose `contiguous()` reads one.
+        checkpoint_dir: The folder that was passed to `save_checkpoint`.
+        tag: The checkpoint's tag; None: the latest.
+        exclude_frozen_parameters: Leave out parameters that are not trained; buffers are included.
+        lazy_mode: Return `PendingTensor`s, which are read by `contiguous()`.
     """
     place = find_checkpoint(checkpoint_dir, tag)
     if place is None:
@@ -81,11 +81,11 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the weights as `pytorch_model.bin` or `model.safetensors`, or as several such files and an index.
 
-    Weights that are shared are written once into safetensors files, which have one name for a tensor.
+    Shared weights are written once to safetensors files, which have one name per tensor.
     """
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if wanted not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedValueError(f"dtype is float32, float16 or bfloat16, not {dtype}")
+        raise UnsupportedValueError(f"dtype must be float32, float16 or bfloat16, not {dtype}")
     pending = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if safe_serialization:
         first = {id(tensor): name for name, tensor in reversed(pending.items())}
@@ -120,7 +120,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same, in float32."""
+    """`convert_zero_checkpoint_to_state_dict` with float32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -129,7 +129,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """The model, on the CPU, with the weights of a checkpoint; it must not be an engine's."""
+    """The model, on the CPU, with the weights of a checkpoint; not for a model that an engine trains."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -148,7 +148,7 @@ def _write_safetensors(path: Path, file: FileLayout, tensors: Mapping[str, Tenso
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m terrazzo.deepspeed.utils.zero_to_fp32", description=__doc__)
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are made for sharding, and parameters that are whole for a while."""
+"""`deepspeed.zero`: creating models for sharding, and blocks in which parameters are whole."""
 
 from terrazzo.deepspeed.zero.gathered import GatheredParameters
 from terrazzo.deepspeed.zero.init import Init, register_external_parameter

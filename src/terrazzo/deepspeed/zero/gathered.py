@@ -1,7 +1,7 @@
-"""Parameters that are whole for a while, for reading and for writing.
+"""Blocks in which parameters are whole, for reading and writing.
 
-Between steps a parameter is a DTensor, of which each rank holds a part.  While it is gathered, every operation on it is
-carried out on the whole tensor instead; afterwards each rank takes its part of what one rank has made of it.
+Outside, a parameter is a DTensor of which each rank holds a part.  While it is gathered, every operation on it runs on
+the whole tensor instead; afterwards each rank takes its part of one rank's whole tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo._torch.dispatching import tree_map
-from terrazzo.deepspeed.live import as_sharded, reshard_all
+from terrazzo.deepspeed.engines import as_sharded, reshard_all
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.tensor import DTensor
 
 
 class GatheredParameters:
-    """Have parameters whole within, on every rank.
+    """A block in which these parameters are whole, on every rank.
 
     >>> model = nn.Linear(2, 2)
     >>> with GatheredParameters(model.weight, modifier_rank=0):
@@ -30,10 +30,10 @@ class GatheredParameters:
     4.0
 
     Args:
-        params: One, or several.
-        modifier_rank: Whose values all ranks have afterwards; None: what is written within is lost, as with DeepSpeed.
-        fwd_module: Without meaning.
-        enabled: Without it nothing happens.
+        params: One parameter, or several.
+        modifier_rank: The rank whose values are kept; None: writes inside the block are lost, as in DeepSpeed.
+        fwd_module: Has no effect.
+        enabled: If False, nothing happens.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class GatheredParameters:
         given = [params] if isinstance(params, Tensor) else list(params)
         self._given = {id(p): p for p in given if isinstance(p, Tensor)} if enabled else {}
         self._writer = modifier_rank
-        self._whole: list[tuple[Any, Tensor]] = []  # sharded parameters, gathered
+        self._whole: list[tuple[Any, Tensor]] = []  # sharded parameters, and their whole tensors
 
     def __enter__(self) -> None:
-        # While gradients are accumulated the user may hold the unsharded parameter, in the place of the sharded one.
+        # While gradients are accumulated the user may pass the unsharded parameter instead of the sharded one.
         shards = {number: as_sharded(p) for number, p in self._given.items()}
         sharded = {id(p): p for p in shards.values() if isinstance(p, DTensor)}
         if sharded:
@@ -74,21 +74,21 @@ class GatheredParameters:
             dist.broadcast(tensor, src=self._writer)
             copy_into(parameter, tensor)
         for parameter in self._given.values():
-            if not gathered:  # nothing is sharded yet
+            if not gathered:  # the parameters are not sharded yet
                 dist.broadcast(parameter.detach(), src=self._writer)
 
 
 _faces: dict[int, nn.Parameter] = {}
-"""What is seen in the place of a parameter that is gathered, by the parameter's id."""
+"""The whole tensors of gathered parameters, by the id of the parameter."""
 
 
 class _Gathered(DTensor):
-    """The class of a parameter while it is gathered: it behaves as the whole, plain one."""
+    """The class of a parameter while it is gathered: it behaves as the whole, plain tensor."""
 
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
-        # These PyTorch looks up to find out what kind of tensor it has.
+        # PyTorch looks these up to find out what kind of tensor it is.
         if name in ("__class__", "__torch_function__", "__torch_dispatch__"):
             return object.__getattribute__(self, name)
         return getattr(_faces[id(self)], name)
@@ -106,7 +106,7 @@ def _as_the_face(name: str) -> Any:
     return method
 
 
-# Python looks these up in the class.
+# Python looks these up in the class, not in the object.
 for _name in ("__repr__", "__format__", "__len__", "__iter__", "__bool__", "__int__", "__float__", "__index__"):
     setattr(_Gathered, _name, _as_the_face(_name))
 for _name in ("__contains__", "__deepcopy__", "__reduce_ex__", "__array__"):

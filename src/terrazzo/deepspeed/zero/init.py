@@ -1,4 +1,4 @@
-"""`zero.Init`: the model is made as it is without, and sharded by `initialize`."""
+"""`zero.Init`: the model is created as usual, and sharded later by `initialize`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class Init:
-    """A context in which a model is made.
+    """A context in which a model is created.
 
-    DeepSpeed shards every module once it is made.  Here `initialize` does: until then each rank holds the whole model
-    in the memory of the CPU.  A model that does not fit is made on the meta device, which `initialize` takes as well.
+    DeepSpeed shards every module as soon as it is created.  Here `initialize` shards the model; until then each rank
+    holds all of it in CPU memory.  Create a model that does not fit on the meta device, which `initialize` supports.
 
     >>> with Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
     ...     model = nn.Linear(2, 2)
@@ -21,10 +21,10 @@ class Init:
     torch.Size([2, 2])
 
     Args:
-        module: A model that was made already: it is left as it is.
-        dtype: In which parameters are made, if it is given; they are trained in float32 all the same.
-        enabled: Without it nothing happens.
-        options: DeepSpeed's further arguments, which say where and how it keeps parts.
+        module: A model that exists already: it is left as it is.
+        dtype: The dtype of new parameters; they are trained in float32 in any case.
+        enabled: If False, nothing happens.
+        options: DeepSpeed's other arguments, for where and how it keeps shards; they have no effect.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Init:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that a module uses a parameter of another one.
+    """Declare that a module uses a parameter of another one.
 
-    Where that is so, both have to be gathered together: put the class of the module that holds both into the config's
+    Such modules must be gathered together: put the class of a module that contains both into the config's
     `zero_optimization.wrap`, or leave the model in one piece.
     """

@@ -1,7 +1,7 @@
-"""What scripts read off a parameter: that it is divided, and how large it is whole.
+"""Attributes that scripts read from a parameter: whether it is sharded, and its whole size.
 
-DeepSpeed's say so in stage 3.  Here they are distributed in every stage, and a script that gathers those that say so
-gets whole ones in all of them.
+In DeepSpeed parameters have them in stage 3.  Here parameters are DTensors in every stage, so a script that gathers
+parameters with these attributes works in all stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from terrazzo.tensor import DTensor
 
 
 class ZeroParamStatus(Enum):
-    """Whether a rank has all of a parameter, in its `ds_status`."""
+    """Whether a rank holds the whole parameter; the value of `ds_status`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -24,14 +24,14 @@ class ZeroParamStatus(Enum):
 
 
 def mark(parameters: Iterable[Tensor]) -> None:
-    """Give distributed parameters `ds_id`, `ds_shape`, `ds_numel` and `ds_status`."""
+    """Set `ds_id`, `ds_shape`, `ds_numel` and `ds_status` of DTensor parameters."""
     for number, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
             _set(parameter, number, ZeroParamStatus.NOT_AVAILABLE)
 
 
 def mark_as_whole(whole: Tensor, parameter: Tensor) -> None:
-    """Give what stands for a parameter while it is gathered the same, if the parameter has it."""
+    """Set the same attributes of the whole tensor of a gathered parameter, if the parameter has them."""
     number = getattr(parameter, "ds_id", None)
     if number is not None:
         _set(whole, number, ZeroParamStatus.AVAILABLE)

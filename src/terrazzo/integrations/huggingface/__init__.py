@@ -1,6 +1,6 @@
-"""Hugging Face weights from and into models of any layout: see docs/huggingface.md.
+"""Loading Hugging Face weights into models of any layout, and saving them: see docs/huggingface.md.
 
-`transformers` and `peft` are not needed, but for adapters; the files are those that they read and write.
+`transformers` and `peft` are not needed, except for adapters; the files are in their formats.
 """
 
 from terrazzo.integrations.huggingface.adapters import load_adapter, save_adapter

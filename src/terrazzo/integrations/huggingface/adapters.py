@@ -1,7 +1,6 @@
-"""Adapters of `peft` (LoRA and others that keep tensors of the model as they are), complete on every layout.
+"""Adapters of `peft` (LoRA and others that leave the model's own tensors unchanged), saved and loaded in any layout.
 
-Which tensors belong to an adapter, and what its file calls them, `peft` itself is asked, with tensors that have no
-memory.
+`peft` itself is asked, with tensors on the meta device, which tensors belong to an adapter and their names in its file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from terrazzo.layout.box import Box
 _STEM: Final = "adapter_model"
 _CONFIG: Final = "adapter_config.json"
 _PREFIX: Final = "base_model.model."
-# What an adapter's numbers mean depends on these.
+# Settings on which the meaning of an adapter's weights depends.
 _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 
@@ -44,14 +43,14 @@ def save_adapter(
 ) -> None:
     """Save an adapter as `PeftModel.from_pretrained` reads it: `adapter_model.safetensors` and `adapter_config.json`.
 
-    All ranks call it together, and each writes its share.  A trained parameter that would not be saved is an error.
+    All ranks call it together, and each writes its part.  A trained parameter that would not be saved is an error.
 
     Args:
-        model: a `PeftModel`, or a model of transformers that has adapters; sharded or not.
+        model: A `PeftModel`, or a model of transformers that has adapters; sharded or not.
         path: A folder, a URL or a store.
-        adapter_name: Which adapter.
-        dtype: What floating-point tensors become; None: as they are.
-        save_embedding_layers: As `PeftModel.save_pretrained` has it.
+        adapter_name: The adapter to save.
+        dtype: The dtype of floating-point tensors in the file; None: as they are.
+        save_embedding_layers: As in `PeftModel.save_pretrained`.
         process_group: The ranks that have the model; default: all.
     """
     state = state_of(model)
@@ -60,8 +59,8 @@ def save_adapter(
     lost = [name for name, tensor in state.tensors.items() if tensor.requires_grad and name not in saved]
     if lost:
         raise UnsupportedValueError(
-            f"{', '.join(lost[:5])}{' and more' if lost[5:] else ''}: trained, but no part of the adapter "
-            f"{adapter_name!r}; name the modules in modules_to_save, or save all of the model with save_model"
+            f"{', '.join(lost[:5])}{' and more' if lost[5:] else ''}: trained, but not part of the adapter "
+            f"{adapter_name!r}; name the modules in modules_to_save, or save the whole model with save_model"
         )
     beside = {_CONFIG: _config_bytes(_bare(model).peft_config[adapter_name])}
     save_links(links, state.tensors, path, dtype, "1TB", None, process_group, _STEM, beside)
@@ -77,8 +76,8 @@ def load_adapter(
 ) -> Any:
     """Load an adapter into a model that has one of the same kind, sharded or not.
 
-    Make it with `get_peft_model(model, PeftConfig.from_pretrained(path))`; a config that gives the numbers another
-    meaning is an error.  Arguments and result are those of `load_model`.
+    Create that adapter with `get_peft_model(model, PeftConfig.from_pretrained(path))`; if its config gives the weights
+    another meaning, that is an error.  Arguments and result are those of `load_model`.
     """
     place = path if isinstance(path, Place) else Place(path)
     state = state_of(model)
@@ -103,10 +102,10 @@ def _links(model: nn.Module, state: ModelState, adapter_name: str, embeddings: b
         from peft import PeftModel
         from peft.utils import get_peft_model_state_dict
     except ImportError as error:
-        raise UnsupportedValueError("adapters are those of peft, which is not installed: pip install peft") from error
+        raise UnsupportedValueError("adapters need peft, which is not installed: pip install peft") from error
     bare = _bare(model)
     if adapter_name not in getattr(bare, "peft_config", {}):
-        raise UnsupportedValueError(f"{type(bare).__name__} has no adapter {adapter_name!r}")
+        raise UnsupportedValueError(f"this {type(bare).__name__} has no adapter named {adapter_name!r}")
     stand_ins = {
         alias: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in state.tensors.items()
@@ -121,7 +120,7 @@ def _links(model: nn.Module, state: ModelState, adapter_name: str, embeddings: b
         name = owners.get(id(value))
         if name is None:
             raise UnsupportedValueError(
-                f"{key}: peft computes it from the model's tensors, which cannot be done in shards"
+                f"{key}: peft computes it from whole tensors of the model, which is not possible with shards"
             )
         whole = Box.whole(tuple(value.shape))
         links.append(Link(name, whole, key if isinstance(bare, PeftModel) else _PREFIX + key, whole))
@@ -129,7 +128,7 @@ def _links(model: nn.Module, state: ModelState, adapter_name: str, embeddings: b
 
 
 def _bare(model: nn.Module) -> Any:
-    """The model without what was wrapped around it."""
+    """The model without the wrappers around it."""
     while (wrapper := wrapper_of(model)) is not None:
         model = getattr(model, wrapper.inner)
     return model
@@ -144,7 +143,7 @@ def _config_bytes(config: Any) -> bytes:
 
 
 def _check_config(place: Place, config: Any) -> None:
-    """The config beside the adapter has to mean the same as the model's."""
+    """Raise unless the stored config gives the weights the same meaning as the model's."""
     try:
         stored = json.loads(bytes(place.store.get(_CONFIG)[0]))
     except FileNotFoundError:
@@ -154,7 +153,7 @@ def _check_config(place: Place, config: Any) -> None:
     if wrong:
         raise CheckpointMismatchError(
             f"{place}: "
-            + ", ".join(f"{key} is {stored[key]!r}, the model's is {ours.get(key)!r}" for key in wrong)
-            + "; make the model with get_peft_model(model, PeftConfig.from_pretrained(path))",
+            + ", ".join(f"{key} is {stored[key]!r}, but {ours.get(key)!r} in the model" for key in wrong)
+            + "; create the adapter with get_peft_model(model, PeftConfig.from_pretrained(path))",
             mismatched=tuple(wrong),
         )

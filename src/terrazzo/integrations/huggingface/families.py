@@ -1,4 +1,4 @@
-"""Rules for families of models whose layers are often fused, where the files have the layers one by one."""
+"""Rename rules for families of models whose layers are fused in the model and separate in the files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LAYER = "model.layers.{n}."
 def llama(
     config: Any, *, qkv: str | None = "qkv_proj", gate_up: str | None = "gate_up_proj", grouped: bool = False
 ) -> Rename:
-    """Llama, Mistral, Qwen2 and others with the same names, whose model has fused projections.
+    """Llama, Mistral, Qwen2 and others with the same names, for a model with fused projections.
 
     Args:
-        config: the model's; it says how many heads there are.
-        qkv: what the model calls the projection to queries, keys and values, inside of `self_attn`; None: not fused.
-        gate_up: what it calls the two projections inside of `mlp`; None: not fused.
-        grouped: whether the fused projection has the queries of each key together with this key and its value, instead
-            of all queries first.
+        config: The model's config; it has the numbers of heads.
+        qkv: The model's name for the projection to queries, keys and values, in `self_attn`; None: not fused.
+        gate_up: The model's name for the two projections in `mlp`; None: not fused.
+        grouped: In the fused projection, the queries of each key are followed by this key and its value; if False, all
+            queries come first.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, head_dim=8)
@@ -51,14 +51,14 @@ def llama(
 def qwen3(
     config: Any, *, qkv: str | None = "qkv_proj", gate_up: str | None = "gate_up_proj", grouped: bool = False
 ) -> Rename:
-    """Qwen3, whose model has fused projections: see `llama`.  Its norms of queries and keys stay as they are."""
+    """Qwen3, for a model with fused projections: see `llama`.  The norms of queries and keys keep their names."""
     return llama(config, qkv=qkv, gate_up=gate_up, grouped=grouped)
 
 
 def mixtral(config: Any = None, *, qkv: str | None = None) -> Rename:
-    """Mixtral, whose experts the model has stacked (`mlp.experts.gate_up_proj`), as transformers 5 does, or one by one.
+    """Mixtral, for a model with stacked experts (`mlp.experts.gate_up_proj`), as in transformers 5, or separate ones.
 
-    Of experts one by one, `mlp.experts.{e}.w1`, `w2` and `w3` are meant; what has the files' own names stays.
+    Separate experts are `mlp.experts.{e}.w1`, `w2` and `w3`; names that equal those in the files are kept.
 
     >>> [link.file for link in mixtral().links({"model.layers.0.mlp.experts.down_proj": (2, 8, 4)})]
     ['model.layers.0.block_sparse_moe.experts.0.w2.weight', 'model.layers.0.block_sparse_moe.experts.1.w2.weight']
@@ -78,7 +78,7 @@ def mixtral(config: Any = None, *, qkv: str | None = None) -> Rename:
 
 
 def qwen3_moe(config: Any = None, *, qkv: str | None = None) -> Rename:
-    """Qwen3 with experts, which the model has stacked, as transformers 5 does."""
+    """Qwen3 with experts, for a model with stacked experts, as in transformers 5."""
     experts = f"{_LAYER}mlp.experts."
     rules = [
         Rule(
@@ -92,7 +92,7 @@ def qwen3_moe(config: Any = None, *, qkv: str | None = None) -> Rename:
 
 
 def family_of(model: nn.Module) -> Rename:
-    """The rules that a model of transformers needs by itself: its experts are stacked, those in files are not."""
+    """The rules that a model of transformers needs: where it has stacked experts, the files have separate ones."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     known = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
     return known[kind]() if kind in known else Rename()

@@ -1,4 +1,4 @@
-"""`load_model`: fill a model of any layout from safetensors files, each rank with the bytes of its own shards."""
+"""`load_model`: load safetensors files into a model of any layout; each rank reads the bytes of its own shards."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def load_model(
     """Load `model.safetensors`, or the files that `model.safetensors.index.json` names, into a model.
 
     The model may be plain, tensor-parallel, under `fully_shard` or any of these together; each rank reads the bytes of
-    its own shards, and no rank waits for another.  Parameters and buffers on the meta device get memory;
-    those with memory are filled where they are.  Buffers that are not persistent are in no file: those with memory
-    stay, and those on the meta device are made by the model's own `_init_weights`, if it has one (transformers' models
-    do); others stay on the meta device.
+    its own shards, and no rank waits for another.  Parameters and buffers on the meta device are allocated; others are
+    filled in place.  Buffers that are not persistent are not in the files: those with memory are left alone, and those
+    on the meta device are created by the model's own `_init_weights`, if it has one (transformers' models do), or else
+    stay on the meta device.
 
-    Float8 weights in blocks with a `weight_scale_inv` become numbers of the model's dtype.
+    Float8 weights with a `weight_scale_inv` per block are converted to the model's dtype.
 
     Args:
         model: The model; not one under PyTorch's `FullyShardedDataParallel`.
         path: A folder, a URL, a store, or a single file.
-        rename: Which tensors of the model are which of the files, if names differ or layers are fused.  None: as the
-            model's family needs it (`config.model_type`), or the same names.
-        dtype: Floating-point tensors on the meta device get this dtype, and tensors of it are filled also from numbers
-            that it rounds.  None: dtypes stay as they are, and what would be rounded is an error.
-        strict: Whether each name of the model has to be in the files, and the other way round.
+        rename: How names in the model correspond to names in the files, if they differ or layers are fused.  None: the
+            rules of the model's family (`config.model_type`), or the same names.
+        dtype: Floating-point tensors on the meta device get this dtype, and loading into tensors of this dtype may
+            round.  None: dtypes are kept, and a value that would be rounded is an error.
+        strict: Raise if a name of the model is not in the files, or a name in the files not in the model.
 
     Returns:
-        What `load_state_dict` returns: `missing_keys`, names of the model, and `unexpected_keys`, names in files.
+        What `load_state_dict` returns: `missing_keys`, names in the model, and `unexpected_keys`, names in the files.
 
     >>> import tempfile
     >>> from terrazzo.integrations.huggingface import save_model
@@ -77,7 +77,7 @@ def fill(
     dtype: torch.dtype | None,
     strict: bool,
 ) -> Any:
-    """Read what these links lead to, if all fits."""
+    """Read the tensors of these links, unless something does not fit."""
     targets = {name: state.tensors[name] for name in dict.fromkeys(link.model for link in links)}
     lacking = (missing, unexpected) if strict else ((), ())
     _check(model, links, targets, _tensors(reader), reader.quantised, dtype, lacking)
@@ -98,7 +98,7 @@ def _tensors(reader: HuggingFaceReader) -> dict[str, TensorStorageMetadata]:
 def _matched(
     model: nn.Module, state: ModelState, stored: Mapping[str, TensorStorageMetadata], rename: Any
 ) -> tuple[list[Link], tuple[str, ...], tuple[str, ...]]:
-    """How the model's tensors are found in the files; which names of the model are not, and which of files are left."""
+    """The links between the model's tensors and the files, the names missing in files, and those left over there."""
     rules = [Rename.of(rename)] if rename is not None else [family_of(model), Rename()]
     tried = [_found(state, stored, each) for each in rules]
     return min(tried, key=lambda found: len(found[1]))
@@ -118,7 +118,7 @@ def _found(
     wanted: set[str] = set()
     for name in state.tensors:
         chosen = None
-        for alias in (name, *state.aliases[name]):  # a tied tensor may be there under any of its names
+        for alias in (name, *state.aliases[name]):  # a tied tensor may be stored under any of its names
             files = {link.file for link in by_model[alias]}
             wanted |= files
             if chosen is None and files <= stored.keys():
@@ -139,7 +139,7 @@ def _check(
     dtype: torch.dtype | None,
     lacking: tuple[Sequence[str], Sequence[str]],
 ) -> None:
-    """One error for all that does not fit, in the words of `load_state_dict`, before anything is changed."""
+    """Raise one error for all mismatches, worded as in `load_state_dict`, before anything is changed."""
     missing, unexpected = lacking
     lines = []
     if missing:
@@ -176,7 +176,7 @@ def _check(
 def _dtype_fault(
     target: torch.Tensor, source: torch.dtype, asked: torch.dtype | None, *, is_quantised: bool
 ) -> str | None:
-    """Why numbers of one dtype may not become what the target has."""
+    """Why values of one dtype cannot be converted to the target's dtype; None if they can."""
     if target.is_meta and asked is not None and target.is_floating_point():
         final = asked
     else:
@@ -184,8 +184,8 @@ def _dtype_fault(
     both_float = source.is_floating_point and final.is_floating_point
     if is_lossless(source, final) or (both_float and (final == asked or is_quantised)):
         return None
-    return f"{final} does not hold every value of the checkpoint's {source}" + (
-        f"; pass dtype={final} to have them rounded" if both_float else ""
+    return f"{final} cannot represent every value of the checkpoint's {source}" + (
+        f"; pass dtype={final} to round them" if both_float else ""
     )
 
 

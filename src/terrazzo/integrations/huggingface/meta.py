@@ -1,4 +1,4 @@
-"""From the meta device to memory: what files fill, and buffers that only the model itself can make."""
+"""Allocating a model's tensors on the meta device: those that files fill, and buffers that the model computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER: Final = logging.getLogger("terrazzo.integrations")
 
 @torch.no_grad()
 def materialised(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor itself, or for one on the meta device, one of the same layout that has memory."""
+    """The tensor itself, or for one on the meta device, an allocated one of the same layout."""
     if not tensor.is_meta:
         return tensor
     kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
@@ -29,7 +29,7 @@ def materialised(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tenso
 
 @torch.no_grad()
 def put_in_place(model: nn.Module, state: ModelState, filled: Mapping[str, torch.Tensor]) -> None:
-    """Give the model the tensors that were made for it, and let everybody know that the others have been written."""
+    """Set the newly allocated tensors in the model, and mark the others as written."""
     assigned: dict[str, torch.Tensor] = {}
     for name, tensor in filled.items():
         old = state.tensors[name]
@@ -47,7 +47,7 @@ def put_in_place(model: nn.Module, state: ModelState, filled: Mapping[str, torch
 
 @torch.no_grad()
 def initialise_buffers(model: nn.Module) -> None:
-    """Have the model make the buffers that are in no file and have no memory, where it can."""
+    """Make the model compute the buffers that are not in the files and not allocated, where it can."""
     left: list[str] = []
     init = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
@@ -56,7 +56,7 @@ def initialise_buffers(model: nn.Module) -> None:
             continue
         persistent = module.state_dict()
         names = [name for name in before if name not in persistent]
-        # It would also initialise what has been loaded, if the module had anything of that.
+        # Only for modules without parameters and persistent buffers: _init_weights would overwrite what was loaded.
         if callable(init) and not persistent and not any(True for _ in module.parameters(recurse=False)):
             made = {name: torch.empty_like(before[name], device=torch.get_default_device()) for name in names}
             versions = {name: buffer._version for name, buffer in made.items()}
@@ -65,10 +65,10 @@ def initialise_buffers(model: nn.Module) -> None:
             init(module)
             for name in names:
                 if getattr(module, name) is made[name] and made[name]._version == versions[name]:
-                    setattr(module, name, before[name])  # nobody has written to it
+                    setattr(module, name, before[name])  # it was not initialised
         left += [f"{path}.{name}".lstrip(".") for name in names if getattr(module, name).is_meta]
     if left:
         LOGGER.warning(
-            "%s: in no file, and the model does not say how they are made; they stay on the meta device",
+            "%s: not in the files, and the model has no function that computes them; they stay on the meta device",
             ", ".join(left),
         )

@@ -1,17 +1,18 @@
-"""Which tensors of a model are which tensors of a file, where names differ, or one is made of several.
+"""Which tensors of a model correspond to which tensors in files, where names differ or several tensors are joined.
 
-A rule has patterns of names on both sides.  A placeholder, `{n}`, stands for one part of a name, between dots; it is
-the same on both sides.  One side has one pattern; if the other has several, its tensor is theirs joined along a dim:
+A rule has patterns of names for the model and for the files.  A placeholder such as `{n}` stands for one part of a
+name, between dots; it must have the same value on both sides.  One side has one pattern.  If the other side has
+several, the tensor of the first is the concatenation of theirs along a dim:
 
     Rule("layers.{n}.norm.weight", "model.layers.{n}.input_layernorm.weight")
     Rule("layers.{n}.gate_up.weight", ["layers.{n}.gate.weight", "layers.{n}.up.weight"])
 
-A placeholder that only one side has is a number, and an index along a first dim of the other side's tensor:
+A placeholder on one side only is a number: the index along a first dim of the other side's tensor:
 
     Rule("layers.{n}.experts.down", "layers.{n}.experts.{e}.down.weight")
 
-Whatever the rules say, in the end a box of a tensor of the model is a box of a tensor in a file (`Link`).  That is all
-that loading and saving know, so each rule works both ways.
+All rules are reduced to links: a box of a tensor of the model is a box of a tensor in a file (`Link`).  Loading and
+saving use only links, so every rule works in both directions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Link(NamedTuple):
-    """A box of a model's tensor that is a box of a file's tensor; one may have a first dim of length 1 more."""
+    """A box of a model's tensor that is a box of a file's tensor; one of them may have one more dim, of length 1."""
 
     model: str
     model_box: Box
@@ -56,10 +57,10 @@ class Rule:
     Args:
         model: The names in the model.
         file: The names in the files.
-        dim: Along which dim, of the tensor that is joined, the others follow one another.
-        sizes: Their lengths in this dim; None: all the same, or as the model's tensors have them.
-        groups: The joined tensor has so many groups, in each of which all the others have an equal share (as the heads
-            of queries with their keys and values, in Megatron's order).
+        dim: The dim of the joined tensor along which the others are concatenated.
+        sizes: Their lengths along this dim; None: all equal, or as in the model's tensors.
+        groups: The joined tensor consists of this many groups, each with an equal part of every other tensor (in
+            Megatron's order: the heads of queries with their keys and values).
     """
 
     model: str | Sequence[str]
@@ -72,7 +73,7 @@ class Rule:
         object.__setattr__(self, "model", self.models)
         object.__setattr__(self, "file", self.files)
         if len(self.models) != 1 and len(self.files) != 1:
-            raise ValueError(f"of {self.models} and {self.files}, one side has to be one name")
+            raise ValueError(f"one side of a rule must be a single name, got {self.models} and {self.files}")
         if len(self.files) == len(self.models) == 1:
             extra = self._fields(self.models[0]) ^ self._fields(self.files[0])
         else:
@@ -80,11 +81,14 @@ class Rule:
             extra = self._fields(many[0]) - self._fields(self._one)
             for pattern in many:
                 if self._fields(pattern) != self._fields(many[0]):
-                    raise ValueError(f"{pattern!r} has other placeholders than {many[0]!r}")
+                    raise ValueError(f"{pattern!r} and {many[0]!r} must have the same placeholders")
             if self._fields(self._one) - self._fields(many[0]):
-                raise ValueError(f"{self._one!r} has placeholders that {many[0]!r} lacks")
+                raise ValueError(f"{self._one!r} has placeholders that {many[0]!r} does not have")
         if len(extra) > 1:
-            raise ValueError(f"of {self.models} and {self.files}, one side has the placeholders {sorted(extra)} alone")
+            raise ValueError(
+                f"the placeholders {sorted(extra)} are on one side only of {self.models} and {self.files}; at most one "
+                "placeholder may be"
+            )
         if self.sizes is not None and len(self.sizes) != max(len(self.models), len(self.files)):
             raise ValueError(f"{len(self.sizes)} sizes for {max(len(self.models), len(self.files))} tensors")
 
@@ -108,22 +112,22 @@ class Rule:
 
     @cached_property
     def joins_in_model(self) -> bool:
-        """Whether the model has one tensor for several of the files."""
+        """Whether one tensor of the model is several of the files."""
         return len(self.models) == 1 and (len(self.files) > 1 or self.stacked in self._fields(self.files[0]))
 
     @cached_property
     def joins_in_file(self) -> bool:
-        """Whether the files have one tensor for several of the model."""
+        """Whether one tensor of the files is several of the model."""
         return not self.joins_in_model and (len(self.models) > 1 or bool(self.stacked))
 
     @cached_property
     def stacked(self) -> str:
-        """The placeholder that only the side of many has; empty if there is none."""
+        """The placeholder that is on one side only; empty if there is none."""
         extra = self._fields(self.models[0]) ^ self._fields(self.files[0])
         return next(iter(extra), "")
 
     def matches(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """Which of the model's patterns a name is of, and what its placeholders stand for."""
+        """The number of the model's pattern that a name matches, and the values of its placeholders."""
         for number, expression in enumerate(self._expressions):
             match = expression.fullmatch(name)
             if match is not None and match.groupdict().get(self.stacked, "0").isdecimal():
@@ -148,7 +152,7 @@ class Rule:
 
 
 class Rename:
-    """Rules; a name takes the first one that it matches, and stays as it is if there is none.
+    """Rules; a name follows the first rule that it matches, and stays the same if there is none.
 
     >>> rename = Rename([Rule("{n}.qk", ["{n}.q", "{n}.k"])])
     >>> for link in rename.links({"0.qk": (6, 2)}):
@@ -164,11 +168,11 @@ class Rename:
 
     @staticmethod
     def of(rename: Any) -> Rename:
-        """What `rename=` was given, as rules: these themselves, a dict of names, or a list."""
+        """The rules from a `rename=` argument: a `Rename`, a dict of names, or a list of rules."""
         return rename if isinstance(rename, Rename) else Rename(rename or ())
 
     def links(self, shapes: Shapes) -> list[Link]:
-        """How the tensors of a model of these shapes are found in files."""
+        """The links between the tensors of a model with these shapes and the files."""
         links: list[Link] = []
         joined: dict[tuple[Rule, str], dict[tuple[int, int], str]] = {}
         for name, shape in shapes.items():
@@ -194,25 +198,23 @@ class Rename:
 
 
 def _taken_apart(rule: Rule, name: str, shape: tuple[int, ...], fields: dict[str, str]) -> list[Link]:
-    """The model has one tensor, the files several."""
+    """The links of one tensor of the model to several of the files."""
     first = 1 if rule.stacked else 0
     count = len(rule.files)
     if len(shape) <= max(rule.dim, first - 1) or (count > 1 and first and rule.dim == 0):
-        raise CheckpointMismatchError(
-            f"{name}: a tensor of the shape {list(shape)} has no dim {rule.dim} to take apart"
-        )
+        raise CheckpointMismatchError(f"{name}: a tensor of shape {list(shape)} has no dim {rule.dim} to split")
     sizes = rule.sizes
     if count == 1:
         sizes = (shape[rule.dim],)
     elif sizes is None:
         if shape[rule.dim] % count:
             raise CheckpointMismatchError(
-                f"{name}: dim {rule.dim} of the shape {list(shape)} cannot be taken apart into {count} of equal length"
+                f"{name}: dim {rule.dim} of shape {list(shape)} cannot be split into {count} equal parts"
             )
         sizes = (shape[rule.dim] // count,) * count
     elif sum(sizes) != shape[rule.dim]:
         raise CheckpointMismatchError(
-            f"{name}: dim {rule.dim} of the shape {list(shape)} should be {' + '.join(map(str, sizes))} long"
+            f"{name}: dim {rule.dim} of shape {list(shape)} should have length {' + '.join(map(str, sizes))}"
         )
     links = []
     for index in range(shape[0] if first else 1):
@@ -230,7 +232,7 @@ def _taken_apart(rule: Rule, name: str, shape: tuple[int, ...], fields: dict[str
 
 
 def _put_together(rule: Rule, file: str, members: dict[tuple[int, int], str], shapes: Shapes) -> list[Link]:
-    """The model has several tensors, the files one."""
+    """The links of several tensors of the model to one of the files."""
     first = 1 if rule.stacked else 0
     indices = range(max(index for index, _ in members) + 1)
     lacking = [(index, number) for index in indices for number in range(len(rule.models))]
@@ -238,7 +240,7 @@ def _put_together(rule: Rule, file: str, members: dict[tuple[int, int], str], sh
               if (index, number) not in members]  # fmt: skip
     if absent:
         raise CheckpointMismatchError(
-            f"{file} is made of several tensors, of which the model lacks {', '.join(absent)}"
+            f"{file} is made of several tensors, of which these are not in the model: {', '.join(absent)}"
         )
     dim = rule.dim - first
     links = []
@@ -248,11 +250,13 @@ def _put_together(rule: Rule, file: str, members: dict[tuple[int, int], str], sh
         rests = {(*shape[:dim], *shape[dim + 1 :]) if len(names) > 1 else shape for shape in found}
         if len(rests) > 1 or (len(names) > 1 and (dim < 0 or dim >= len(found[0]))):
             raise CheckpointMismatchError(
-                f"{file}: {', '.join(names)} have shapes that do not fit one another: {found}"
+                f"{file}: {', '.join(names)} have shapes that cannot be concatenated: {found}"
             )
         sizes = tuple(shape[dim] for shape in found) if len(names) > 1 else (0,)
         if len(names) > 1 and rule.sizes not in (None, sizes):
-            raise CheckpointMismatchError(f"{file}: {', '.join(names)} should be {rule.sizes} long, and are {sizes}")
+            raise CheckpointMismatchError(
+                f"{file}: {', '.join(names)} should have sizes {rule.sizes}, but have {sizes}"
+            )
         for number, (start, stop, low) in _pieces(file, rule.groups, sizes) if len(names) > 1 else [(0, (0, 0, 0))]:
             shape = list(found[number])
             offsets, in_model = [0] * len(shape), [0] * len(shape)
@@ -266,7 +270,7 @@ def _put_together(rule: Rule, file: str, members: dict[tuple[int, int], str], sh
 
 
 def _pieces(name: str, groups: int, sizes: Sequence[int]) -> list[tuple[int, tuple[int, int, int]]]:
-    """Of what is joined along a dim: which tensor, from where to where of the joined one, and from where of its own."""
+    """The pieces along the joined dim: number of the tensor, range in the joined tensor, and start in its own."""
     if any(size % groups for size in sizes):
         raise CheckpointMismatchError(f"{name}: {tuple(sizes)} cannot be divided into {groups} groups")
     shares = [size // groups for size in sizes]
@@ -279,14 +283,14 @@ def _pieces(name: str, groups: int, sizes: Sequence[int]) -> list[tuple[int, tup
 
 
 def _refuse_clashes(links: Sequence[Link]) -> None:
-    """Two tensors of the model are not one of a file."""
+    """Raise if two tensors of the model correspond to the same tensor of a file."""
     owners: dict[str, list[Link]] = {}
     for link in links:
         owners.setdefault(link.file, []).append(link)
     for file, found in owners.items():
         if len(found) > 1 and sum(link.file_box.numel for link in found) != _extent(found):
             names = ", ".join(sorted({link.model for link in found}))
-            raise CheckpointMismatchError(f"{names} would all be {file!r}: give them names of their own")
+            raise CheckpointMismatchError(f"{names} would all be written as {file!r}: give them different names")
 
 
 def _extent(links: Sequence[Link]) -> int:
@@ -297,5 +301,5 @@ def _extent(links: Sequence[Link]) -> int:
 
 
 def file_shape(links: Sequence[Link]) -> tuple[int, ...]:
-    """The shape of the file's tensor that these links make up."""
+    """The shape of the file's tensor that these links form."""
     return tuple(max(ends) for ends in zip(*(link.file_box.ends for link in links), strict=True))

@@ -1,4 +1,4 @@
-"""`save_model`: safetensors files from a model of any layout, each rank writing its share."""
+"""`save_model`: save a model of any layout as safetensors files; each rank writes its part."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def save_model(
 ) -> None:
     """Save a model's weights as `from_pretrained` reads them: `model.safetensors`, or several files and their index.
 
-    All ranks call it together.  Each writes its own shards to where they belong in the files; in an object store each
-    file has one rank that sends it, to which the others send their parts a few MB at a time.  No rank ever has more of
-    the model than it had.  A checkpoint that is there stays whole until the new one is.
+    All ranks call it together.  Each writes its own shards to their places in the files; in an object store one rank
+    uploads each file, and gets the others' parts a few MB at a time.  So no rank ever holds more of the model than it
+    did before.  An existing checkpoint stays whole until the new one is.
 
     Tied parameters are written once, under the name that transformers expects.  `config.json` and the tokenizer are
-    not weights: rank 0 writes them with `model.config.save_pretrained(path)`.
+    not weights: write them on rank 0 with `model.config.save_pretrained(path)`.
 
     Args:
         model: The model; not one under PyTorch's `FullyShardedDataParallel`.
         path: A folder, a URL or a store.
-        rename: Which tensors of the model are which of the files: see `load_model`.
-        dtype: What floating-point tensors become; None: as they are.
-        max_shard_size: No file has more bytes of tensors, unless one tensor alone does.
+        rename: How names in the model correspond to names in the files: see `load_model`.
+        dtype: The dtype of floating-point tensors in the files; None: as they are.
+        max_shard_size: The most bytes of tensors in one file; a single larger tensor gets its own file.
         metadata: Texts for the header of each file.
         process_group: The ranks that have the model; default: all.
 
@@ -74,7 +74,7 @@ def save_links(
     stem: str = STEM,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the tensors that these links lead to."""
+    """Write the tensors of these links."""
     by_file: dict[str, list[Link]] = {}
     for link in links:
         by_file.setdefault(link.file, []).append(link)
@@ -83,7 +83,7 @@ def save_links(
         kinds = {tensors[link.model].dtype for link in found}
         if len(kinds) > 1:
             names = ", ".join(dict.fromkeys(link.model for link in found))
-            raise UnsupportedValueError(f"{file} is made of {names}, which have several dtypes: {kinds}")
+            raise UnsupportedValueError(f"{file} is joined from {names}, which have different dtypes: {kinds}")
         (kind,) = kinds
         abouts[file] = About(dtype if dtype is not None and kind.is_floating_point else kind, file_shape(found))
     for name in dict.fromkeys(link.model for link in links):
@@ -94,7 +94,7 @@ def save_links(
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor that has no bytes of its own, or whose part on this rank has none."""
+    """Raise for a tensor that has no memory of its own, or none on this rank."""
     local = tensor.to_local() if is_sharded(tensor) and hasattr(tensor, "to_local") else tensor
     try:
         check_storable(local)

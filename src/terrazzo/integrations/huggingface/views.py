@@ -1,4 +1,4 @@
-"""A tensor of a file, as a distributed tensor (`ChunkedTensor`) whose chunks are views of the model's own memory."""
+"""Tensors of files as distributed tensors (`ChunkedTensor`) whose chunks are views of the model's own memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from terrazzo.layout.box import Box
 
 @torch.no_grad()
 def views_of(links: Sequence[Link], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The tensors of files that are made of the model's, by name; a plain tensor that is all of one, as it is."""
+    """The files' tensors, made from the model's, by name; a plain tensor that corresponds one to one is used as is."""
     by_file: dict[str, list[Link]] = {}
     for link in links:
         by_file.setdefault(link.file, []).append(link)
@@ -47,7 +47,7 @@ def views_of(links: Sequence[Link], tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _fitted(part: torch.Tensor, place: Box) -> torch.Tensor:
-    """A view with one first dim more or less, if the file's tensor has that."""
+    """A view with one dim more or less in front, if the file's tensor differs in that."""
     if part.ndim > place.ndim:
         return part.squeeze(0)
     return part.unsqueeze(0) if part.ndim < place.ndim else part

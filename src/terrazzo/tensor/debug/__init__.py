@@ -1,4 +1,4 @@
-"""Seeing what distributed tensors do: who holds what, and what is communicated where."""
+"""Tools that show what distributed tensors do: which rank holds what, and what is communicated where."""
 
 from terrazzo.tensor.debug.comm_mode import CommDebugMode
 from terrazzo.tensor.debug.counts import ByCollective

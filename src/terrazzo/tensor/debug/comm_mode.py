@@ -1,4 +1,4 @@
-"""`CommDebugMode`: every collective and every operation within a block, by module, forward and backward apart."""
+"""`CommDebugMode`: every collective and every operation within a block, by module, and by forward and backward."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from terrazzo.tensor.foreign import is_torch_dtensor
 
 
 class CommDebugMode:
-    """A context manager that records communication; entering it again starts anew.
+    """A context manager that records communication; entering it again starts a new record.
 
-    It sees each collective of this process just before it starts, whoever asks for it: operations on DTensors,
-    conversions, `fully_shard`, and user code through `torch.distributed` or functional collectives. Collectives of
-    backward are told apart from those of forward, and both are attributed to the module that they belong to.
+    It records each collective of this process just before it starts, wherever it comes from: operations on DTensors,
+    conversions, `fully_shard`, and user code that calls `torch.distributed` or functional collectives. Collectives of
+    forward and of backward are recorded separately, each under the module that it belongs to.
 
     Bytes are what a rank sends with the best algorithm, on average over the ranks; see `terrazzo.comm.observe`.
 
@@ -52,7 +52,7 @@ class CommDebugMode:
 
     def __enter__(self) -> Self:
         if self._open is not None:
-            raise RuntimeError("this CommDebugMode is entered already: use another one inside it")
+            raise RuntimeError("this CommDebugMode has been entered already: create another one inside it")
         self._reset()
         tree = self._tree
         with ExitStack() as stack:
@@ -97,10 +97,10 @@ class CommDebugMode:
 
     @property
     def comm_module_counts(self) -> dict[str, dict[Phase, ByCollective]]:
-        """How many collectives of each kind the modules had, forward and backward apart, by full name.
+        """How many collectives of each kind each module had, in forward and in backward, by full name.
 
-        A module's numbers include those of the modules in it, and `"Global"` has everything. Other modules are there if
-        they had any collective.
+        A module's numbers include those of the modules in it, and `"Global"` has the totals. Other modules are listed
+        only if they had a collective.
         """
         result: dict[str, dict[Phase, ByCollective]] = {}
         add_totals(self._tree.root, result)
@@ -120,7 +120,7 @@ class CommDebugMode:
 
     def _sum(self, phase: Phase | None, amount: Callable[[Collective], int]) -> ByCollective:
         if phase not in (None, "forward", "backward"):
-            raise ValueError(f"phase is 'forward', 'backward' or None for both, not {phase!r}")
+            raise ValueError(f"phase must be 'forward', 'backward' or None (both), not {phase!r}")
         result = ByCollective()
         for collective in self._collectives:
             if phase is None or collective.phase == phase:
@@ -134,7 +134,7 @@ class CommDebugMode:
         return {record.fqn: dict(record.parameters) for _, record in self._tree.root.walk() if record.parameters}
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
-        """The placements of each parameter that is a DTensor, by full name."""
+        """The placements of each parameter that is a DTensor, by full parameter name."""
         return {
             f"{record.fqn}.{name}": parameter.placements
             for _, record in self._tree.root.walk()
@@ -149,8 +149,8 @@ class CommDebugMode:
 
         Args:
             noise_level: What is shown.
-                0: the collectives of each module, counted and weighed;
-                1: also its parameters, every operation on DTensors but trivial ones, and each collective in its place;
+                0: the number and bytes of the collectives of each module;
+                1: also parameters, every operation on DTensors but trivial ones, and each collective in its place;
                 2: also operations on plain local tensors but trivial ones;
                 3: all operations.
         """
@@ -176,7 +176,7 @@ class CommDebugMode:
 
 def _checked(noise_level: int) -> int:
     if noise_level not in (0, 1, 2, 3):
-        raise ValueError(f"noise_level is 0, 1, 2 or 3, not {noise_level!r}")
+        raise ValueError(f"noise_level must be 0, 1, 2 or 3, not {noise_level!r}")
     return noise_level
 
 
@@ -197,7 +197,7 @@ def _record(tree: ModuleTree, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 class _DistributedOperations(TorchFunctionMode):
-    """Sees what the user calls on DTensors."""
+    """Records the operations that the user calls on DTensors."""
 
     def __init__(self, tree: ModuleTree) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _DistributedOperations(TorchFunctionMode):
 
 
 class _LocalOperations(TorchDispatchMode):
-    """Sees what runs on local tensors, and collectives that do not pass through `terrazzo.comm`."""
+    """Records what runs on local tensors, and collectives that do not go through `terrazzo.comm`."""
 
     def __init__(self, tree: ModuleTree, add: Callable[[str, str, int, int, str | None], None]) -> None:
         super().__init__()
@@ -221,13 +221,13 @@ class _LocalOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) or is_torch_dtensor(t) for t in types):
-            return NotImplemented  # taken apart first; its parts come here
+            return NotImplemented  # it is decomposed first; the parts arrive here
         kind = kind_of_operator(func)
         if kind is None:
             _record(self._tree, func, args, kwargs, distributed=False)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not wire.sending.now:  # those have been observed
+        if not wire.sending.now:  # collectives of terrazzo.comm have been recorded by the observer
             self._add_foreign(kind, [*args, *kwargs.values(), result])
         return result
 
@@ -248,12 +248,12 @@ def _group_among(args: Sequence[Any]) -> ProcessGroup | None:
             try:
                 return ProcessGroup.unbox(arg)
             except RuntimeError:
-                continue  # the reduction, or another boxed argument
+                continue  # a ReduceOp or another boxed argument
         if isinstance(arg, str):
             try:
                 return group_called(GroupName(arg))
             except (RuntimeError, ValueError):
-                continue  # the name of a reduction
+                continue  # the string is the name of a reduction
     return None
 
 

@@ -1,4 +1,4 @@
-"""Numbers by collective: under torch's operators, as PyTorch's counts have them, and looked up by our names too."""
+"""Numbers per kind of collective: keyed by torch's operators, as PyTorch's counts are, with our names as aliases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from terrazzo._torch.dispatching import functional_collectives, qualified_name
 
-functional_collectives()  # it defines the operators below
+functional_collectives()  # defines the operators below
 
 _functional, _plain = torch.ops.c10d_functional, torch.ops.c10d
 
@@ -24,7 +24,7 @@ _OPERATORS: dict[str, Any] = {
     "reduce": _plain.reduce_,
     "send": _plain.send,
 }
-"""The operator under which each kind is counted; an exchange is none of torch's and is counted under its name."""
+"""The operator under which each kind is counted; torch has no operator for an exchange, which is counted by name."""
 
 _KINDS = {operator: kind for kind, operator in _OPERATORS.items()}
 
@@ -60,7 +60,7 @@ COLLECTIVE_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_f
 
 
 def kind_of_operator(operator: Any) -> str | None:
-    """The kind of collective that one of torch's operators is; None for anything else.
+    """The kind of collective of a torch operator; None for other objects.
 
     >>> kind_of_operator(torch.ops._c10d_functional.all_gather_into_tensor)
     'all_gather'
@@ -74,7 +74,7 @@ def kind_of_operator(operator: Any) -> str | None:
 
 
 def _key(key: Any) -> Any:
-    """The key under which a kind, or any operator of that kind, is counted; other keys are left alone."""
+    """The key under which a kind, or any operator of that kind, is counted; other keys are returned unchanged."""
     kind = key if isinstance(key, str) else kind_of_operator(key)
     return key if kind is None else _OPERATORS.get(kind, kind)
 
@@ -83,10 +83,10 @@ class ByCollective(dict[Any, int]):
     """A number for each kind of collective that happened, 0 for the others.
 
     The kinds are those of `terrazzo.comm.CommEvent`: all_reduce, all_gather, reduce_scatter, all_to_all, exchange,
-    broadcast and scatter; what user code sends by itself may add gather, reduce and send. A lookup takes a kind, or any
-    of torch's operators of that kind, functional or not, and so does a comparison with another dict. The keys are
-    torch's functional operators, as in PyTorch's counts (`"exchange"`, messages between some of the ranks, is no
-    operator); `by_kind` has the names, and so has what is printed.
+    broadcast and scatter; collectives of user code may add gather, reduce and send. A lookup takes a kind, or any
+    torch operator of that kind, functional or not, and so does a comparison with another dict. The keys are torch's
+    functional operators, as in PyTorch's counts (except `"exchange"`, messages between some of the ranks, for which
+    torch has no operator); `by_kind` and the printed form have the names.
 
     >>> counts = ByCollective(all_reduce=2)
     >>> counts["all_reduce"], counts[torch.ops.c10d_functional.all_reduce], counts["all_gather"], "all_gather" in counts
@@ -107,7 +107,7 @@ class ByCollective(dict[Any, int]):
         self[key] += number
 
     def by_kind(self) -> dict[str, int]:
-        """The numbers under the names of the kinds."""
+        """The numbers by name of the kind."""
         return {_KINDS.get(key, key): number for key, number in self.items()}
 
     def __missing__(self, key: Any) -> int:
@@ -131,7 +131,7 @@ class ByCollective(dict[Any, int]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # as every dict's
+    __hash__ = None  # like dict
 
     def __repr__(self) -> str:
         return repr(self.by_kind())

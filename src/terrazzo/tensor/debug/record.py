@@ -1,8 +1,8 @@
-"""What a debug mode writes down: a tree of modules, and in each what ran there, forward and backward apart.
+"""What a debug mode records: a tree of modules, with the operations and collectives of each in forward and in backward.
 
-Which module the forward is in is known from hooks. Which module a backward node belongs to is known from its sequence
-number: autograd counts nodes as it makes them, so the nodes of one call of a module are an interval of numbers. Nothing
-is added to the graph, and no tensor is kept alive.
+The module of a forward operation is known from hooks. The module of a backward node is known from its sequence number:
+autograd numbers nodes as it creates them, so the nodes of one call of a module are an interval of numbers. Nothing is
+added to the graph, and no tensor is kept alive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Entry: TypeAlias = Collective | Operation
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """One module of the tree; the root is called Global and holds what ran outside of all modules."""
+    """One module of the tree; the root is called Global and holds what ran outside all modules."""
 
     fqn: str
     type_name: str
@@ -62,7 +62,7 @@ class ModuleRecord:
     entries: dict[Phase, list[Entry]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
-        """This record and all below it, with their depths."""
+        """This record and all records below it, with their depths."""
         yield depth, self
         for child in self.children:
             yield from child.walk(depth + 1)
@@ -70,11 +70,11 @@ class ModuleRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A module call under way."""
+    """A module call that has not returned yet."""
 
     record: ModuleRecord
     first_node: int
-    in_backward: bool  # recomputed by activation checkpointing
+    in_backward: bool  # a recomputation by activation checkpointing
 
 
 class _Stack(threading.local):
@@ -83,7 +83,7 @@ class _Stack(threading.local):
 
 
 class _Calls:
-    """The finished module calls of one thread, in order of ending; calls nest."""
+    """The finished module calls of one thread, in the order in which they ended; calls nest."""
 
     def __init__(self) -> None:
         self._ends: list[int] = []
@@ -94,7 +94,7 @@ class _Calls:
         self._calls.append((first_node, outermost, record))
 
     def innermost(self, node: int) -> ModuleRecord | None:
-        """The module that made node number `node`: the first of those still running then to end."""
+        """The module that created node `node`: of the calls that were running then, the one that ended first."""
         for first_node, outermost, record in self._calls[bisect_right(self._ends, node) :]:
             if first_node <= node:
                 return record
@@ -104,7 +104,7 @@ class _Calls:
 
 
 class ModuleTree:
-    """The record of one debug mode, and who is being recorded now."""
+    """The record of one debug mode, and the module that is running now."""
 
     def __init__(self) -> None:
         self.root = ModuleRecord("Global", "")
@@ -112,7 +112,7 @@ class ModuleTree:
         self._records: WeakKeyDictionary[nn.Module, ModuleRecord] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[nn.Module, tuple[str, dict[str, torch.Tensor]]] = WeakKeyDictionary()
         self._roots: Counter[str] = Counter()
-        self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by thread, because numbers are
+        self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by thread, because sequence numbers are, too
         self._home = threading.get_ident()
         self._lock = threading.Lock()
 
@@ -129,7 +129,7 @@ class ModuleTree:
 
     def leave(self, _module: nn.Module, _args: Any, _result: Any) -> None:
         frames = self._stack.frames
-        if frames:  # the mode may have been entered within this call
+        if frames:  # empty if the mode was entered inside this call
             frame = frames.pop()
             self._calls[threading.get_ident()].add(frame.first_node, node_count(), not frames, frame.record)
 
@@ -142,7 +142,7 @@ class ModuleTree:
         return record
 
     def _get_to_know(self, module: nn.Module, parent: ModuleRecord) -> None:
-        """Names and parameters of a module and of all inside it, before `fully_shard` unshards what runs first."""
+        """Names and parameters of a module and of all inside it, before `fully_shard` unshards the first to run."""
         fqn = type(module).__name__
         if parent is not self.root:
             fqn = f"{parent.fqn}.{fqn}"
@@ -153,10 +153,10 @@ class ModuleTree:
             parameters = {key: p.data for key, p in inner.named_parameters(recurse=False)}
             self._known.setdefault(inner, (f"{fqn}.{name}" if name else fqn, parameters))
 
-    # ------------------------------------------------------------------ who is running
+    # ------------------------------------------------------------------ which module is running
 
     def current(self) -> tuple[ModuleRecord, Phase]:
-        """The module on whose behalf this thread runs, and whether that is its backward."""
+        """The module that this thread runs, and whether it runs its forward or its backward."""
         node = current_node()
         frames = self._stack.frames
         top = frames[-1] if frames else None
@@ -164,7 +164,7 @@ class ModuleTree:
             return (self.root if top is None else top.record), "backward" if in_backward() else "forward"
         if top is not None and top.in_backward:
             return top.record, "backward"
-        # Accelerators have backward threads of their own, which work on what the thread of the mode has made.
+        # Accelerators have their own backward threads; their nodes were created by the thread that entered the mode.
         here = threading.get_ident()
         made = self._calls[here if here in self._calls else self._home].innermost(number_of(node))
         return self.root if made is None else made, "backward"
@@ -181,7 +181,7 @@ class ModuleTree:
 
 
 def describe_argument(value: Any) -> str:
-    """How an argument of an operation is shown: tensors by shape and placements.
+    """An argument of an operation as text: tensors by shape and placements.
 
     >>> describe_argument([torch.ones(2, 3), 4])
     '[f32[2, 3], 4]'
@@ -198,7 +198,7 @@ def describe_argument(value: Any) -> str:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """A dtype in few letters.
+    """A short name of a dtype.
 
     >>> short_dtype(torch.float32), short_dtype(torch.bfloat16), short_dtype(torch.bool)
     ('f32', 'bf16', 'bool')

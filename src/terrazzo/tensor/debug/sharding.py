@@ -1,7 +1,7 @@
 """`visualize_sharding`: which rank holds which part of a tensor, as a table in a terminal or a notebook.
 
-Whatever the mesh, the parts of a tensor form a grid: the cuts of one tensor dim do not depend on those of another. Each
-cell of the grid is a box, and shows the ranks that hold it.
+On any mesh the parts of a tensor form a grid, because the cuts of one tensor dim do not depend on those of another.
+Each cell of the grid is a box, and shows the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 
 @dataclass(frozen=True, slots=True)
 class ShardingPicture:
-    """A drawn layout; printing it gives text, and a notebook shows its colours.
+    """A layout as a table; printing it gives text, and a notebook shows it in colours.
 
     `cells` maps (row, column) of the grid to the ranks that hold that box.
     """
@@ -101,12 +101,12 @@ def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
     layout = dtensor._layout
     if layout.ndim > 2:
         raise DTensorError(
-            f"visualize_sharding draws tensors of up to 2 dims, this one has shape {tuple(layout.shape)}: "
-            "draw a slice of it, such as x[0]"
+            f"visualize_sharding shows tensors of up to 2 dims, this one has shape {tuple(layout.shape)}: pass a slice "
+            "of it, such as x[0]"
         )
     boxes = boxes_by_rank(layout)
     held = {rank: box for rank, box in boxes.items() if not box.is_empty}
-    # Seen as rows x columns: a vector is one row, a scalar one cell.
+    # Treated as rows x columns: a vector is one row, a scalar one cell.
     as_pairs = {rank: _as_rectangle(box) for rank, box in held.items()}
     rows = tuple(sorted({pair[0] for pair in as_pairs.values()}))
     columns = tuple(sorted({pair[1] for pair in as_pairs.values()}))
@@ -123,13 +123,13 @@ def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Show which ranks hold which part of a tensor of up to two dims, on a mesh of any rank.
 
-    The mesh's first rank shows it: as text, or in a notebook as a coloured table. Nothing is shown for a tensor
-    without elements. Replicas share a cell; ranks with an empty shard and reductions still to be done are named below.
+    The mesh's first rank shows it: as text, or in a notebook as a coloured table. Nothing is shown for a tensor without
+    elements. Replicas share a cell; a caption names partial placements and the ranks whose shard is empty.
 
     Args:
         dtensor: What to show.
         header: A title.
-        use_rich: Accepted as PyTorch does; it is always drawn with rich.
+        use_rich: Accepted for compatibility with PyTorch; the table is always drawn with rich.
     """
     picture = sharding_picture(dtensor, header)
     coordinate = dtensor._layout.coord
@@ -167,7 +167,7 @@ def _caption(layout: Layout, idle: Sequence[int]) -> str:
         f"{p.reduce_op} over {name}" for name, p in zip(names, layout.placements, strict=True) if isinstance(p, Partial)
     ]
     if terms:
-        notes.append(f"ranks of a cell hold terms, to be reduced: {', '.join(terms)}")
+        notes.append(f"partial: the ranks of a cell hold terms of {', '.join(terms)}")
     if idle:
         notes.append(f"empty shards on ranks {', '.join(map(str, idle))}")
     return "; ".join(notes)

@@ -17,7 +17,7 @@ _WITH_TRIVIAL_OPERATIONS = 3
 
 
 def add_totals(record: ModuleRecord, result: dict[str, dict[Phase, ByCollective]]) -> None:
-    """Add to `result`, by module and phase, the numbers of collectives of a record and of all below it."""
+    """Add to `result`, by module and phase, the counts of collectives of a record and of all records below it."""
     for _, below in record.walk():
         for phase in PHASES:
             for entry in below.entries[phase]:
@@ -34,7 +34,7 @@ def _of(result: dict[str, dict[Phase, ByCollective]], record: ModuleRecord) -> d
 
 
 def shows(operation: Operation, noise_level: int) -> bool:
-    """Whether an operation is worth showing at this level."""
+    """Whether an operation is shown at this level."""
     if noise_level < _WITH_DETAILS or (operation.trivial and noise_level < _WITH_TRIVIAL_OPERATIONS):
         return False
     return operation.distributed or noise_level >= _WITH_LOCAL_OPERATIONS
@@ -91,7 +91,7 @@ def _describe_parameter(parameter: torch.Tensor) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people.
+    """A number of bytes with a unit.
 
     >>> format_bytes(12), format_bytes(4096), format_bytes(5 * 2**20)
     ('12 B', '4.0 KiB', '5.0 MiB')

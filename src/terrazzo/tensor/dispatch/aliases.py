@@ -1,7 +1,7 @@
-"""What C++ says of a result's memory: new, a view of an argument, or the argument itself if nothing changes.
+"""Whether a result has new memory, is a view of an argument, or is the argument itself when nothing changes.
 
-It is read off the operators' schemas. Operations of the last kind (`contiguous`, `to`, `positive`) return the very
-object that they are given where they have nothing to do, so that what is written to the result reaches it.
+This is read from the operators' schemas. Operations of the last kind (`contiguous`, `to`, `positive`) return the very
+object that they were given where they have nothing to do, so that writes to the result reach the argument.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAME = frozenset(
 
 
 VIEWS_IN_PYTHON = frozenset({"__getitem__", "H"})
-"""Views that are no operators of C++; what has the name there is something else."""
+"""Views that are not ATen operators; an operator of the same name is something else."""
 
 
 @functools.lru_cache(maxsize=4096)

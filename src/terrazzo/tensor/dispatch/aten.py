@@ -1,8 +1,8 @@
-"""The way through PyTorch's C++: composites that know no DTensor decompose there and come back one aten operation at
-a time.
+"""DTensors inside composites that PyTorch's C++ decomposes: they come back here as single aten operations.
 
-A DTensor's autograd graph lives on its local tensor, so what arrives here has passed C++ autograd without a trace. The
-thread state from before is restored, so that the operations on the locals record the graph as usual.
+A DTensor's autograd graph is that of its local tensor.  C++ autograd has run before this point, but has recorded
+nothing for the DTensor.  The thread state from before is restored, so that operations on the local tensors are recorded
+as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from terrazzo.tensor.ops.table import TABLE
 
 
 def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One aten operation on DTensors, called from C++."""
+    """Run one aten operation on DTensors, called from C++."""
     name, _ = canonical_name(op)
     if (
         is_composite(op)
@@ -33,7 +33,7 @@ def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return op.decompose(*args, **kwargs)
     if innermost_transform() is not None:
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
-    # Autocast has acted on the composite's own inputs already; the pieces must not be cast again.
+    # Autocast has cast the composite's inputs already; the parts must not be cast again.
     with thread_state_before_dispatch(), without_autocast():
         return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
 

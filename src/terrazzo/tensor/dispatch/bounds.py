@@ -1,6 +1,6 @@
-"""Bounds of index values, where each rank only looks for its own.
+"""Checks of index values, where each rank only looks up its own part.
 
-An index that no rank owns would be a zero on every rank, and their sum a plausible number.
+An index that is in no rank's part would give zero on every rank, so the sum would be a wrong but plausible number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_bounds(values: torch.Tensor, count: int, what: str) -> None:
     IndexError: target 3 is out of bounds: there are 3
     """
     if capturing():
-        return  # a graph has no values to look at
+        return  # while a graph is captured there are no values to check
     inside = ((values >= 0) & (values < count)).all()
     if values.device.type != "cpu":
         assert_async(inside, f"{what} out of bounds")

@@ -1,6 +1,6 @@
-"""What happens the first time a function meets these layouts: the call is compiled to a route, which later calls run.
+"""The first call of a function with these layouts: it is compiled to a route, which later calls run.
 
-The arguments are brought to their places (`ops.forms`), the operation's entry is looked up (`ops.table`), and its way
+The arguments are put in their places (`ops.forms`), the operation's entry is looked up (`ops.table`), and what it says
 becomes a closure: a plan for a rule, the decomposition, the handler, the body, or replicate-and-run.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
-from terrazzo.tensor.dispatch.absent import run_absent
 from terrazzo.tensor.dispatch.aliases import alias_of
+from terrazzo.tensor.dispatch.decompose import run_composite
 from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
@@ -22,12 +22,12 @@ from terrazzo.tensor.dispatch.inplace import run_in_place
 from terrazzo.tensor.dispatch.keys import Route, any_float, remember, routes
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.out import with_out
+from terrazzo.tensor.dispatch.outside_mesh import run_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.spec import Call, Spec
-from terrazzo.tensor.dispatch.taken_apart import run_composite
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures
@@ -35,12 +35,12 @@ from terrazzo.tensor.ops.table import Context, Operation, apply_rule, names_for,
 
 Key = tuple[Any, ...] | None
 
-# Before PyTorch 2.13 a function's body cannot be run without its asking for overrides again.
+# Before PyTorch 2.13 the body of a Python function can only be run by skipping its first check for overrides.
 _skip_one_hop = run_without_overrides_once
 
 
 def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
-    """Run `func`, and cache how under `key` unless that is None."""
+    """Run `func`, and cache its route under `key` unless that is None."""
     if kwargs:
         if kwargs.get("out") is not None:
             return with_out(func, args, kwargs)
@@ -67,7 +67,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if call.operands[0].layout.coord is None:
         if entry.draws:
             return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
-        return run_absent(call, args, loc, kw)
+        return run_outside_mesh(call, args, loc, kw)
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
@@ -81,7 +81,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             return take_apart(func, args, loc, kw, kwargs)
     if entry.any_float and func not in any_float:
         any_float.add(func)
-        key = None  # it was made for these floats alone
+        key = None  # the plan is right for these float values only
     if inplace:
         if isinstance(func, types.FunctionType):
             return _run_and_remember(_run_body, func, args, kwargs, key)
@@ -102,7 +102,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _call_in_form(form: Form, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
-    """Run the call with its arguments in their places; the route for this form runs the one for that."""
+    """Run the call with its arguments in their places; the caller's form then uses the route of that form."""
     placed, named = form.apply(args, kwargs)
     own_key = None if key is None else key_of_call(func, placed, named)
     result = call_without_route(func, placed, named, own_key)
@@ -133,7 +133,7 @@ def _in_form(form: Form, route: Route) -> Route:
 def _run_planned(
     call: Call, spec: Spec, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Route] | None:
-    """Run the call as planned; its result, and the plan for the next time. None if some rank could not run it."""
+    """Run the call as planned, and return its result and route; None if some rank could not run it."""
     if spec.is_view is None:
         spec.is_view = alias_of(call.name) == "view"
     plan = make_plan(call, spec)
@@ -143,7 +143,7 @@ def _run_planned(
 
 
 def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Spec, call: Call, way: Route) -> Route:
-    """The planned way for the calls that `guard` lets pass; for the rest the other plan, or `way` if there is none."""
+    """The planned route for the calls that `guard` accepts; for the rest the other plan, or `way` if there is none."""
     planned = _planned_at_first(spec, call, way)
     other = way if spec.otherwise is None else _planned_at_first(spec.otherwise, call, way)
 
@@ -154,7 +154,7 @@ def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Sp
 
 
 def _planned_at_first(spec: Spec, call: Call, way: Route) -> Route:
-    """The planned way, made when the first call comes; `way` where some rank could not run it."""
+    """The planned route, made when the first call comes; `way` where some rank could not run it."""
     planned: Route | None = None
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _planned_at_first(spec: Spec, call: Call, way: Route) -> Route:
 
 
 def _outside(context: Context | None, route: Route) -> Route:
-    """The route of an operation that may go another way inside a context."""
+    """The route of an operation that may be computed in another way inside a context (`ops.table.Context`)."""
     if context is None:
         return route
 
@@ -187,7 +187,7 @@ def _run_and_remember(route: Route, func: Any, args: Sequence[Any], kwargs: Mapp
 
 
 def _by(entry: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Route:
-    """The route of an operation whose calls, or this one, no plan covers."""
+    """The route of an operation for calls that no plan covers."""
     by_default = _run_body_or_replicate
     if entry.how == "handler":
         handler = entry.function
@@ -229,10 +229,10 @@ def _run_composite(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
 
 
 def _run_body(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-    """Run the body of a function of PyTorch's written in Python.
+    """Run the Python body of a PyTorch function.
 
-    Here and in C++ composites the caller's plain tensors were refused before; those that the body makes (masks,
-    offsets, random vectors) are the same on every rank.
+    Here and in C++ composites the caller's plain tensors have been refused already; plain tensors that the body creates
+    (masks, offsets, random vectors) are the same on every rank.
     """
     with plain_tensors_replicated():
         if _skip_one_hop is None:
@@ -241,7 +241,7 @@ def _run_body(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
 
 
 def _wants_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function in Python is told by its argument `inplace` to write its first one: its body does that."""
+    """Whether a Python function has `inplace=True`: its body then writes the first argument itself."""
     if not isinstance(func, types.FunctionType):
         return False
     known = signatures(func)

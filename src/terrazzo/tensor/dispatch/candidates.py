@@ -1,7 +1,7 @@
-"""What may happen along one mesh dim: the ways to run a call there that a rule's `Spec` allows.
+"""The candidates of one mesh dim: the ways to run a call along it that a rule's `Spec` allows.
 
-Shard one of the factors that some operand is already sharded on, let terms pass where the function is linear, or
-replicate.
+A candidate shards one factor that some operand is already sharded on, passes partial terms through a linear function,
+or replicates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Placements of the operands and, for these, of the outputs.
+    """Placements of the operands and the placements of the outputs that follow from them.
 
-    `factor` is the one that is sharded. `rank` decides among equal costs: the less each rank computes, the lower.
+    `factor` is the one that is sharded. `rank` decides between equal costs: lower where each rank computes less.
     """
 
     ins: tuple[Placement, ...]
@@ -37,9 +37,9 @@ def candidates_of(
     sharded: Mapping[int, list[int]],
     want: Placement | None,
 ) -> list[Candidate]:
-    """The candidates of mesh dim `m`; `want` is where an output that is given must be placed.
+    """The candidates of mesh dim `m`; `want` is the required placement of an output that is given (in-place).
 
-    `sharded` has the mesh dims before it that shard each factor.
+    `sharded` has, for each factor, the mesh dims before `m` that shard it.
     """
     if spec.acceptable:
         return [Candidate(a.ins, a.outs, None, rank) for rank, a in enumerate(spec.acceptable)]

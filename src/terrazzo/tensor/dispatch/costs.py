@@ -1,7 +1,7 @@
-"""What a candidate costs: what a rank receives so that the call can run, and what its terms will cost afterwards.
+"""The cost of a candidate: what a rank receives so that the call can run, and what reducing its terms will cost later.
 
-All is counted in elements that one rank receives, on a mesh dim of n ranks and for a tensor of s elements (s is less
-where other mesh dims shard the tensor as well):
+Costs are counted in elements that one rank receives, on a mesh dim of n ranks and for a tensor of s elements (s is
+smaller where other mesh dims shard the tensor, too):
 
     shard -> another dim            s (n-1) / n^2     all-to-all
     shard -> replicate, partial     s (n-1) / n       all-gather
@@ -9,13 +9,13 @@ where other mesh dims shard the tensor as well):
     partial -> replicate           2s (n-1) / n       all-reduce
     replicate -> shard              0; s / n where a later mesh dim shards the same tensor dim: it then cuts first
 
-Terms (Partial) that a candidate leaves are reduced sooner or later, and count as the all-reduce of the output. There is
-one exception: a contraction whose operands lie sharded on its loop already (or are replicas, of which a slice is free)
-stays there, as in PyTorch, however few bytes gathering them would take. The program has placed them so, as for
-row-parallel layers and for the gradients of weights over a sharded batch, and gathering would have every rank compute
-everything.
+Terms (Partial) that a candidate leaves must be reduced sooner or later, so they count as an all-reduce of the output.
+One exception: a contraction whose operands are already sharded on its summed loop (or are replicas, of which a slice is
+free) always stays sharded there, as in PyTorch, even if gathering would take fewer bytes. The program has placed them
+so on purpose, for row-parallel layers and for weight gradients over a sharded batch, and gathering would make every
+rank compute everything.
 
-Among equal costs the candidate wins that leaves the least on each rank, and then the one that computes least.
+Between equal costs, the candidate that leaves the least data on each rank wins, then the one that computes the least.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """In elements. `received` brings the operands to where they are needed, `terms` is what reducing the outputs costs
-    later (and `counted` whether that counts here), `left` is what a rank then holds of them."""
+    """In elements. `received` is what redistributing the operands receives, `terms` is what reducing the outputs costs
+    later (`counted`: whether that counts here), `left` is what a rank then holds of the outputs."""
 
     received: float
     terms: float
@@ -48,14 +48,14 @@ class Cost:
 
 @dataclass(slots=True)
 class Sizes:
-    """The sizes of operands and outputs as the mesh dims choose, one after the other."""
+    """The sizes of operands and outputs, updated as one mesh dim after the other chooses."""
 
     spec: Spec
     layouts: Sequence[Layout]
     chosen: list[Candidate] = field(default_factory=list)
 
     def cost(self, candidate: Candidate, m: int, n: int) -> Cost:
-        """Of a candidate of mesh dim `m`, of `n` ranks; those before it have chosen."""
+        """The cost of a candidate of mesh dim `m` with `n` ranks, after the mesh dims before it have chosen."""
         spec, share = self.spec, (n - 1) / n
         received = terms = left = 0.0
         in_place = True
@@ -76,8 +76,8 @@ class Sizes:
         return Cost(received, terms, left, not in_place)
 
     def _size(self, shape: Sequence[int], dims: Dims, chosen: Sequence[Placement], m: int) -> float:
-        """Elements on one rank but for the cut by mesh dim `m`: mesh dims before it have chosen, of those after it the
-        operands' placements tell what they probably will."""
+        """Elements on one rank before the cut by mesh dim `m`. Mesh dims before it have chosen; for those after it, the
+        operands' placements are taken as a guess."""
         size = float(prod(shape))
         mesh_shape = self.layouts[0].mesh_shape
         for k, n in enumerate(mesh_shape):
@@ -96,14 +96,14 @@ class Sizes:
 
 
 def _part(layout: Layout, need: Placement, m: int) -> float:
-    """What share of a tensor one rank receives on mesh dim `m` so that it is placed there as needed."""
+    """The fraction of a tensor that one rank receives when mesh dim `m` of it is placed as needed."""
     have, n = layout.placements[m], layout.mesh_shape[m]
     share = (n - 1) / n
     if have is need or n == 1:
         return 0.0
     if isinstance(have, Shard):
         return share / n if isinstance(need, Shard) else share
-    # Cut inside a mesh dim that will lie inside this one, so that all pieces have to change places.
+    # The new cut would lie inside one of a later mesh dim but has to end up outside it, so all pieces move.
     moved = 1 / n if isinstance(need, Shard) and need in layout.placements[m + 1 :] else 0.0
     if have is _R:
         return moved

@@ -1,4 +1,4 @@
-"""A call as rules see it."""
+"""A call in the form that rules get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.tensor.dtensor import DTensor
 def describe(
     name: str, inplace: bool, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, list[Any], dict[str, Any]]:
-    """The call with operands in place of DTensors, and its arguments with locals in place of them."""
+    """The call with operands in place of DTensors, and its arguments with local tensors in place of them."""
     operands: list[Operand] = []
 
     def walk(value: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -33,10 +33,10 @@ def describe(
 
 
 def check_one_mesh(call: Call) -> None:
-    """Raise if the operands live on several meshes."""
+    """Raise if the operands are on several meshes."""
     meshes = {o.layout.mesh for o in call.operands}
     if len(meshes) > 1:
         raise DTensorError(
-            f"{call.name}: its DTensors live on different meshes, {', '.join(str(m) for m in meshes)}; bring them to "
-            "one with x.redistribute(mesh, placements)"
+            f"{call.name}: its DTensors are on different meshes, {', '.join(str(m) for m in meshes)}; move them to one "
+            "mesh with x.redistribute(mesh, placements)"
         )

@@ -1,8 +1,8 @@
-"""Whether a plan's local function takes the empty shards that some rank will give it.
+"""Whether a plan's local function accepts the empty shards that some rank will pass to it.
 
-Many functions refuse tensors without elements. The rank that holds an empty shard would raise while the others went on
-to wait for it. So each rank asks, when the plan is made, the same question: does the function, and its gradient, work
-on what the rank with the empty shard will have?
+Many functions refuse tensors without elements. The rank with an empty shard would raise, while the others would go on
+and wait for it. So when the plan is made every rank tests the same thing: do the function and its gradient work on the
+shapes of the rank with the empty shard?
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from terrazzo.tensor.dispatch.structure import map_tensors
 def takes_empty_shards(
     spec: Spec, plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
 ) -> bool:
-    """True when no rank holds an empty shard under the plan, or when the caller's function works there.
+    """True when no rank has an empty shard under the plan, or when the caller's function works on one.
 
-    A rule that makes a function for the locals makes one that takes empty shards.
+    A rule that replaces the local function is responsible for empty shards itself.
     """
     layouts = [o.dst for o in plan.operands]
-    # Whether there is a rule's function may depend on the rank, whether the rule makes one does not.
+    # `localize` may return None on some ranks; whether the rule has one is the same on all ranks.
     if spec.localize is not None or not any(leaves_a_rank_empty(layout) for layout in layouts):
         return True
     tried: set[tuple[tuple[int, ...], ...]] = set()
@@ -56,7 +56,7 @@ def _works(
     for o, shape in zip(plan.operands, shapes, strict=True):
         local = get_at(loc, kw, o.path)
         written = inplace and o.path == (0,)
-        # One element stands for all of those that are not empty; what is written to has memory of its own.
+        # Tensors with elements are expanded from one element, except those that are written to.
         probe = local.new_zeros(shape) if written else local.new_zeros(()).expand(shape)
         differentiable = not written and (local.is_floating_point() or local.is_complex())
         probes.append(probe.requires_grad_(differentiable))
@@ -71,8 +71,8 @@ def _works(
             wanted = [t for t in outs if t.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.zeros_like(t) for t in wanted])
-                # Who gets no gradient here would get one on the other ranks, whose backward communicates with
-                # this one's.
+                # If an input gets no gradient here, its backward does not run, while the other ranks' backward
+                # communicates and would wait for this rank.
                 return all(t.grad is not None for t in probes if t.requires_grad and t.is_leaf)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False

@@ -1,8 +1,8 @@
-"""Replicate-and-run: what every operation can fall back on.
+"""Replicate-and-run: the fallback for every operation.
 
 The operands are gathered on every rank, the caller's function runs there on the whole tensors, and the results are
-replicated DTensors. It is right for any deterministic function, it costs what the gathers cost, and it says so once per
-operation.
+replicated DTensors. This is right for any deterministic function and costs the bytes of the gathers; a warning says so
+once per operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from terrazzo.tensor.strides import check_no_overlap
 _warned: set[str] = set()
 
 _LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
-"""Whose lines no warning points at: the user wrote none of them."""
+"""Packages whose lines a warning must not point at, because the user did not write them."""
 
 
 class ReplicationWarning(UserWarning):
@@ -50,8 +50,8 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     target = args[0]
     check_writable(target)
     if target._layout.dual is not target._layout or any(p.is_shard() for p in target._layout.placements):
-        check_no_leaf(target)  # in C++'s order
-        check_no_overlap(target._local, target._layout.shape)  # what is written back has a value for each element
+        check_no_leaf(target)  # in the order of C++'s checks
+        check_no_overlap(target._local, target._layout.shape)  # a value is written back to each element
     gathered = _Gathered(name)
     full_target = gathered.walk(target)
     if full_target is target._local or full_target.is_leaf:
@@ -68,7 +68,7 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
 
 
 class _Gathered:
-    """The operands of one call, replicated, and what that moved."""
+    """The operands of one call, replicated, and how many bytes that took."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,8 +96,8 @@ class _Gathered:
             return value._local
         target = layout.with_placements((Replicate(),) * len(layout.placements))
         self.bytes += moved_bytes(layout, target, value._local.element_size())
-        # In the order of memory that the same tensor would have on one device: some functions ask for it, and those
-        # that draw random numbers follow it.
+        # With the memory format that the same tensor would have on one device: some functions depend on it, and
+        # functions that draw random numbers draw in that order.
         full = redistribute_local(value._local, layout, target).contiguous()
         self.copies.add(_storage(full))
         self.given.append((full, value))
@@ -107,8 +107,9 @@ class _Gathered:
         if self.bytes and self.name not in _warned:
             _warned.add(self.name)
             warnings.warn(
-                f"{self.name} has no sharding rule: its operands were replicated, {self.bytes} bytes received by each "
-                "rank in this call. Said once per operation; terrazzo.tensor.debug.CommDebugMode shows every byte",
+                f"{self.name} has no sharding rule, so its operands were replicated: each rank received {self.bytes} "
+                "bytes in this call. This warning comes once per operation; terrazzo.tensor.debug.CommDebugMode counts "
+                "all communication",
                 ReplicationWarning,
                 stacklevel=_level_of_user(),
             )
@@ -120,10 +121,10 @@ class _Gathered:
         assert self.layout is not None
         for full, source in self.given:
             if local is full:
-                return source  # the operation had nothing to do, and returns what it was given
+                return source  # the operation had nothing to do and returned its argument
         mesh = self.layout.mesh
         result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
-        # By memory: a view with another dtype is none to autograd.
+        # Compared by storage: autograd does not know a view with another dtype as a view.
         storage = _storage(local)
         if storage in self.copies:
             mark_copied(result, self.name, args, kwargs)
@@ -134,9 +135,9 @@ class _Gathered:
 
 
 def _level_of_user() -> int:
-    """The stack level, for a warning that the caller gives, of the first line that is not terrazzo's or PyTorch's own.
+    """The stack level, for `warnings.warn` in the caller, of the first line outside terrazzo and PyTorch.
 
-    How far it is depends on the form of the call: a method, a function with a body in Python, a composite in C++.
+    It depends on how the operation was called: as a method, a Python function, or a composite in C++.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -150,4 +151,4 @@ def _storage(t: torch.Tensor) -> int:
     try:
         return memory_of(t)
     except (RuntimeError, NotImplementedError):
-        return id(t)  # sparse and other layouts without a storage alias nothing
+        return id(t)  # sparse and other layouts have no storage and share no memory

@@ -1,8 +1,8 @@
-"""In-place operations: the first operand keeps its layout, whatever the others have.
+"""In-place operations: the first operand keeps its layout, whatever layouts the others have.
 
-Where the rule can give that layout, the caller's own in-place function runs on the locals. Where it cannot (a
-nonlinear write to terms, a cumulative one along a sharded dim), the functional form runs and its result, brought to the
-layout, is copied over the local. Operations that change the shape rebind the object.
+Where the rule can give that layout, the caller's own in-place function runs on the local tensors. Where it cannot (a
+nonlinear write to partial terms, a cumulative one along a sharded dim), the functional form runs, and its result is
+redistributed to the layout and copied over the local tensor. Operations that change the shape rebind the object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.strides import check_no_overlap
 
 _PROMOTING = {"cumsum", "cumprod"}
-"""Operations that make int64 of integers and truth values, except in place."""
+"""Operations that turn integers and bools into int64, except in place."""
 _RESHAPING = {"squeeze", "unsqueeze", "t", "transpose", "swapdims", "swapaxes", "as_strided"}
 
 
@@ -45,7 +45,7 @@ def run_in_place(
     target = args[0] if args else None
     if not isinstance(target, DTensor):
         raise DTensorError(
-            f"{call.name}_: an in-place operation with DTensors needs a DTensor to write to, got "
+            f"{call.name}_: an in-place operation with DTensors can only write to a DTensor, got "
             f"{type(target).__name__}"
         )
     check_writable(target)
@@ -55,12 +55,12 @@ def run_in_place(
         check_no_leaf(target)
         if torch.is_grad_enabled() and target.requires_grad and is_one_of_several_views(target._local):
             raise RuntimeError(
-                "a view that was made together with others (split, chunk, unbind, ...) is being modified in place, "
-                "which autograd does not allow"
+                "in-place write to a view that was created together with others (split, chunk, unbind, ...), which "
+                "autograd does not allow"
             )
         if target.requires_grad and not is_view(target._local) and target.is_leaf:
             return _reshape_leaf(call.name, target, args, kwargs)
-        # Autograd has to follow a new shape also without a graph: what it is of the old one is not a view made there.
+        # Autograd must record the change of shape also under no_grad, so that the old graph is not lost.
         with torch.set_grad_enabled(torch.is_grad_enabled() or (target.requires_grad and not target.is_leaf)):
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
@@ -69,7 +69,7 @@ def run_in_place(
         return target
     spec = apply_rule(call)
     if spec is not None and spec.guard is not None:
-        spec, key = spec.for_locals(loc, kw), None  # for this call's dtypes alone
+        spec, key = spec.for_locals(loc, kw), None  # right for the dtypes of this call only
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
@@ -82,7 +82,7 @@ def run_in_place(
         return replicate_and_run_in_place(call.name, call.func, args, kwargs)
     if call.name in _PROMOTING:
         kwargs = {"dtype": target.dtype, **kwargs}
-    # What backward keeps of the old values must not be what is written to.
+    # Backward may need the old values, which must not be the memory that is written to.
     before = target.clone() if torch.is_grad_enabled() and target.requires_grad else target
     write(target, functional(before, *args[1:], **kwargs))
     pass_on(target)
@@ -90,13 +90,13 @@ def run_in_place(
 
 
 def _reshape_leaf(name: str, target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
-    """Without autograd; the local stays the leaf whose gradient graphs from before will want to add to."""
+    """Without autograd; the local tensor stays the leaf, so that existing graphs still accumulate into its gradient."""
     result = getattr(torch.Tensor, name)(*args, **kwargs)
     if memory_of(result._local) != memory_of(target._local):
         raise DTensorError(
-            f"{name}_: the change of shape needs communication, and the leaf (now {target._layout}) would not get the "
-            "gradients of what was computed from it before. Redistribute it before it is used, or use the form without "
-            "the underscore"
+            f"{name}_: this change of shape needs communication, and the leaf (now {target._layout}) would not get the "
+            "gradients of results that were computed from it before. Redistribute it before it is used, or use the "
+            "operation without the underscore"
         )
     local = result._local
     target._local.as_strided_(local.size(), local.stride(), local.storage_offset())
@@ -118,9 +118,12 @@ def _functional(call: Call) -> Any:
 def write(target: DTensor, value: DTensor) -> None:
     """Copy `value` over `target`, in `target`'s layout; differentiable."""
     if value.shape != target.shape:
-        raise DTensorError(f"the result has shape {tuple(value.shape)} and cannot be written to {tuple(target.shape)}")
+        raise DTensorError(
+            f"the result has shape {tuple(value.shape)} and cannot be written to a tensor of shape "
+            f"{tuple(target.shape)}"
+        )
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
-    check_no_overlap(target._local, target._layout.shape)  # before communication, as some ranks have nothing to write
+    check_no_overlap(target._local, target._layout.shape)  # before communicating: some ranks have nothing to write
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)

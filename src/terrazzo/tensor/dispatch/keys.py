@@ -1,9 +1,9 @@
-"""What a cached route is found by.
+"""Keys of cached routes.
 
-A key is a tuple of the function, the layouts of the DTensors and the static arguments. Two calls may only share a key
-if every decision about them is the same, so whatever Python takes for equal but PyTorch does not is tagged: True and 1,
-1 and 1.0, 0.0 and -0.0, a slice and a Size, several arguments and a tuple of them. This is the part of keying that
-needs no DTensor; `dtensor` has the rest.
+A key is a tuple of the function, the layouts of the DTensors and the static arguments. Two calls may share a key only
+if every decision about them is the same. So values that are equal in Python but not for PyTorch are tagged: True and 1,
+1 and 1.0, 0.0 and -0.0, a slice and a Size, several arguments and a tuple of them. This module is the part that needs
+no DTensor; the rest is in `dtensor`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ Route = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]]
 routes: dict[tuple[Any, ...], Route] = {}
 """Cached routes by key."""
 
-when_groups_end(routes.clear)  # keys hold layouts, and these hold meshes
+when_groups_end(routes.clear)  # keys hold layouts, which hold meshes
 
 ROUTE_LIMIT = 16384
-"""Cached routes at most; beyond it the cache starts anew, so that ever-changing shapes cannot grow it without bound."""
+"""The most routes to cache; then the cache is cleared, so that ever-changing shapes do not use unlimited memory."""
 
 list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
-"""Functions of lists of tensors (`torch._foreach_*`), which are not worth a key: handler by function."""
+"""Handlers of functions that take lists of tensors (`torch._foreach_*`); making keys of the lists would be too slow."""
 
 any_float: set[Any] = set()
-"""Functions whose routes are the same for all values of a float argument: elementwise ones, whose numbers often change.
+"""Functions whose routes do not depend on the value of a float argument: elementwise ones, whose numbers often change.
 
-Others are keyed by value: a scale factor decides on a shape, and whether what is filled in is 0 on what terms are.
+For others the value may matter: a scale factor decides a shape, and whether a fill value is 0 decides whether terms may
+pass.
 """
 
 PLAIN_KEYS = frozenset(
     [int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis)]
 )
-"""Types of static arguments that are keyed by value as they are; no value of one equals a value of another."""
+"""Types of static arguments that are their own key: a value of one type never equals a value of another type."""
 
 
 class Tag:
-    """Stands in keys for what kind of thing follows, or for a value that equals others."""
+    """In a key, marks the kind of thing that follows, or replaces a value that is equal to another one."""
 
     __slots__ = ("name",)
 
@@ -60,11 +61,11 @@ TRUE, FALSE, SLICE, TUPLE, LIST, KEYWORD, NUMBER_TENSOR = map(
 
 
 class Unkeyable(TypeError):
-    """An argument that no route can be cached for (unhashable, or a plain tensor)."""
+    """An argument for which no route can be cached (unhashable, or a plain tensor)."""
 
 
 def remember(key: tuple[Any, ...] | None, route: Route) -> None:
-    """Cache a route, within bounds."""
+    """Cache a route; the cache has a maximum size."""
     if key is None:
         return
     if len(routes) >= ROUTE_LIMIT:
@@ -73,14 +74,14 @@ def remember(key: tuple[Any, ...] | None, route: Route) -> None:
 
 
 def float_key(value: float) -> tuple[Any, ...]:
-    """What identifies a float by value: the two zeros are different, as 1 / x and signs see them."""
+    """What identifies a float; 0.0 and -0.0 differ, because 1 / x and signs do."""
     return (float, value) if value else (float, copysign(1.0, value), "zero")
 
 
 def append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
-    """Key a tuple of slices and plain values; False when there is something else in it, the key being useless then.
+    """Append a tuple of slices and plain values to a key; False if it has other items, which makes the key useless.
 
-    Bounds that are tensors end up in the key too: no route is ever kept for those, so such a key finds none.
+    A bound that is a tensor is appended, too, which is harmless: no route is ever cached under such a key.
     """
     for i in index:
         kind = type(i)

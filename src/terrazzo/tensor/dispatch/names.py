@@ -51,7 +51,7 @@ def canonical_name(func: Any) -> tuple[str, bool]:
         if name in ("__get__", "__set__", "__delete__"):
             name = f"{name.strip('_')}_{getattr(func.__self__, '__name__', '')}"
     if func is torch.ops.aten.view.default:
-        return "reshape", False  # C++ asks for it by the wrapper's strides, which are always those of a new tensor
+        return "reshape", False  # C++ calls it with the wrapper's strides, which are always those of a new tensor
     name = _ALIASES.get(name, name)
     if name.endswith("_") and not name.endswith("__"):
         return name[:-1], True

@@ -1,4 +1,4 @@
-"""`out=`: the result is computed, then written to the tensors that were given for it."""
+"""`out=`: the result is computed, then written to the given tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from terrazzo.tensor.dtensor import DTensor, become
 
 
 def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run `func`, whose `out` is given, and return `out`."""
+    """Run `func` without its `out`, write the result to `out`, and return it."""
     name, out = canonical_name(func)[0], kwargs["out"]
     try:
         result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
@@ -24,14 +24,14 @@ def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             func(*map_tensors(tuple(args), of_one_element), **map_tensors(dict(kwargs), of_one_element))  # out is first
         raise
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
-    makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and its like
+    makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and the like
     for target, value in zip(outs, results, strict=True):
         if makes_anew and isinstance(target, DTensor) and type(value) is torch.Tensor:
             value = replicated(value, target._layout)
         if not isinstance(target, DTensor) or not isinstance(value, DTensor):
             raise MixedTensorError(
-                f"{name}: out= and the inputs must all be DTensors, out is {type(target).__name__} and the result "
-                f"{type(value).__name__}"
+                f"{name}: out= and the inputs must all be DTensors, but out is a {type(target).__name__} and the "
+                f"result a {type(value).__name__}"
             )
         if value.dtype != target.dtype and target is out:
             _ask_cpp(func, args, kwargs, value.dtype)
@@ -40,13 +40,13 @@ def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _ask_cpp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], type_of_result: torch.dtype) -> None:
-    """Raise what C++ raises for an `out` of another type than the result: most functions cast to none, some to any."""
+    """Raise PyTorch's error for an `out` of another dtype: most functions do not cast to it, some cast to any."""
     given: list[Any] = map_tensors(list(args), of_one_element)
     named: dict[str, Any] = map_tensors(dict(kwargs), of_one_element)
     try:
         func(*given, **(named | {"out": named["out"].to(type_of_result)}))
     except Exception:
-        return  # one element is too few for this function
+        return  # the function does not work on one element, so nothing is known
     func(*given, **named)
 
 
@@ -61,7 +61,7 @@ def _write(name: str, target: DTensor, value: DTensor) -> None:
     if target.shape == value.shape:
         target.copy_(value)
     elif target.numel():
-        raise DTensorError(f"{name}: out has shape {tuple(target.shape)}, the result {tuple(value.shape)}")
+        raise DTensorError(f"{name}: out has shape {tuple(target.shape)}, but the result has {tuple(value.shape)}")
     else:
         converted = value.to(target.dtype)
         assert isinstance(converted, DTensor)

@@ -1,8 +1,7 @@
-"""Sharding rules of users, by operator; see `terrazzo.tensor.experimental.register_sharding`.
+"""Users' sharding rules, by operator; see `terrazzo.tensor.experimental.register_sharding`.
 
-A rule of ours covers a function with all that it is made of (`torch.softmax`). A user's rule is for one of ATen's
-operators (`aten._softmax`), so a function that decomposes into one of those is taken apart before our rule for it is
-asked.
+Our own rules are for whole functions (`torch.softmax`). A user's rule is for an ATen operator (`aten._softmax`). So a
+function that decomposes into an operator with a user's rule is decomposed before our own rule for it is used.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode
+from terrazzo.tensor.dispatch.decompose import run_composite
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
-from terrazzo.tensor.dispatch.taken_apart import run_composite
 from terrazzo.tensor.dtensor import DTensor
 
 OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec]] = {}
@@ -23,7 +22,7 @@ OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], S
 
 
 def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `func` is computed by an operator that has a rule in `OVERRIDES`; found out without data."""
+    """Whether `func` is computed by an operator that has a rule in `OVERRIDES`; found by a run on the meta device."""
     if isinstance(func, OpOverloadPacket):
         return any(getattr(func, name) in OVERRIDES for name in func.overloads())
     seen = _Operators()
@@ -32,12 +31,12 @@ def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         with torch.no_grad(), seen:
             func(*meta_args, **meta_kwargs)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return False  # it needs data; what comes of it is asked again, operator by operator
+        return False  # it needs data; its parts come here again, operator by operator
     return not OVERRIDES.keys().isdisjoint(seen.operators)
 
 
 def take_apart(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-    """A plan: let `func` decompose into operators."""
+    """A route: let `func` decompose into operators."""
     if isinstance(func, OpOverload):
         return func.decompose(*args, **kwargs)
     return run_composite(func, args, kwargs)

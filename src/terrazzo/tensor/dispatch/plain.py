@@ -1,4 +1,4 @@
-"""Plain tensors that meet DTensors: refused, unless they are known to be the same on every rank."""
+"""Plain tensors in calls with DTensors: refused, unless they are known to be the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def admit_plain_tensors(
     kwargs: Mapping[str, Any],
     admits: Callable[[torch.Tensor], bool] | None = None,
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """The arguments with plain tensors as replicated DTensors where that is allowed; None: there are none.
+    """The arguments, with plain tensors as replicated DTensors where that is allowed; None if there are none.
 
-    It is for tensors of one element, within `implicit_replication`, and where the operation `admits` them,
-    which is asked of all but the first argument.
+    It is allowed for tensors of one element, inside `implicit_replication`, and where the operation `admits` the
+    argument; the first argument is never admitted.
     """
     like = first_layout([*args, *kwargs.values()])
     if like is None:
@@ -37,11 +37,10 @@ def admit_plain_tensors(
             admitted = admitted and admits is not None and admits(value)
             if value.numel() != 1 and not per_thread.implicit_replication and not admitted:
                 raise MixedTensorError(
-                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)} and meets "
-                    "DTensors. "
-                    "Either make it one (distribute_tensor(t, mesh, placements), or DTensor.from_local for each rank's "
-                    "part), or run the call inside terrazzo.tensor.experimental.implicit_replication() if every rank "
-                    "holds the same value" + _notes_on([*args, *kwargs.values()])
+                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)}, mixed with "
+                    "DTensors. Make it a DTensor (distribute_tensor(t, mesh, placements), or DTensor.from_local for "
+                    "each rank's part), or call this inside terrazzo.tensor.experimental.implicit_replication() if "
+                    "every rank has the same values" + _notes_on([*args, *kwargs.values()])
                 )
             found = True
             return replicated(value, like)
@@ -60,7 +59,7 @@ def replicated(value: torch.Tensor, like: Layout) -> DTensor:
 
 
 def first_layout(values: Sequence[Any]) -> Layout | None:
-    """The layout of the first DTensor, also in lists."""
+    """The layout of the first DTensor, also inside lists."""
     for v in values:
         if isinstance(v, DTensor):
             return v._layout
@@ -74,13 +73,13 @@ def first_layout(values: Sequence[Any]) -> Layout | None:
 def _refuse_transformed(name: str, where: str, value: torch.Tensor) -> None:
     if is_transformed(value):
         raise DTensorError(
-            f"{name}: {where} belongs to a torch.func transform (vmap, vjp) and meets a DTensor from outside of it; "
-            "give the transformed function all DTensors as arguments that are transformed, or use torch.func.grad or "
-            "torch.autograd"
+            f"{name}: {where} belongs to a torch.func transform (vmap, vjp), mixed with a DTensor from outside the "
+            "transform; pass all DTensors to the transformed function as transformed arguments, or use torch.func.grad "
+            "or torch.autograd"
         )
 
 
 def _notes_on(values: Sequence[Any]) -> str:
-    """What those who made the DTensors among the arguments have to say about them."""
+    """Notes that the creators of the DTensors among the arguments have attached, for error messages."""
     notes = [value.__dict__.get("_note") for value in values if isinstance(value, DTensor)]
     return "".join(f". {note}" for note in dict.fromkeys(notes) if note)

@@ -1,7 +1,7 @@
-"""From a rule's `Spec` and the operands' layouts to a `CallPlan`: which layouts the operands are brought to.
+"""From a rule's `Spec` and the operands' layouts to a `CallPlan`: which layouts operands are redistributed to.
 
-Each mesh dim chooses for itself among its candidates (see `candidates`), knowing what the mesh dims before it chose.
-The cheapest wins (see `costs`). Everything is decided from global shapes and placements, so every rank decides alike.
+Each mesh dim chooses among its candidates (see `candidates`), given the choices of the mesh dims before it. The
+cheapest wins (see `costs`). The choice depends on global shapes and placements only, so every rank makes the same one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _R = Replicate()
 class OperandPlan:
     """What happens to one operand before the local function runs.
 
-    `cast` names the mesh dims on which a replicated value meets a computation that differs between ranks: there its
-    gradient is summed (identity forward, all-reduce backward).
+    `cast` names the mesh dims on which a replicated value enters a computation that differs between ranks: there its
+    gradient is summed (identity in forward, all-reduce in backward).
     """
 
     path: tuple[Any, ...]
@@ -35,7 +35,7 @@ class OperandPlan:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """A decided call: operands to move and to cast, the function for the locals, the outputs' layouts."""
+    """A planned call: operands to redistribute and cast, the local function, the outputs' layouts."""
 
     operands: tuple[OperandPlan, ...]
     outs: tuple[Layout, ...]
@@ -46,7 +46,7 @@ class CallPlan:
 
     @property
     def joined_outs(self) -> tuple[Layout, ...]:
-        """The outputs' layouts when `joined` runs."""
+        """The outputs' layouts when `joined` runs: replicated where the plan says Partial."""
         return tuple(out.dual for out in self.outs)
 
     @property
@@ -56,7 +56,7 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one mesh dim chose, and among which candidates; `best` is None if there were none."""
+    """What one mesh dim chose, and among which candidates; `best` is None if there are none."""
 
     mesh_dim: int
     options: tuple[tuple[Candidate, Cost], ...]
@@ -64,7 +64,7 @@ class Choice:
 
 
 def choices(spec: Spec, layouts: Sequence[Layout], fixed_output: Layout | None = None) -> Iterator[Choice]:
-    """What each mesh dim chooses, in order; ends after a mesh dim without candidates."""
+    """The choice of each mesh dim, in order; ends after a mesh dim without candidates."""
     mesh_shape = layouts[0].mesh_shape
     sharded: dict[int, list[int]] = {}
     sizes = Sizes(spec, layouts)
@@ -86,12 +86,12 @@ def choices(spec: Spec, layouts: Sequence[Layout], fixed_output: Layout | None =
 
 def _order(spec: Spec, option: tuple[Candidate, Cost]) -> tuple[float, float, int]:
     candidate, cost = option
-    # Whoever lists what is acceptable lists first what is better.
+    # A user's rule (`acceptable`) lists its preferred placements first.
     return cost.total, 0.0 if spec.acceptable else cost.left, candidate.rank
 
 
 def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> CallPlan | None:
-    """The cheapest plan, or None when `fixed_output` (in-place: self's layout) cannot be had."""
+    """The cheapest plan, or None when no plan gives `fixed_output` (for in-place operations: self's layout)."""
     layouts = [o.layout for o in call.operands]
     mesh, ndim = layouts[0].mesh, len(layouts[0].mesh_shape)
     chosen: list[Candidate] = []
@@ -126,5 +126,5 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
-    # A value gathered from shards for a varying computation gets its gradient by reduce-scatter instead of by a cast.
+    # The gradient of a gather for a varying computation is reduce-scattered, so it needs no cast.
     return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], Shard))

@@ -1,7 +1,7 @@
-"""Plans become routes: closures, the cheapest thing to run again and again.
+"""Routes: plans as closures, which are the cheapest to run repeatedly.
 
-`first_run` executes a plan once, checks that the locals that come out have the shapes that the layouts promise, and
-returns the route that later calls with the same key use without checking.
+`first_run` executes a plan once, checks that the local results have the shapes that the layouts say, and returns the
+route that later calls with the same key use without this check.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
 from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin, order_in_memory, with_strides_of
 
-_STRIDED = torch.strided  # arguments go by position, which is a tenth of an operation's cost cheaper
+_STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 _grad_enabled = torch.is_grad_enabled
 
 
 def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
-    """`local` as a value whose gradient is summed over `dims`; one cast, and so one all-reduce, serves all uses."""
+    """`local` as a value whose gradient is summed over `dims`; cached, so that one all-reduce serves all its uses."""
     memo = source._memo
     version = version_of(local)
     if type(memo) is tuple and memo[0] == version and memo[1] == dims and memo[2] is local and memo[4] == observe.era:
@@ -68,7 +68,7 @@ def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
-    """A function that moves and casts the operands, in place in `loc` and `kw`."""
+    """A function that redistributes and casts the operands, in place in `loc` and `kw`."""
     moves = [o for o in plan.operands if o.src is not o.dst]
     casts = [o for o in plan.operands if o.src is o.dst and o.cast]
     varying, copies_view = plan.varying, plan.copies_view
@@ -93,7 +93,7 @@ def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
 
 
 def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`local` with its dims in memory as `before` has them: whether a view of a view copies depends on that."""
+    """`local` with its dims in the memory order of `before`: whether a later view needs a copy depends on that."""
     if is_contiguous(before, shape):
         return local
     order = order_in_memory(before, shape)
@@ -102,7 +102,7 @@ def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
 
 
 def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
-    """DTensors in place of the tensors of a result, whatever holds them."""
+    """The result with DTensors in place of its tensors, in any nesting."""
     if isinstance(result, torch.Tensor):
         return wrap(result, outs[0])
     layouts = iter(outs)
@@ -114,9 +114,9 @@ def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
     map_tensors(result, lambda t: tensors.append(t))
     if len(tensors) != len(outs) or any(t.shape != o.local_shape for t, o in zip(tensors, outs, strict=True)):
         raise DTensorError(
-            f"{name}: the rule promised {[tuple(o.local_shape) for o in outs]} for the local results on this rank, "
-            "the local "
-            f"operation gave {[tuple(t.shape) for t in tensors]}; this is a fault of the rule, please report it"
+            f"{name}: on this rank the rule expects local results of shape {[tuple(o.local_shape) for o in outs]}, but "
+            f"the local operation returned {[tuple(t.shape) for t in tensors]}; this is a bug in the rule, please "
+            "report it"
         )
 
 
@@ -130,7 +130,7 @@ def first_run(
     kw: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Route]:
-    """Run the plan, verified; return the result and the route for the next time."""
+    """Run the plan with checks; return the result and the route for later calls."""
     mesh = plan.operands[0].src.mesh
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
@@ -211,7 +211,7 @@ def _single(plan: CallPlan, ready: Callable[..., None] | None) -> Route:
 
 
 def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None, usual: Route) -> Route:
-    """Joins the terms, or does what is usual where the dtypes of the locals allow for terms."""
+    """Runs `joined` where the dtypes of the local tensors ask for it, else the usual route."""
     outs, join, half_only = plan.joined_outs, joined.run, joined.half_only
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None, 
     size = out.shape
 
     def run_bare(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-        """The commonest case, terms of a type that is wide enough, without a call in between."""
+        """The most common case, terms of a dtype that is wide enough, without one more function call."""
         if kw or loc[0].dtype in HALF:
             return run(func, args, loc, kw, kwargs)
         local = func(*loc)
@@ -256,9 +256,9 @@ def _general(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Ro
 
 
 def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -> Route:
-    """For operations that return their argument where they have nothing to do: then it is the caller's own object.
+    """For operations that return their argument itself where they have nothing to do.
 
-    Some of them give a view of it otherwise (`real`, `conj`).
+    Where they do something, some of them return a view (`real`, `conj`).
     """
     out, local_function, moves = plan.outs[0], plan.local, plan.moves
 
@@ -282,7 +282,7 @@ def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -
 
 
 def _view_route(name: str, plan: CallPlan, run: Route, is_one: bool) -> Route:
-    """For views: a view of a copied view is a copied view.  `is_one`: the result is a tensor, not a tuple of some."""
+    """For views: a view of a copied view is a copied view.  `is_one`: the result is one tensor, not a tuple."""
     positional = plan.operands[0].path[0] == 0
     if is_one and positional and not plan.copies_view and not any(o.cast for o in plan.operands):
         return _simple_view(name, plan)
@@ -340,16 +340,16 @@ IGNORES_REPEATS: dict[str, Callable[..., bool]] = {
     "fill": lambda input, value: not isinstance(value, torch.Tensor),
     "conj_physical": lambda input: not input.is_complex(),
 }
-"""In-place functions that write where an element stands for several, and in which calls: others raise there."""
+"""In-place functions that accept an expanded tensor, and in which calls; others raise for one."""
 
 
 def in_place_route(name: str, plan: CallPlan) -> Route:
-    """Writes the first operand's local; its layout stays."""
+    """The route of an in-place operation: it writes the first operand's local tensor, and the layout stays."""
     mesh = plan.operands[0].src.mesh
     ready = prepare(plan, mesh) if any(o.src is not o.dst or o.cast for o in plan.operands) else None
     local_function = plan.local
     layout = plan.operands[0].src
-    # Before communication every rank looks, as those that C++ would stop later must not be waited for.
+    # Checked on every rank before communicating: otherwise ranks wait for one on which C++ raises later.
     looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
     has_single_rows = 1 in layout.local_shape
     ignores = IGNORES_REPEATS.get(name)

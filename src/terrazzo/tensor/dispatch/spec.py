@@ -8,22 +8,22 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
 `ins=[(0, 1), (1, 2)], outs=[(0, 2)]`.  Sharding a factor shards every dimension that it names.
 
 - A factor in no output must be in `reduce`, with the reduction that joins the partial results.
-- A factor in `whole` cannot be sharded; None stands for a dimension with a factor of its own that cannot.
-- A factor in `even` can only be sharded when every size given for it divides by the ranks (views that split or join
-  dims: the dim's size before and after).
-- `linear` lists groups of operands in which the function is linear together: terms in, terms out.  With `moves_only`
-  the function only moves elements, and terms of any reduction pass.
-- `addends` lists operands that are added to the result: where the others give terms, they become a term too, so that
-  they are counted once.
-- `unread` lists operands of which the function asks shape, dtype or device only: they stay as they are, whatever is
-  chosen. What their shards say about the factors counts all the same.
-- `keeps_terms` lets terms pass through a linear function also where its result is larger than they are.
-- `acceptable` lists instead of all this what may happen along one mesh dim; the factors then mean nothing.
-- `localize` makes the function that runs on the locals when that is not the caller's own function with the caller's own
-  arguments (a shape that must become the local one, say).
-- `joined` makes, where the outputs would be terms, the function that joins them at once; see `Joined`.
-- `guard` says of a call's locals whether the plan is for it, where that depends on dtypes, which no rule sees. A call
-  that it refuses goes as `otherwise` says or, without that, the operation's other way.
+- A factor in `whole` cannot be sharded; None stands for a dimension with its own factor that cannot.
+- A factor in `even` can only be sharded when every size given for it divides by the number of ranks (views that split
+  or join dims: the dim's size before and after).
+- `linear` lists groups of operands in which the function is linear together: partial operands give a partial result.
+  With `moves_only` the function only moves elements, and terms of any reduction may pass.
+- `addends` lists operands that are added to the result: where the other operands are partial, they are made partial,
+  too, so that they are added once.
+- `unread` lists operands of which only shape, dtype or device are used: they are never redistributed. Their shards are
+  still a reason to shard a factor.
+- `keeps_terms` lets terms pass through a linear function also where its result is larger than its input.
+- `acceptable` replaces all of this by a list of what may happen along one mesh dim; the factors then mean nothing.
+- `localize` makes the function that runs on the local tensors when that is not the caller's own function with the
+  caller's own arguments (for example when a shape argument must become the local shape).
+- `joined` makes, where the outputs would be partial, a function that reduces them at once; see `Joined`.
+- `guard` says, from the local tensors of a call, whether the plan applies, where that depends on dtypes (a rule does
+  not see dtypes). Other calls use `otherwise`, if given, or run as calls that the rule does not cover.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ LocalFunction: TypeAlias = Callable[[Any, list[Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class OneArgument:
-    """A local function of the commonest form: `function(local, argument)`, called without a Python frame in between.
+    """A local function of the most common form: `function(local, argument)`, called without another Python frame.
 
-    `otherwise` takes its place where it raises RuntimeError.
+    `otherwise` is called where it raises RuntimeError.
     """
 
     function: Callable[[Any, Any], Any]
@@ -63,15 +63,15 @@ class OneArgument:
 
 
 HALF = frozenset((torch.float16, torch.bfloat16))
-"""The types in which nothing is accumulated: one device sums them in float32 and rounds once."""
+"""Dtypes that PyTorch does not accumulate in: on one device they are summed in float32 and rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A local function that communicates: it gives the reduction of what the ranks hold, on all of them.
+    """A local function that communicates: it reduces what the ranks hold, and returns the result on all of them.
 
-    The outputs then have no terms: where the plan says Partial they are replicated. With `half_only` this is done only
-    for results of a half type, which the dtypes of the locals tell; results of other types stay terms.
+    The outputs are then not partial: where the plan says Partial they are replicated. With `half_only` this is done for
+    results of a half type only, which is decided from the dtypes of the local tensors; other results stay partial.
     """
 
     run: LocalFunction
@@ -86,7 +86,7 @@ class Joined:
 
 
 def result_type(loc: Sequence[Any], kw: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that `dtype=` asks for, or else the common one of the tensors among the arguments."""
+    """The dtype that `dtype=` asks for, or else the promoted dtype of the tensor arguments."""
     found: torch.dtype | None = kw.get("dtype")
     if found is None:
         for value in (*loc, *kw.values()):
@@ -96,7 +96,7 @@ def result_type(loc: Sequence[Any], kw: Mapping[str, Any]) -> torch.dtype | None
 
 
 class Operand:
-    """A DTensor argument as rules see it."""
+    """A DTensor argument in the form that rules get."""
 
     __slots__ = ("layout", "path")
     layout: Layout
@@ -146,7 +146,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the planner decided: the layouts that the operands are brought to and that the outputs have."""
+    """What the planner chose: the layouts that operands are redistributed to, and those of the outputs."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -156,7 +156,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Acceptable:
-    """One way to run a call along one mesh dim: placements of the operands and, for these, of the outputs."""
+    """One way to run a call along one mesh dim: placements of the operands and the resulting ones of the outputs."""
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
@@ -178,7 +178,7 @@ class Spec:
     localize: Callable[[Chosen], LocalFunction | None] | None = None
     joined: Callable[[Chosen], Joined] | None = None
     is_view: bool | None = None
-    """None: as C++ says of operations of this name."""
+    """None: as the operator's schema says."""
     acceptable: Sequence[Acceptable] = ()
     unread: frozenset[int] = frozenset()
     keeps_terms: bool = False
@@ -186,5 +186,5 @@ class Spec:
     otherwise: Spec | None = None
 
     def for_locals(self, loc: Sequence[Any], kw: Mapping[str, Any]) -> Spec | None:
-        """What says how a call with these locals goes: this or, where the guard refuses it, the other."""
+        """The spec for a call with these local tensors: this one, or `otherwise` where the guard refuses it."""
         return self if self.guard is None or self.guard(loc, kw) else self.otherwise

@@ -28,6 +28,6 @@ def map_tensors(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def of_one_element(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of the same type and number of dims with one element, which as an index is in bounds."""
+    """A plain tensor of the same dtype and number of dims with one element, which as an index is in bounds."""
     make = torch.ones if tensor.is_floating_point() else torch.zeros
     return make((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

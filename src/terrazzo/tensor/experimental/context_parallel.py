@@ -1,8 +1,9 @@
-"""`context_parallel`: attention over sequences that are spread over ranks, for models that know nothing of it.
+"""`context_parallel`: attention over sequences that are sharded over ranks, for models that are written for one device.
 
-In the block, `torch.nn.functional.scaled_dot_product_attention` is ring attention (see `ring_attention`) wherever it is
-called from: a function mode sees calls by any name, and the name in `torch.nn.functional` is replaced for PyTorch's own
-Python functions, inside which modes are off. Both look for the context of the thread; autograd's threads inherit it.
+In the block, `torch.nn.functional.scaled_dot_product_attention` is ring attention (see `ring_attention`). Its calls are
+caught in two ways: by a function mode, whatever name the caller has for it, and by replacing the name in
+`torch.nn.functional`, for PyTorch's own Python functions, inside which modes are disabled. Both ask for the context of
+the thread, which autograd's threads inherit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from terrazzo.tensor.experimental.ring_attention import Ring, Segments, head_tai
 from terrazzo.tensor.redistribute import redistribute_local
 
 _plain_attention = F.scaled_dot_product_attention
-_THREAD_STATE = "terrazzo.tensor.experimental.context_parallel"  # handed on to autograd's threads by torch
+_THREAD_STATE = "terrazzo.tensor.experimental.context_parallel"  # torch passes it on to autograd's threads
 
 
 @contextmanager
@@ -41,29 +42,30 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Run attention on sequences spread over the ranks of a mesh, and spread `buffers` so.
+    """Run attention on sequences that are sharded over the ranks of a mesh, and shard `buffers` likewise.
 
-    In the block `scaled_dot_product_attention` takes
+    In the block `scaled_dot_product_attention` accepts
 
-    - plain tensors as this rank's part of the sequence, cut as `buffers` are: into two chunks for each rank, of which
-      rank i holds the i-th from the head and the i-th from the tail, so that causal attention is the same work for all;
-    - DTensors that are sharded on the sequence (dim -2) as what they are, also unevenly; other DTensors as ever.
+    - plain tensors: this rank's part of the sequence, cut as `buffers` are. The sequence is cut into two chunks per
+      rank, and rank i holds the i-th chunk from the start and the i-th from the end, so that causal attention is the
+      same amount of work for all;
+    - DTensors that are sharded on the sequence (dim -2), also unevenly; other DTensors work as outside the block.
 
-    Its backward may run in the block or after it; recomputation by activation checkpointing has to run in it. Masks and
-    dropout within attention are refused.
+    Its backward may run in the block or after it; recomputation by activation checkpointing must run in the block.
+    Attention masks and dropout within attention raise an error.
 
     Args:
         mesh: A mesh of one dim: the ranks that share a sequence.
-        buffers: Tensors, the same on every rank, that depend on the sequence: inputs, labels, positions. In the block
-            they hold, in place, this rank's part; afterwards they are as before. No parameters. Read the gradient of a
-            buffer within the block.
-        buffer_seq_dims: The sequence dim of each buffer, whose length must divide by twice the ranks.
-        no_restore_buffers: Those of the buffers that stay sharded; they need no memory for the whole.
+        buffers: Plain tensors, the same on every rank, that have a sequence dim: inputs, labels, positions. In the
+            block they hold this rank's part, in place; afterwards they are restored. They cannot be parameters. Read
+            the gradient of a buffer inside the block.
+        buffer_seq_dims: The sequence dim of each buffer; its length must be divisible by twice the number of ranks.
+        no_restore_buffers: Buffers that stay sharded after the block; no memory is kept for their whole.
     """
     if mesh.ndim != 1:
         raise DTensorArgumentError(
-            f"context_parallel takes a mesh of one dim, this one has the shape {tuple(mesh.shape)}: "
-            "choose a dim, such as mesh['cp']"
+            f"context_parallel takes a mesh of one dim, this one has shape {tuple(mesh.shape)}: pass one of its dims, "
+            "such as mesh['cp']"
         )
     axis = axis_of(current_mesh(mesh), 0)
     wanted, dims = list(buffers or ()), list(buffer_seq_dims or ())
@@ -81,7 +83,7 @@ def context_parallel(
 
 
 def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
-    """The whole sequences of which tensors hold this rank's part under `context_parallel`; without gradients."""
+    """The whole sequences, from tensors that hold this rank's part under `context_parallel`; without gradients."""
     axis = axis_of(current_mesh(mesh), 0)
     result = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
@@ -103,7 +105,7 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: s
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         problem = None
         if isinstance(buffer, (nn.Parameter, DTensor)):
-            problem = f"is a {type(buffer).__name__}; buffers are plain tensors that are no parameters"
+            problem = f"is a {type(buffer).__name__}; buffers must be plain tensors that are not parameters"
         elif not buffer.is_leaf:
             problem = "has a graph: shard it before differentiating through it, or detach it"
         elif buffer.grad is not None:
@@ -183,8 +185,8 @@ def _attention(
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None or dropout_p:
         raise UnsupportedCallError(
-            "attention on a sequence that is spread over ranks takes neither attn_mask nor dropout_p: use is_causal, "
-            "and dropout outside of attention"
+            "attention on a sequence that is sharded over ranks supports neither attn_mask nor dropout_p: use "
+            "is_causal, and dropout outside attention"
         )
     _check_shapes(query, key, value, enable_gqa)
     return attend(query, key, value, is_causal, 1 / sqrt(query.shape[-1]) if scale is None else scale)
@@ -200,8 +202,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     )
     if not fits:
         raise DTensorArgumentError(
-            f"attention on a sequence that is spread over ranks: query {tuple(query.shape)}, key {tuple(key.shape)} "
-            f"and value {tuple(value.shape)} do not fit together{'' if enable_gqa else ' (enable_gqa is off)'}"
+            f"attention on a sequence that is sharded over ranks: query {tuple(query.shape)}, key {tuple(key.shape)} "
+            f"and value {tuple(value.shape)} do not fit together{'' if enable_gqa else ' (enable_gqa is False)'}"
         )
 
 
@@ -211,8 +213,8 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, sc
     n = axis.size
     if is_causal and (query.shape[-2] % 2 or key.shape[-2] % 2):
         raise DTensorError(
-            f"causal attention under context_parallel: {query.shape[-2]} queries and {key.shape[-2]} keys on this rank "
-            "are no two chunks of equal length, as the parts of its buffers are"
+            f"causal attention under context_parallel: {query.shape[-2]} queries and {key.shape[-2]} keys on this "
+            "rank, expected two chunks of equal length, as context_parallel cuts its buffers"
         )
     if is_causal:
         queries = head_tail(axis.index, n, query.shape[-2] * n)
@@ -244,7 +246,7 @@ def _attend_distributed(query: Any, key: Any, value: Any, is_causal: bool, scale
 
 
 def _placement(m: int, p: Placement, query: DTensor, key: DTensor) -> Placement:
-    """What this mesh dim may keep: shards of the sequence, of batches, and of heads where groups stay together."""
+    """The placement that this mesh dim may keep: shards of the sequence, of the batch, or of whole groups of heads."""
     if isinstance(p, Partial) or p.is_shard(query.dim() - 1):
         return Replicate()
     if p.is_shard(query.dim() - 3) and key.shape[-3] != query.shape[-3]:
@@ -256,7 +258,7 @@ def _placement(m: int, p: Placement, query: DTensor, key: DTensor) -> Placement:
 
 
 def _segments(layout: Layout, dims: Sequence[int], position: int, sequence: int) -> Segments:
-    """The run of positions that a rank of the axis holds."""
+    """The run of positions that the rank at `position` on the axis holds."""
     assert layout.coord is not None
     coordinate = list(layout.coord)
     for m in reversed(dims):

@@ -1,4 +1,4 @@
-"""`local_map`: a function of plain tensors, applied to this rank's parts of DTensors."""
+"""`local_map`: a function of plain tensors, applied to the local tensors of DTensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor
 
 PlacementType: TypeAlias = Sequence[Placement] | None
-"""How one argument or result is placed: one placement per mesh dim, or None for what is no tensor."""
+"""How one argument or result is placed: one placement per mesh dim, or None for what is not a tensor."""
 
 
 def local_map(
@@ -32,29 +32,28 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Make a function of plain tensors one of DTensors: it is called with locals, and what it returns is wrapped.
+    """Turn a function of plain tensors into one of DTensors: it gets local tensors, and its results are wrapped.
 
-    Communication within `func` is its own affair. Called without any DTensor, the result is `func`'s own.
+    `func` does its own communication, if any. If no argument is a DTensor, the result is `func`'s own.
 
-    Gradients: an input that is replicated along a mesh dim along which another input or an output varies takes part in
-    a computation that differs between ranks. Each rank computes a term of its gradient, and the terms are summed
-    (PyTorch's function takes each rank's term for the whole). Where `func` sums by itself, say so with
-    `in_grad_placements`.
+    Gradients: if an input is replicated along a mesh dim along which another input or an output differs between ranks,
+    each rank computes only a term of that input's gradient, and the terms are summed (PyTorch's function takes each
+    rank's term for the whole gradient). Where `func` sums them itself, say so with `in_grad_placements`.
 
     Args:
-        func: Called with the locals of its DTensor arguments.
-        out_placements: The placements of the result; where the result, flattened, has several values, a tuple with an
-            entry for each, None for what is no tensor.
-        in_placements: The required placements of each flattened positional argument, None for what is no tensor, or of
-            each tensor among them. None requires nothing. Plain tensors are passed on as they are.
-        in_grad_placements: How the gradients that `func` computes for its inputs are placed, aligned as
+        func: Called with the local tensors of its DTensor arguments.
+        out_placements: The placements of the result; if the flattened result has several values, a tuple with an entry
+            for each, None for what is not a tensor.
+        in_placements: The required placements of each flattened positional argument, None for what is not a tensor, or
+            one entry for each tensor among them. None requires nothing. Plain tensors are passed on unchanged.
+        in_grad_placements: The placements of the gradients that `func` computes for its inputs, in the same order as
             `in_placements`. A mesh is taken for `device_mesh`, which had this position before PyTorch 2.7.
         device_mesh: The mesh of all DTensors; by default that of the arguments.
-        redistribute_inputs: Whether to bring inputs to the required placements rather than raise.
+        redistribute_inputs: Redistribute inputs to the required placements instead of raising.
 
     Raises:
-        LocalMapError: An `AssertionError`: meshes differ, or values and placements do not match in number or kind.
-        PlacementMismatchError: A `ValueError`: an input is placed otherwise than required.
+        LocalMapError: (an `AssertionError`) Meshes differ, or values and placements do not match in number or kind.
+        PlacementMismatchError: (a `ValueError`) An input does not have the required placements.
     """
     if isinstance(in_grad_placements, DeviceMesh):
         in_grad_placements, device_mesh = None, in_grad_placements
@@ -91,8 +90,8 @@ def local_map(
         results, result_spec = tree_flatten(func(*local_args, **local_kwargs))
         if len(results) != len(outs):
             raise LocalMapError(
-                f"local_map: {_name(func)} returned {len(results)} values, out_placements is for {len(outs)}: "
-                f"{list(outs)}. Give one entry per value, None for what is no tensor"
+                f"local_map: {_name(func)} returned {len(results)} values, but out_placements has {len(outs)} entries: "
+                f"{list(outs)}. Give one entry per value, None for what is not a tensor"
             )
         wrapped = [region.leave(_name(func), x, p) for x, p in zip(results, outs, strict=True)]
         return tree_unflatten(wrapped, result_spec)
@@ -125,7 +124,7 @@ def _common_mesh(flat: Sequence[Any], device_mesh: DeviceMesh | None) -> DeviceM
     for other in meshes:
         if other != mesh:
             raise LocalMapError(
-                f"local_map: a DTensor lives on {other}, not on {mesh}; bring all to one mesh with "
+                f"local_map: a DTensor is on {other}, not on {mesh}; move all of them to one mesh with "
                 "x.redistribute(mesh, placements)"
             )
     return mesh if mesh is None else current_mesh(mesh)  # type: ignore[return-value]  # None only without DTensors
@@ -134,7 +133,7 @@ def _common_mesh(flat: Sequence[Any], device_mesh: DeviceMesh | None) -> DeviceM
 def _aligned(
     what: str, placements: Sequence[PlacementType] | None, flat: Sequence[Any], positional: int
 ) -> list[PlacementType]:
-    """One entry per flattened argument, keyword arguments last; those have none."""
+    """One entry per flattened argument; keyword arguments come last and have None."""
     if placements is None:
         return [None] * len(flat)
     result: list[PlacementType]
@@ -147,7 +146,7 @@ def _aligned(
     else:
         raise LocalMapError(
             f"local_map: {len(placements)} {what} for {positional} flattened arguments, of which {len(tensors)} are "
-            "tensors: give one per argument, None for what is no tensor, or one per tensor"
+            "tensors: give one per argument (None for what is not a tensor) or one per tensor"
         )
     return result + [None] * (len(flat) - positional)
 
@@ -156,14 +155,14 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
     if not isinstance(x, DTensor):
         if need is not None and not isinstance(x, torch.Tensor):
             raise LocalMapError(
-                f"local_map: argument {position} is no tensor but {type(x).__name__}: in_placements must be None "
+                f"local_map: argument {position} is a {type(x).__name__}, not a tensor: in_placements must be None "
                 f"for it, not {list(need)}"
             )
         return x
     if need is None:
         if check:
             raise LocalMapError(
-                f"local_map: argument {position}, a DTensor, expects placements, but in_placements has None for it"
+                f"local_map: argument {position} is a DTensor, but in_placements has None for it: give its placements"
             )
         return x
     layout = x._layout
@@ -171,14 +170,14 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
         return x
     if not redistribute:
         raise PlacementMismatchError(
-            f"local_map: argument {position} is placed {list(x.placements)}, the function requires {list(need)}; "
+            f"local_map: argument {position} is placed {list(x.placements)}, but in_placements requires {list(need)}; "
             "redistribute it, or set redistribute_inputs=True"
         )
     return x.redistribute(placements=tuple(need))
 
 
 def _varying(layouts: Sequence[Layout], outs: Sequence[PlacementType]) -> frozenset[int]:
-    """The mesh dims along which ranks compute different things."""
+    """The mesh dims along which ranks compute different values."""
     dims = {m for layout in layouts for m in layout.varying}
     for placements in outs:
         dims.update(m for m, p in enumerate(placements or ()) if not isinstance(p, Replicate))
@@ -197,7 +196,7 @@ def _is_uneven(layout: Layout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The surroundings of one call: what varies, and whether ranks may hold parts of different sizes."""
+    """One call: which mesh dims vary, and whether ranks may hold parts of different sizes."""
 
     mesh: DeviceMesh
     varying: frozenset[int]
@@ -217,15 +216,15 @@ class _Region:
         if not isinstance(value, torch.Tensor):
             if placements is not None:
                 raise LocalMapError(
-                    f"local_map: {name} returned a {type(value).__name__} where out_placements has {list(placements)}; "
-                    "it must have None there"
+                    f"local_map: {name} returned a {type(value).__name__}, but out_placements has {list(placements)} "
+                    "for it; it must have None there"
                 )
             return value
         if isinstance(value, DTensor):
-            raise LocalMapError(f"local_map: {name} returned a DTensor, it must return plain tensors")
+            raise LocalMapError(f"local_map: {name} returned a DTensor, but it must return plain tensors")
         if placements is None:
             raise LocalMapError(
-                f"local_map: {name} returned a tensor of shape {tuple(value.shape)} where out_placements has None"
+                f"local_map: {name} returned a tensor of shape {tuple(value.shape)}, but out_placements has None for it"
             )
         if isinstance(value, functional_collectives().AsyncCollectiveTensor):
             value = value.wait()
@@ -233,7 +232,7 @@ class _Region:
         return DTensor.from_local(value, self.mesh, placements, shape=shape)
 
     def _shape(self, local: torch.Tensor, placements: Sequence[Placement]) -> list[int]:
-        """The global shape, from all ranks' local ones."""
+        """The global shape, computed from all ranks' local shapes."""
         everyone = axis_of(self.mesh, tuple(range(self.mesh.ndim)))
         mine = torch.tensor([list(local.shape)], dtype=torch.int64, device=local.device)
         table = all_gather(mine, everyone, 0, (1,) * everyone.size).cpu().view(*self.mesh.shape, local.ndim)

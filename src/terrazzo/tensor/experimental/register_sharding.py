@@ -1,4 +1,4 @@
-"""`register_sharding`: a user's own sharding rule for an operator."""
+"""`register_sharding`: a user's sharding rule for an operator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _F = TypeVar("_F", bound=Strategy)
 
 
 def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _F]:
-    """Decorate a function that says how an operator may be sharded along one mesh dim; it overrides our own rule.
+    """Decorate a function that says how an operator may be sharded along one mesh dim; it replaces our own rule.
 
-    The function is called with the operator's arguments, in which objects with `shape`, `ndim` and `placements` stand
-    for DTensors. It returns pairs: the placements of the outputs, and those of the arguments that they need (None for
-    an argument that is no tensor). For each mesh dim the cheapest pair is taken. Functions that decompose into the
-    operator (`torch.softmax` for `aten._softmax`) follow it too.
+    The function is called with the operator's arguments, with objects that have `shape`, `ndim` and `placements` in
+    place of DTensors. It returns pairs: the placements of the outputs, and the placements of the arguments that they
+    require (None for an argument that is not a tensor). For each mesh dim the cheapest pair is used. Functions that
+    decompose into the operator (`torch.softmax` for `aten._softmax`) follow it, too.
 
-    The operator must know the shape of its results: custom operators need `torch.library.register_fake`.
+    The operator must be able to compute the shape of its results: custom operators need `torch.library.register_fake`.
 
         @register_sharding(torch.ops.aten.relu.default)
         def relu_sharding(x):
@@ -50,7 +50,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
 
 
 def unregister_sharding(op: OpOverload | Sequence[OpOverload]) -> None:
-    """Undo `register_sharding`: the operators have our own rules again, or none."""
+    """Undo `register_sharding`: our own rules for the operators, if any, apply again."""
     for each in _as_ops(op):
         OVERRIDES.pop(each, None)
     routes.clear()
@@ -62,7 +62,7 @@ def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
         if not isinstance(each, OpOverload):
             raise DTensorError(
                 f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
-                + (f": choose an overload, {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
+                + (f": pass an overload, one of {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
             )
         if writes_arguments(each):
             raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
@@ -76,7 +76,9 @@ def _rule_of(op: OpOverload, strategy: Strategy) -> Callable[..., Spec]:
             _acceptable(op, call, outs, ins, len(shapes)) for outs, ins in strategy(*call.args, **call.kwargs)
         )
         if not acceptable:
-            raise DTensorError(f"the sharding registered for {op} accepts nothing for {list(call.operands)}")
+            raise DTensorError(
+                f"the sharding function registered for {op} returned no pairs for operands {list(call.operands)}"
+            )
         dims = [tuple(range(o.ndim)) for o in call.operands]
         return Spec(dims, [tuple(range(len(s))) for s in shapes], shapes, acceptable=acceptable)
 
@@ -97,8 +99,9 @@ def _acceptable(
         placed_ins = tuple(p for p in ins if p is not None)
     if len(placed_ins) != len(call.operands) or len(placed_outs) != outputs:
         raise DTensorError(
-            f"the sharding registered for {op} places {len(placed_ins)} inputs and {len(placed_outs)} outputs: "
-            f"{(list(outs), list(ins))}; this call has {len(call.operands)} DTensors and {outputs} outputs"
+            f"the sharding function registered for {op} gave placements for {len(placed_ins)} inputs and "
+            f"{len(placed_outs)} outputs: {(list(outs), list(ins))}; this call has {len(call.operands)} DTensors and "
+            f"{outputs} outputs"
         )
     return Acceptable(placed_ins, placed_outs)
 
@@ -116,7 +119,7 @@ def _output_shapes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
             result = op(*meta_args, **meta_kwargs)
     except NotImplementedError as error:
         raise DTensorError(
-            f"{op} does not know the shape of its results: give it a fake implementation with "
+            f"{op} cannot compute the shape of its results: register a fake implementation with "
             "torch.library.register_fake"
         ) from error
     shapes: list[tuple[int, ...]] = []

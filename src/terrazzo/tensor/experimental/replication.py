@@ -1,4 +1,4 @@
-"""`implicit_replication`: plain tensors among DTensors count as replicated."""
+"""`implicit_replication`: plain tensors in calls with DTensors count as replicated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from terrazzo.tensor.links import plain_tensors_replicated
 
 
 def implicit_replication() -> AbstractContextManager[None]:
-    """Let operations of this thread mix DTensors with plain tensors that every rank holds alike.
+    """Let operations of this thread mix DTensors with plain tensors that are equal on every rank.
 
-    Outside of this block such an operation is refused. Nothing checks that the ranks hold the same values.
+    Outside this block such an operation raises an error. Nothing checks that the values are equal.
 
     >>> with implicit_replication():
     ...     pass  # x_distributed + plain

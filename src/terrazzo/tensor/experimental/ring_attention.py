@@ -1,16 +1,16 @@
-"""Attention over a sequence that is spread over a line of ranks: keys and values travel in a ring.
+"""Attention over a sequence that is sharded over a line of ranks: keys and values travel around a ring.
 
-Each rank keeps its queries. In n steps the blocks of keys and values of all n ranks pass by; the softmax is built up as
-they come, with a running maximum and sum per query (online softmax), so that no rank ever holds more than two blocks.
-What backward needs is the local result and the logarithm of the softmax's denominator: with these, each block's share
-of the gradient is independent of the others. In backward the gradients of a block travel along with it, and arrive at
-home after n steps.
+Each rank keeps its queries. In n steps it receives the blocks of keys and values of all n ranks in turn. The softmax is
+accumulated block by block, with a running maximum and sum per query (online softmax), so that no rank ever holds more
+than two blocks. Backward needs the local result and the logarithm of the softmax's denominator: with these, the
+contribution of each block to the gradient is independent of the other blocks. In backward the gradients of a block
+travel with it, and are back on its rank after n steps.
 
-Which keys a query may see depends on global positions. A rank's rows are `Segments`: runs of consecutive positions, in
-the order of the rows. So causal attention can be balanced: with one piece from the head of the sequence and one from
-its tail, each rank has the same number of pairs to work on.
+Which keys a query may see depends on global positions. The rows of a rank are `Segments`: runs of consecutive
+positions, in the order of the rows. Causal attention is balanced by giving each rank one chunk from the start of the
+sequence and one from its end: then each rank has the same number of query-key pairs.
 
-Work is done in tiles of a bounded number of query rows, in float32 or wider.
+The work is done in tiles of a bounded number of query rows, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TILE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A line of ranks, and the positions of the queries here and of the keys on every rank."""
+    """A line of ranks, the positions of the queries on this rank, and those of the keys on every rank."""
 
     axis: Axis
     queries: Segments
@@ -46,7 +46,7 @@ class Ring:
 
 
 def head_tail(rank: int, ranks: int, length: int) -> Segments:
-    """The balanced share of a sequence: chunk `rank` of 2 * `ranks` from the head, and one as far from the tail.
+    """The balanced part of a sequence: chunk `rank` of 2 * `ranks` counted from the start, and the same from the end.
 
     >>> head_tail(0, 2, 8), head_tail(1, 2, 8)
     (((0, 2), (6, 2)), ((2, 2), (4, 2)))
@@ -58,7 +58,7 @@ def head_tail(rank: int, ranks: int, length: int) -> Segments:
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float) -> Tensor:
     """`scaled_dot_product_attention` of this rank's queries with all ranks' keys and values.
 
-    The second to last dim is the sequence. Queries may have a multiple of the heads (dim -3) of keys and values.
+    The second to last dim is the sequence. Queries may have a multiple of the heads (dim -3) of the keys.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -82,8 +82,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
             raise DTensorError(
-                "second derivatives of attention over a spread sequence are not available: gather the sequence first, "
-                "x.redistribute(...), for what is to be differentiated twice"
+                "attention over a sharded sequence has no second derivative: gather the sequence first, with "
+                "x.redistribute(...)"
             )
         query, key, value, out, log_sum = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
@@ -95,7 +95,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pass_on(ring: Ring, block: Tensor, received: torch.Size) -> Pending[list[Tensor]]:
-    """Send a block to the next rank, and start to receive one from the previous."""
+    """Start to send a block to the next rank, and to receive one from the previous rank."""
     axis = ring.axis
     pieces: list[Tensor | None] = [None] * axis.size
     shapes: list[torch.Size | None] = [None] * axis.size
@@ -109,7 +109,7 @@ def _arrived(ring: Ring, pending: Pending[list[Tensor]]) -> Tensor:
 
 
 def _owners(ring: Ring) -> list[int]:
-    """Whose block is here at each step."""
+    """Which rank's block is here at each step."""
     return [(ring.axis.index - step) % ring.axis.size for step in range(ring.axis.size)]
 
 
@@ -120,7 +120,7 @@ def _packed_shape(key_value: Tensor, rows: int) -> torch.Size:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The result, and per query row the logarithm of its softmax's denominator (infinite for rows that see nothing)."""
+    """The result, and per query row the logarithm of its softmax's denominator (infinite for rows without keys)."""
     wide = _wide_dtype(query.dtype)
     q = _grouped(query, key)
     state = _Softmax(
@@ -156,7 +156,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide_dtype(query.dtype)
     q, dy = _grouped(query, key), _grouped(grad, key)
-    # What a row's softmax takes away from all its scores' gradients.
+    # The sum in the gradient of a softmax, which is subtracted from the gradient of each score of the row.
     pull = (dy.to(wide) * _grouped(out, key).to(wide)).sum(-1, keepdim=True)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     owners = _owners(ring)
@@ -197,9 +197,9 @@ def _backward(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some query rows and the keys that at least one of them may see, both as local rows.
+    """Some query rows and the keys that at least one of them may see, both as local row numbers.
 
-    `offset` is by how much the first query comes after the first key; None where every query sees every key.
+    `offset` is the position of the first query minus that of the first key; None where every query sees every key.
     """
 
     rows: slice
@@ -207,7 +207,7 @@ class _Tile:
     offset: int | None
 
     def mask(self, scores: Tensor, q: Tensor) -> Tensor:
-        """Scores of invisible pairs become minus infinity; `scores` has groups of heads folded into rows."""
+        """Scores of hidden pairs become minus infinity; in `scores` the heads of a group are folded into the rows."""
         if self.offset is None:
             return scores
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
@@ -217,7 +217,7 @@ class _Tile:
 
 
 def _tiles(queries: Segments, keys: Segments, is_causal: bool) -> Iterator[_Tile]:
-    """Everything that the queries have to do with these keys."""
+    """All tiles of these queries and keys."""
     row = 0
     for q_start, q_length in queries:
         for at in range(0, q_length, TILE_ROWS):
@@ -235,7 +235,7 @@ def _tiles(queries: Segments, keys: Segments, is_causal: bool) -> Iterator[_Tile
 
 
 class _Softmax:
-    """Softmax-weighted values under way: per row the maximum so far, and sums relative to it."""
+    """The accumulated softmax-weighted values: per row the maximum so far, and sums relative to it."""
 
     def __init__(self, top: Tensor, total: Tensor, values: Tensor) -> None:
         self.top, self.total, self.values = top, total, values
@@ -245,7 +245,7 @@ class _Softmax:
         scores = tile.mask(_folded(q, rows, k.dtype) @ k.mT * scale, q)
         old, total, values = self.top[..., rows, :], self.total[..., rows, :], self.values[..., rows, :]
         top = torch.maximum(old, scores.amax(-1, keepdim=True).view(old.shape))
-        base = top.masked_fill(top == float("-inf"), 0.0)  # rows that have seen nothing
+        base = top.masked_fill(top == float("-inf"), 0.0)  # rows without a visible key so far
         kept = (old - base).exp_()
         p = (scores - base.reshape(*scores.shape[:-1], 1)).exp_()
         total.mul_(kept).add_(p.sum(-1, keepdim=True).view(old.shape))

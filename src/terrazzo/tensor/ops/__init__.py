@@ -1,1 +1,1 @@
-"""Operations: `table` is the one place that knows them all, the other modules put theirs into it, kind by kind."""
+"""Operations: `table` has one entry for each; the other modules register theirs there, grouped by kind."""

@@ -1,8 +1,8 @@
-"""How terms of half types are joined: in float32, and rounded once, as one device reduces them.
+"""How terms of half types (float16, bfloat16) are reduced: in float32, rounded once, as on one device.
 
-A rank's sum of a million float16 values may exceed what float16 holds though the sum over all ranks does not, and
-each rounding of a term adds an error that one device does not make. So a reduction whose result has a half type keeps
-its terms in float32 and joins them at once, instead of leaving terms (Partial) to whoever needs the sum.
+A rank's sum of a million float16 values may overflow although the sum over all ranks does not, and rounding each term
+adds errors that one device does not make. So a reduction whose result has a half type keeps its terms in float32 and
+reduces them at once, instead of leaving partial terms to be reduced later.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:
-    """The type to accumulate values of `dtype` in."""
+    """The dtype in which values of `dtype` are accumulated."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def in_working_type(x: Any) -> Any:
-    """A tensor, distributed or plain, in the type to accumulate it in; terms of a half type are reduced before.
+    """A tensor, distributed or plain, in the dtype to accumulate it in; terms of a half type are reduced before.
 
-    Terms may be much larger than their sum: what is computed of them could not be rounded to a half type at the end.
+    Terms may be much larger than their sum, so a result computed from them could overflow a half type at the end.
     """
     return _without_terms(x).float() if x.dtype in HALF else x
 
 
 def rounded(x: Any, dtype: torch.dtype) -> Any:
-    """A distributed tensor in `dtype`; terms are reduced before, where they are not of that type already."""
+    """A DTensor in `dtype`; terms of another dtype are reduced before the conversion."""
     return x if x.dtype == dtype else _without_terms(x).to(dtype)
 
 
@@ -47,7 +47,7 @@ def _without_terms(x: Any) -> Any:
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which a product or convolution of `dtype` runs: autocast may have its own."""
+    """The dtype in which a product or convolution of `dtype` runs: autocast may change it."""
     if not dtype.is_floating_point or dtype is torch.float64 or not torch.is_autocast_enabled(device.type):
         return dtype
     own: torch.dtype = torch.get_autocast_dtype(device.type)
@@ -55,7 +55,7 @@ def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype:
-    """The type of `func`'s result; autocast may have its own."""
+    """The dtype of `func`'s result: autocast may change it."""
     found = result_type(loc, kw)
     assert found is not None
     device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
@@ -66,7 +66,7 @@ def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype
 
 
 def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:
-    """For a rule with one result: `in_single` makes a rank's terms in float32 where the result has a half type."""
+    """For a rule with one result: `in_single` computes a rank's terms in float32 where the result has a half type."""
 
     def make(chosen: Chosen) -> Joined:
         out = chosen.outs[0]
@@ -81,9 +81,9 @@ def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:
 
 
 def with_dtype(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    """A reduction that has a `dtype` argument, of values of a half type, in float32."""
+    """A reduction of values of a half type, computed in float32 through its `dtype` argument."""
     if kw.get("dtype") is not None:
-        # The values are rounded to the type that is asked for; its sums are not.
+        # The values are rounded to the requested dtype; their sums are not.
         if loc:
             loc = [loc[0].to(kw["dtype"]), *loc[1:]]
         else:
@@ -93,18 +93,18 @@ def with_dtype(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
 
 
 def axis_of_terms(out: Layout) -> Axis:
-    """The ranks whose terms together make the output."""
+    """The ranks whose terms add up to the output."""
     return axis_of(out.mesh, tuple(m for m, p in enumerate(out.placements) if isinstance(p, Partial)))
 
 
 def axis_of_shards(chosen: Chosen) -> Axis | None:
-    """The ranks among which the factors are cut; None: each has all of it."""
+    """The ranks among which the factors are sharded; None if every rank has all of them."""
     dims = sorted({m for ms in chosen.sharded.values() for m in ms if chosen.ins[0].mesh_shape[m] > 1})
     return axis_of(chosen.ins[0].mesh, tuple(dims)) if dims else None
 
 
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`x ** exponent` of values from 0 on, with gradient 0 at 0 and infinity, as PyTorch's norms have it."""
+    """`x ** exponent` of nonnegative values, with gradient 0 at 0 and at infinity, as in PyTorch's norms."""
     end = (x == 0) | (x == float("inf"))
     return torch.where(end, x.detach() ** exponent, torch.where(end, torch.ones_like(x), x) ** exponent)
 
@@ -115,7 +115,7 @@ def root(x: torch.Tensor) -> torch.Tensor:
 
 
 def join_norms(norms: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
-    """The norm of the vector that the ranks hold parts of, from the norms of the parts; differentiable."""
+    """The norm of the vector that is sharded over the ranks, from the norms of the parts; differentiable."""
     if axis.size == 1:
         return norms
     if order == float("inf"):
@@ -128,19 +128,20 @@ def join_norms(norms: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
 
 
 def join_extremes(norms: torch.Tensor, ties: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
-    """`join_norms` of an infinite order for a backward: all elements that reach the norm share its gradient evenly.
+    """`join_norms` of an infinite order for a backward: all elements that equal the norm share its gradient evenly.
 
-    `ties` says how many of this rank's elements reach this rank's norm; in half types they are often several.
+    `ties` is how many of this rank's elements equal this rank's norm; with half types often more than one.
     """
     found = norms.detach()
     reached = found == all_reduce(found, axis, "max" if order > 0 else "min")
     own = ties.double() * reached
     share = own / all_reduce(own, axis)
-    # In float64, so that shares add up to the norm itself. A rank that does not reach it may hold an infinity.
+    # In float64, so that the shares add up to the norm itself. Masked, because the norm of another rank may be
+    # infinite.
     part = torch.where(share == 0, torch.zeros_like(share), norms.double() * share)
     return reduce_replicate(part, axis).to(norms.dtype)
 
 
 def norm_of_nothing(order: float) -> float:
-    """What a part without elements gives, so that it does not change the norm."""
+    """The norm of an empty part: the value that does not change the norm of the whole."""
     return 0.0 if order >= 0 else float("inf")

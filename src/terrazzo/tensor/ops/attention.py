@@ -1,4 +1,4 @@
-"""Scaled dot product attention: batch, heads and the queries' positions are loops, keys and features are whole."""
+"""Scaled dot product attention: batch, heads and query positions are loops; keys and features stay whole."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def sdpa(
     if dropout_p or not all(isinstance(o, Operand) and o.ndim == query.ndim for o in parts) or query.ndim < 3:
         return None
     lead = query.ndim - 2
-    heads = lead - 1 if enable_gqa else lead  # with grouped queries the last loop's sizes may differ
+    heads = lead - 1 if enable_gqa else lead  # with grouped queries the sizes of the heads' loop may differ
     if any(tuple(o.shape[:heads]) != tuple(query.shape[:heads]) for o in parts) or key.shape[:-1] != value.shape[:-1]:
         return None
     loops = tuple(range(lead))
-    # What a causal mask hides depends on the position, so its queries stay together.
+    # Which keys a causal mask hides depends on the query's position, so the queries stay whole.
     position = None if is_causal else lead
     by_operand: dict[int, Dims] = {id(o): (*loops, None, None) for o in (key, value)}
     by_operand[id(query)] = (*loops, position, None)
@@ -53,7 +53,7 @@ def attention_by_parts(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """With dropout, whose mask must not depend on placements, and for operands that are broadcast."""
+    """Attention from its parts: with dropout, whose mask must not depend on placements, and for broadcast operands."""
     if query.ndim < 2 or not query.is_floating_point() or (is_causal and attn_mask is not None):
         return NotImplemented
     if enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -66,7 +66,7 @@ def attention_by_parts(
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     weights = torch.softmax(scores, -1)
     if attn_mask is not None:
-        # A query that may look at nothing gets zeros.
+        # A query whose keys are all hidden gets zeros.
         hidden = (scores == -math.inf).all(-1, keepdim=True)
         weights = weights.masked_fill(hidden, 0.0)
     return torch.dropout(weights, dropout_p, True) @ value

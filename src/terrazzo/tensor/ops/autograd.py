@@ -1,8 +1,8 @@
-"""Autograd's entry points, for graphs that live on local tensors.
+"""Autograd's entry points for DTensors, whose graphs are those of their local tensors.
 
-`torch.autograd.backward` and `grad` are given the locals. `torch.autograd.Function.apply`, which C++ would run
-without a trace because the wrappers themselves require no gradient, is bridged: a twin class runs the user's forward
-and backward on DTensors, and is itself applied to the locals.
+`torch.autograd.backward` and `grad` are called with the local tensors. `torch.autograd.Function.apply` would record
+nothing, because the DTensors themselves require no gradient in C++. So it is bridged: a second class is applied to the
+local tensors, and runs the user's forward and backward on DTensors.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def _term_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
-    """What autograd found for a local tensor of `layout`, as the DTensor that it is: of a term the gradient of the sum.
+    """The gradient that autograd found for a local tensor of `layout`, as a DTensor; for partial, that of the sum.
 
-    Autograd lets each rank's gradient of a term vary; seen from outside it is one replicated value. It matters to the
-    backward of the backward, where what was done with that value on several ranks is summed.
+    Inside autograd each rank may have a different gradient of a term; outside it is one replicated value. This matters
+    for the backward of the backward, where gradients of that value on several ranks are summed.
     """
     if layout.dual is not layout:
         local = first_of(local, axis_of(layout.mesh, _term_dims(layout)))
@@ -53,7 +53,7 @@ def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
 
 
 def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
-    """The reverse: what autograd is to be given for a local tensor of `layout`."""
+    """The reverse of `gradient_of`: the local gradient to pass to autograd for a local tensor of `layout`."""
     dual = layout.dual
     if gradient._layout is not dual:
         gradient = gradient.redistribute(dual.mesh, dual.placements)
@@ -66,10 +66,10 @@ links.gradient_of, links.gradient_for = gradient_of, gradient_for
 
 
 def _root(output: Any, gradient: Any) -> tuple[Any, Any]:
-    """The local root and its gradient: of a sum's term the gradient is that of the sum.
+    """The local root of a backward and its gradient; the gradient of a sum's term is that of the sum.
 
-    Terms of another reduction have gradients of their own (a share for a mean, that of one rank for a maximum), so
-    these are reduced first.
+    For terms of other reductions it is not (a mean divides it, a maximum passes it to one rank), so these are reduced
+    first.
     """
     if not isinstance(output, DTensor):
         return output, gradient
@@ -131,9 +131,7 @@ def _grad(
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
     if is_grads_batched:
-        raise DTensorError(
-            "torch.autograd.grad(is_grads_batched=True) is not available for DTensors: loop over the batch"
-        )
+        raise DTensorError("torch.autograd.grad(is_grads_batched=True) does not support DTensors: loop over the batch")
     outs, ins = _as_tuple(outputs), _as_tuple(inputs)
     given = (None,) * len(outs) if grad_outputs is None else _as_tuple(grad_outputs)
     roots = [_root(o, g) for o, g in zip(outs, given, strict=True)]
@@ -149,7 +147,7 @@ def _grad(
 
 @handler("_has_compatible_shallow_copy_type")
 def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether one tensor's data can become another's: asked by `nn.Module.to`, which makes new parameters if not."""
+    """Whether a tensor can take over another's data: `nn.Module.to` asks, and makes new parameters if it cannot."""
     first, second = args
     return (
         isinstance(first, DTensor)
@@ -161,8 +159,8 @@ def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 @handler("_make_dual", "_unpack_dual")
 def forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     raise DTensorError(
-        "DTensors have no forward-mode derivatives (jvp): use backward or torch.autograd.grad, or "
-        "torch.autograd.functional.jvp, which goes through the backward twice"
+        "DTensors do not support forward-mode derivatives (jvp): use backward or torch.autograd.grad, or "
+        "torch.autograd.functional.jvp, which calls backward twice"
     )
 
 
@@ -170,10 +168,10 @@ def forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 
 
 class _Context:
-    """What the user's forward and backward see as `ctx`: saves locals, gives DTensors back."""
+    """The `ctx` of the user's forward and backward: it saves local tensors and returns DTensors."""
 
-    # `_real` is only there while forward or backward runs: kept, it would tie node and proxy into a cycle, and saved
-    # tensors would live until the garbage collector finds it.
+    # `_real` is set only while forward or backward runs: kept longer, it would make a reference cycle with the node,
+    # and saved tensors would live until the garbage collector runs.
     _real: Any
     _count: int
     _layouts: tuple[Any, ...]
@@ -216,7 +214,7 @@ _bridges_lock = threading.Lock()
 
 
 def _bridge_of(user: type) -> type:
-    """The class that is applied to locals in place of `user`; it does not refer to `user`, and is gone with it."""
+    """The class that is applied to local tensors in place of `user`. It does not keep `user` alive, nor outlives it."""
     with _bridges_lock:
         found = _bridges.get(user)
         if found is None:
@@ -230,7 +228,7 @@ _MARK = "_terrazzo_bridge"
 
 
 def _forward(ctx: Any, user: Any, report: list[Any], layouts: Any, *flat: Any) -> Any:
-    ctx.user = user  # a node is all that a class made for one call may be left of
+    ctx.user = user  # a class that is made for one call is kept alive by its node alone
     proxy = ctx.proxy = _Context(len(flat))
     proxy.__dict__["_real"] = ctx
     args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
@@ -267,22 +265,27 @@ def _backward_of_user(ctx: Any, *grads: Any) -> Any:
 def _input_grad(user: type, gradient: Any, layout: Any) -> Any:
     if isinstance(gradient, DTensor):
         if layout is None:
-            raise DTensorError(f"{user.__name__}.backward returned a DTensor for an input that is none")
+            raise DTensorError(
+                f"{user.__name__}.backward returned a DTensor as the gradient of an input that is a plain tensor"
+            )
         return gradient_for(gradient, layout)
     if isinstance(gradient, torch.Tensor) and layout is not None:
-        raise DTensorError(f"{user.__name__}.backward returned a plain tensor for a DTensor input")
+        raise DTensorError(
+            f"{user.__name__}.backward returned a plain tensor as the gradient of a DTensor input; it must return a "
+            "DTensor"
+        )
     return gradient
 
 
 def _sums(value: Any) -> Any:
-    """A DTensor without terms of reductions whose gradient is not that of a sum; anything else as it is."""
+    """A DTensor with terms of mean, max, ... reduced, as their gradient is not that of a sum; else the value itself."""
     if isinstance(value, DTensor) and not sums_only(value._layout):
         return value.redistribute(placements=value._layout.dual.placements)
     return value
 
 
 def _hook_with_dtensors(node: Any) -> None:
-    """Hooks on a bridge's node (a module's backward hooks are such) see DTensors, as the user's function does."""
+    """Hooks on a bridge's node (for example a module's backward hooks) get DTensors, as the user's function does."""
 
     def given(grads: Any, layouts: Any) -> tuple[Any, ...]:
         return tuple(
@@ -310,8 +313,8 @@ def _hook_with_dtensors(node: Any) -> None:
 
 
 def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`cls.apply` where DTensors are among the arguments."""
-    if kwargs or getattr(cls, _MARK, False) or only_saves(cls):  # a bridge would save copies of other tensors
+    """`cls.apply` when there are DTensors among the arguments."""
+    if kwargs or getattr(cls, _MARK, False) or only_saves(cls):  # a bridge would save copies of the tensors
         return plain_apply(cls, *args, **kwargs)
     report: list[Any] = []
     args = tuple(_sums(a) for a in args)

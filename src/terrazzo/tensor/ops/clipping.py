@@ -1,7 +1,8 @@
-"""`torch.nn.utils.clip_grad_norm_` over DTensors: local norms of all gradients at once, one reduction a mesh.
+"""`torch.nn.utils.clip_grad_norm_` over DTensors: the local norms of all gradients at once, one reduction per mesh.
 
-PyTorch's function takes a list, so no tensor subclass can see it as one operation; gradient by gradient it would cost a
-reduction each, and fail where parameters live on different meshes. `terrazzo._torch.clipping` has it ask here.
+PyTorch's function takes a list, so a tensor subclass does not see it as one operation. Gradient by gradient it would
+need a reduction for each, and fail where parameters are on different meshes. `terrazzo._torch.clipping` makes PyTorch's
+function call this one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from terrazzo.tensor.running import running
 
 
 def clipping_norm(tensors: list[torch.Tensor], order: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """What PyTorch's clipping asks for, in place of its own loop over tensors."""
+    """The total norm for PyTorch's clipping, in place of its own loop over tensors."""
     with running("clip_grad_norm"):
         total = total_norm(tensors, order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -32,9 +33,9 @@ def clipping_norm(tensors: list[torch.Tensor], order: float, error_if_nonfinite:
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm of all tensors taken as one vector, replicated on the mesh of the first DTensor.
+    """The norm of all tensors as one vector, replicated on the mesh of the first DTensor.
 
-    Ranks outside a tensor's mesh hold none of it and see the norm of what they hold.
+    Ranks outside a tensor's mesh hold none of it, and get the norm of what they hold.
     """
     groups: dict[Any, list[torch.Tensor]] = {}
     first: Layout | None = None

@@ -1,4 +1,4 @@
-"""Comparisons of whole tensors and questions about them, which answer alike on every rank."""
+"""Comparisons of whole tensors, and questions about them, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 @handler("equal")
 def equal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Each rank compares what it holds; one bit is reduced."""
+    """Each rank compares what it holds; one truth value is reduced."""
     admitted = admit_plain_tensors("equal", args, kwargs)
     first, second = admitted[0] if admitted is not None else args
     if first.shape != second.shape:
         return False
     layout = first._layout.dual
     if layout.coord is None:
-        return True  # nothing that this rank holds differs
+        return True  # this rank holds no element, so none that differs
     with torch.no_grad():
         mine = redistribute_local(first._local.detach(), first._layout, layout)
         other = redistribute_local(second._local.detach(), second._layout, layout)
@@ -52,7 +52,7 @@ def is_nonzero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
 )
 def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Questions about dtype and the like, which any rank's part answers."""
+    """Questions about dtype and the like, which every local tensor can answer."""
 
     def local(value: Any) -> Any:
         return value._local if isinstance(value, DTensor) else value
@@ -69,7 +69,7 @@ def is_pinned(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 @handler("is_set_to")
 def is_set_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether both are one memory, placed alike."""
+    """Whether both share their memory and are placed alike."""
     first, second = args
     both = isinstance(first, DTensor) and isinstance(second, DTensor)
     return both and first._layout is second._layout and bool(first._local.is_set_to(second._local))

@@ -1,4 +1,4 @@
-"""Composites that C++ takes apart into operations that have rules, and some whose parts are better named here."""
+"""Composites that C++ decomposes into operations with rules, and some that are decomposed here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trace(input: Any) -> Any:
 def sum_to_size(input: Any, *size: Any) -> Any:
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     if not shape:
-        return input.sum()  # of bools and small integers an int64, also where there is one element
+        return input.sum()  # of bools and small integers it is an int64, also for a single element
     lead = input.ndim - len(shape)
     if lead < 0:
         return NotImplemented

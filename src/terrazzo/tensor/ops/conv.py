@@ -1,4 +1,4 @@
-"""Convolutions: batch and channels are loops of a product; what the kernel slides over may be cut, with a halo."""
+"""Convolutions: batch and channels are loops of a product; spatial dims may be sharded, with a halo exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terrazzo.tensor.ops.table import rule
 
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
 _BATCH, _OUT, _IN = 0, 1, 2
-_SPACE = 3  # and the dims after it
+_SPACE = 3  # the first spatial dim's factor; the others follow
 _GROUPS = 6  # the position of `groups` in all of them
 
 
@@ -40,11 +40,11 @@ def conv(
 def _windows(
     input: Operand, weight: Operand, stride: Any, padding: Any, dilation: Any, n: int
 ) -> tuple[Window, ...] | None:
-    """What slides over each spatial dim; None for what PyTorch will refuse."""
+    """The window of each spatial dim; None for arguments that PyTorch will refuse."""
     kernel, steps, holes = weight.shape[2:], each(stride, n), each(dilation, n)
     if min((*kernel, *steps, *holes)) < 1:
         return None
-    if padding == "same":  # the odd one comes last
+    if padding == "same":  # if the total is odd, the end gets one more
         around = [d * (k - 1) for k, d in zip(kernel, holes, strict=True)]
         befores, afters = [total // 2 for total in around], [total - total // 2 for total in around]
         if set(steps) != {1}:
@@ -82,14 +82,14 @@ def _sliding(
     out_at: int,
     windows: Sequence[Window] = (),
 ) -> Spec | None:
-    """`out_at` says which of the weight's first two dims makes the output's channels.
+    """`out_at` says which of the weight's first two dims is the output's channels.
 
-    With `windows` spatial dims may be cut.
+    With `windows`, spatial dims may be sharded.
     """
     if min(spatial, default=0) < 0 or not (bias is None or isinstance(bias, Operand)):
         return None
     n = len(spatial)
-    first = input.ndim - n  # of the spatial dims
+    first = input.ndim - n  # the first spatial dim
     with_halo = bool(windows) and is_sharded_along(input, range(first, input.ndim))
     closed: Dims = (None,) * n
     space: Dims = tuple(range(_SPACE, _SPACE + n)) if with_halo else closed
@@ -99,7 +99,7 @@ def _sliding(
     if groups == 1:
         ins_at, weight_dims, even = _IN, ((_OUT, _IN) if out_at == 0 else (_IN, _OUT)), {}
     else:
-        # Channels may be cut between groups: the weight's first dim runs through them all, its second within one.
+        # Channels may be cut between groups: the weight's first dim counts all channels, its second those of one group.
         ins_at, weight_dims, even = _OUT, (_OUT, None), {_OUT: (groups,)}
         channels = channels if out_at == 0 else channels * groups
     ins: dict[int, Dims] = {id(input): (*batch, ins_at, *space), id(weight): (*weight_dims, *closed)}
@@ -134,7 +134,7 @@ def _sliding(
 
 
 def _with_groups(share: int) -> LocalFunction:
-    """The caller's convolution, of this rank's share of the groups."""
+    """The caller's convolution with this rank's number of groups."""
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         result: torch.Tensor
@@ -148,7 +148,7 @@ def _with_groups(share: int) -> LocalFunction:
 
 
 def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalFunction:
-    """The convolution of a part, of this local shape, of an image."""
+    """The convolution of this rank's part of an image, of the given local shape."""
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         return convolve(func, *loc, **kw)
@@ -167,7 +167,7 @@ def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalF
 
 
 def _empty(shape: tuple[int, ...], n: int) -> LocalFunction:
-    """The convolution of an empty shard: PyTorch's has no second derivatives, and other ranks' communicate."""
+    """The convolution of an empty shard; PyTorch's has no second derivative, but other ranks' communicates."""
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         named = dict(zip(("input", "weight", "bias"), loc, strict=False)) | kw
@@ -179,7 +179,7 @@ def _empty(shape: tuple[int, ...], n: int) -> LocalFunction:
 def _nothing(
     shape: tuple[int, ...], n: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Nothing but the bias; the operands are part of the graph, for backward communicates with other ranks."""
+    """Zeros and the bias; all operands are in the graph, because backward communicates with other ranks."""
     result = x.new_zeros(shape) + (x.reshape(-1)[:0].sum() + weight.reshape(-1)[:0].sum())
     if bias is not None:
         result = result + bias.view(-1, *(1,) * n)

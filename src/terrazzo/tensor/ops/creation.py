@@ -1,7 +1,7 @@
-"""New tensors made from another one's type: the result takes the other's placement where it has its shape.
+"""New tensors with another tensor's dtype and device; they also get its placements if they have its shape.
 
-The values of the other one are not looked at, so it is never moved: where the shapes differ, and where it holds terms,
-every rank makes the result as it is.
+The other tensor's values do not matter, so it is never redistributed: if the shapes differ, or it is partial, the new
+tensor is replicated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def new_tensor(call: Call, input: Operand, size: Any, *args: Any, **kwargs: Any)
 def new_empty_strided(
     call: Call, input: Operand, size: Sequence[int], stride: Sequence[int], **kwargs: Any
 ) -> Spec | None:
-    """Each rank's part has its dims in the order in which the strides have them."""
+    """Each rank's part has its dims in the memory order that the strides give."""
     if not all(isinstance(n, int) for n in (*size, *stride)) or len(size) != len(stride):
         return None
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
@@ -68,7 +68,7 @@ def _made(input: Operand, shape: tuple[int, ...], make: Any) -> Spec:
 
 @handler("new_tensor")
 def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The caller's data, which every rank has: replicated."""
+    """The caller's data is the same on every rank, so the result is replicated."""
     source = args[0]
     if not isinstance(source, DTensor) or any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
         return NotImplemented
@@ -81,7 +81,7 @@ def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Terms of zeros are zeros; whatever else takes the place of terms is replicated."""
+    """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate."""
     if len(call.operands) != 1:
         return None
     dims = tuple(range(input.ndim))

@@ -1,4 +1,4 @@
-"""Distances and directions between rows of numbers; the rows are whole."""
+"""Distances between rows and cross products of rows; the rows stay whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from terrazzo.tensor.ops.views import norm_dim
 
 @rule("cdist")
 def cdist(call: Call, x1: Operand, x2: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Every row of the one with every row of the other."""
+    """Every row of x1 with every row of x2."""
     if call.operands != [x1, x2] or min(x1.ndim, x2.ndim) < 2 or x1.shape[-1] != x2.shape[-1]:
         return None
     try:

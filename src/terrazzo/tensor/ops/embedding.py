@@ -1,4 +1,4 @@
-"""Embeddings. Ranks that share a vocabulary look up their own rows and give zeros for the others': terms."""
+"""Embeddings. Ranks that share a vocabulary look up their own rows and return zeros for the others: partial terms."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ F = torch.nn.functional
 
 @rule("embedding")
 def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
-    """`F.embedding(input, weight, ...)` and `aten.embedding(weight, indices, ...)` differ in the order of the two."""
+    """`F.embedding(input, weight, ...)` and `aten.embedding(weight, indices, ...)` take the two in different order."""
     given = _named(call, args, kwargs)
     weight, indices = given["weight"], given["indices"]
     if not isinstance(weight, Operand) or not isinstance(indices, Operand) or weight.ndim != 2:
         return None
     if given.get("max_norm") is not None:
-        return None  # renormalises the weight in place
+        return None  # max_norm renormalises the weight in place
     ids = tuple(range(indices.ndim))
     row, column = indices.ndim, indices.ndim + 1
     by_operand = {id(weight): (row, column), id(indices): ids}
@@ -42,7 +42,7 @@ def embedding(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
         [(*ids, column)],
         [(*indices.shape, weight.shape[1])],
         reduce={row: "sum"},
-        # How often a word occurs is known only to whom all of the indices are.
+        # Counting how often a word occurs needs all indices on one rank.
         whole=frozenset((*ids, row)) if by_frequency else frozenset(),
         localize=localize,
     )
@@ -82,8 +82,8 @@ def embedding_bag(
     scale_grad_by_freq: bool = False, mode: Any = None, sparse: bool = False, per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Any:  # fmt: skip
-    """Bags of one size (a matrix of indices) are a lookup and a sum; others are gathered."""
-    # The C++ function names its mode by a number, in another place.
+    """Bags of one size (a matrix of indices) are a lookup and a sum; for others the operands are gathered."""
+    # The C++ function takes the mode as a number, at another position.
     if (
         not isinstance(mode, str)
         or mode not in ("sum", "mean")

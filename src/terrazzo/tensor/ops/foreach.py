@@ -1,7 +1,7 @@
-"""Lists of tensors at once: `_foreach_*` and `_fused_*`, on which optimizers and clipping rest.
+"""Lists of tensors at once: `_foreach_*` and `_fused_*`, which optimizers and clipping use.
 
-The lists are unwrapped once. Elementwise updates run on the locals when the tensors of one position are placed alike
-and none holds terms, which is what optimizers do; anything else goes tensor by tensor through the ordinary operations.
+The lists are unwrapped once. Elementwise updates run on the local tensors when the tensors at each position are placed
+alike and none is partial, as in optimizers; other lists are processed tensor by tensor with the ordinary operations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def locals_of(value: Any) -> Any:
 
 
 def _layouts(tensors: Sequence[Any]) -> list[Layout | None]:
-    """Their layouts, None for a plain tensor: a model may have both kinds of parameters."""
+    """The layouts of the tensors, None for a plain one: a model may have both kinds of parameters."""
     try:
         return [x._layout for x in tensors]
     except AttributeError:
@@ -49,7 +49,7 @@ def _layouts(tensors: Sequence[Any]) -> list[Layout | None]:
 
 
 def placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the locals can be updated as they are."""
+    """Whether the local tensors can be updated without redistributing."""
     layouts = _layouts(first)
     if any(layout is not None and layout.dual is not layout for layout in set(layouts)):
         return False
@@ -63,10 +63,10 @@ def placed_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def locals_to_step(params: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]] | None:
-    """The lists of an optimizer's step, unwrapped once; None where they cannot be updated as they are.
+    """The lists of an optimizer's step, unwrapped once; None where the local tensors cannot be updated directly.
 
-    A step with `foreach=True` is a dozen list operations, each of which would find out again that its tensors are
-    DTensors, placed alike. The functions that make such a step work element by element, tensor by tensor.
+    A step with `foreach=True` is a dozen list operations, and each would check again that its tensors are DTensors and
+    placed alike. These steps work element by element and tensor by tensor, so one check is enough.
     """
     if CopiedView in map(type, params) or not placed_alike(params, others):
         return None
@@ -74,7 +74,7 @@ def locals_to_step(params: list[Any], others: list[Any]) -> tuple[list[Any], lis
 
 
 def _is_scalar(x: Any) -> bool:
-    """A number on every rank, plain or replicated."""
+    """Whether every rank has the same number: a plain one or a replicated 0-d DTensor."""
     if isinstance(x, DTensor):
         return x._layout.ndim == 0 and x._layout.is_replicated
     return not isinstance(x, torch.Tensor) or x.dim() == 0
@@ -160,7 +160,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _bounded(single: str, x: Any, bound: Any) -> Any:
-    """maximum and minimum take numbers in lists, clamp_min and clamp_max tensors: one meaning, several spellings."""
+    """maximum, minimum (with numbers in lists), clamp_min and clamp_max (with tensors) are the same operations."""
     base = single.rstrip("_")
     upper = base in ("clamp_max", "minimum")
     result = torch.clamp(x, max=bound) if upper else torch.clamp(x, min=bound)
@@ -187,7 +187,7 @@ def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:
-    """Gradients that are placed otherwise are brought to their parameters' layout."""
+    """Gradients with other placements are redistributed to their parameters' layout."""
     if not _is_list(value) or len(value) != len(first):
         return value
     return [
@@ -197,7 +197,7 @@ def _placed_like(value: Any, first: Sequence[DTensor]) -> Any:
 
 
 def local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norms of plain tensors, those of half types in float32; a tensor without elements changes no norm."""
+    """The norms of plain tensors, in float32 for half types; an empty tensor gets the value that changes no norm."""
     norms: list[Any] = [None] * len(tensors)
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
@@ -245,7 +245,7 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """GradScaler's unscaling: an overflow on one rank is an overflow on all. Some gradients may be plain tensors."""
+    """GradScaler's unscaling: an overflow on one rank counts on all ranks. Some gradients may be plain tensors."""
     grads, found_inf, inv_scale = args
     func([locals_of(g) for g in grads], locals_of(found_inf), locals_of(inv_scale))
     found = locals_of(found_inf)
@@ -263,7 +263,7 @@ def _update_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _register() -> None:
-    """A handler for every list operation that this torch has."""
+    """Register a handler for every list operation that the installed torch has."""
     apart: dict[str, Handler] = {"_foreach_norm": _norms, "_foreach_max": _one_by_one}
     names = {n for n in (*dir(torch.ops.aten), *dir(torch)) if n.startswith("_foreach_") and not n.endswith("_out")}
     for name in sorted(names):

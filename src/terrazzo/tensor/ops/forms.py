@@ -1,9 +1,9 @@
-"""The forms of a call: what is given by keyword is brought to its place once, so that all else sees one form.
+"""The forms of a call: keyword arguments are moved to their positions once, so that all other code sees one form.
 
-`torch.mean(input=x, dim=0)`, `torch.mean(x, dim=0)` and `x.mean(axis=0)` become `mean(x, 0)`. The names and places come
-from the function itself if it is written in Python, else from the schemas of ATen's operators of its name. What can
-only be given by keyword, and what stands behind an argument that is not given, stays where it is under PyTorch's own
-name for it.
+`torch.mean(input=x, dim=0)`, `torch.mean(x, dim=0)` and `x.mean(axis=0)` become `mean(x, 0)`. Names and positions come
+from the function itself if it is written in Python, else from the schemas of the ATen operators of its name. Arguments
+that can only be given by keyword, and those behind an argument that is left out, stay keyword arguments under PyTorch's
+own names.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, schema_of
 from terrazzo.tensor.dispatch.names import canonical_name
 
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-"""Names that PyTorch's C++ functions take from numpy, and its own."""
+"""Numpy's names for arguments, which PyTorch's C++ functions accept, and PyTorch's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Names of the arguments that may be given by position, in order, and of those that may only be named."""
+    """The names of the arguments that may be given by position, in order, and of those that are keyword-only."""
 
     positional: tuple[str, ...]
     named: frozenset[str]
     renames: bool
-    """Whether numpy's names for arguments are understood, as functions in C++ do."""
+    """Whether numpy's names for arguments are accepted, as functions in C++ do."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Of functions in Python: a gap between given arguments may be filled."""
+    """For functions in Python: the defaults that may fill a gap between given arguments."""
 
     def name(self, given: str) -> str:
         """The signature's own name for an argument."""
@@ -44,20 +44,20 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the arguments of one form of a call are brought to their places."""
+    """How the arguments of one form of a call are moved to their positions."""
 
     order: tuple[tuple[str, Any], ...]
-    """What follows the positional arguments: a keyword's value or, where one is left out, its default."""
+    """What follows the positional arguments: the value of a keyword or, where it is left out, its default."""
     keep: tuple[tuple[str, str], ...]
-    """The keyword arguments that stay: as given, and by the signature's own name."""
+    """The keyword arguments that stay: the given name, and the signature's own name."""
 
     @property
     def changes(self) -> bool:
-        """Whether it is another form than the caller's."""
+        """Whether this is another form than the caller's."""
         return bool(self.order) or any(given != own for given, own in self.keep)
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments in their places.
+        """The arguments in their positions.
 
         >>> form = form_of(torch.sum, (), {"dim": 0, "input": None})
         >>> form.apply((), {"dim": 0, "input": "x"})
@@ -69,7 +69,7 @@ class Form:
 
 @functools.lru_cache(maxsize=4096)
 def signatures(func: Any) -> tuple[Signature, ...]:
-    """What is known of a function's arguments: one signature in Python, one per overload in C++.
+    """The signatures of a function: one if it is in Python, one per overload if it is in C++.
 
     >>> signatures(torch.nn.functional.relu)[0].positional
     ('input', 'inplace')
@@ -89,7 +89,7 @@ def signatures(func: Any) -> tuple[Signature, ...]:
     if packet is None or not hasattr(packet, "overloads"):
         return ()
     own = "self" if isinstance(func, OpOverloadPacket) else "input"
-    # `out=` is dealt with before (`dispatch.out`); TorchScript's own overloads are not for Python.
+    # `out=` has been handled before (`dispatch.out`); TorchScript's overloads are not callable from Python.
     overloads = [o for o in packet.overloads() if o != "out" and not o.endswith("_out") and not o.startswith("prim_")]
     found = [_of_schema(schema_of(getattr(packet, o)), own) for o in overloads]
     return tuple(dict.fromkeys(found))
@@ -116,7 +116,7 @@ def _of_schema(schema: Any, own: str) -> Signature:
 
 
 def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """How to bring the arguments of this call to their places; None if they are, or if no signature fits.
+    """How to move the arguments of this call to their positions; None if they are there, or if no signature fits.
 
     >>> form_of(torch.sum, ("x",), {"dtype": torch.float32}) is None
     True
@@ -132,8 +132,8 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
             return None
         for at, (kind, given) in enumerate(form.order):
             if kind == "given" and places.setdefault(given, at) != at:
-                return None  # overloads disagree, and which one is meant the types say: C++ knows
-        # What can only be named is clearer than what an older overload took by position.
+                return None  # overloads disagree, and only C++ knows from the types which one is meant
+        # An overload in which the arguments stay keyword-only is preferred to an older one that took them by position.
         rank = (unplaced, len(form.order))
         if best is None or rank < best[0]:
             best = rank, form
@@ -141,7 +141,7 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
 
 
 def _fit(signature: Signature, count: int, kwargs: Mapping[str, Any]) -> Form | None:
-    """The form of a call with `count` positional arguments under a signature, None if it is not one of its calls."""
+    """The form of a call with `count` positional arguments under a signature; None if the call does not fit it."""
     by_name = {signature.name(given): given for given in kwargs}
     if len(by_name) != len(kwargs):
         return None
@@ -168,7 +168,7 @@ def _fit(signature: Signature, count: int, kwargs: Mapping[str, Any]) -> Form | 
 
 
 def names_of(func: Any, args: Sequence[Any]) -> tuple[str, ...] | None:
-    """What a function written in Python calls its positional arguments; None for others, or if it takes any number.
+    """The names of the positional arguments of a function in Python; None for others, or for `*args`.
 
     >>> names_of(torch.nn.functional.mse_loss, ("x", "y"))
     ('input', 'target')
@@ -178,7 +178,7 @@ def names_of(func: Any, args: Sequence[Any]) -> tuple[str, ...] | None:
 
 
 def place_of(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Which positional argument of a call is the one of this name; None if it is not given by position.
+    """The position of the argument with this name in a call; None if it is not given by position.
 
     >>> place_of("reduction", torch.nn.functional.mse_loss, ("x", "y", None, None, "sum"), {})
     4

@@ -1,4 +1,4 @@
-"""Fourier transforms: the transformed dims are whole, all others pass; they are linear, so terms do."""
+"""Fourier transforms: the transformed dims stay whole, other dims may be sharded; they are linear, so terms pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from terrazzo.tensor.ops.views import norm_dim
 
 body("fft_fftshift", "fft_ifftshift")
 
-_HALVES = ("fft_rfft", "fft_ihfft")  # of a real input half of the result is kept
+_HALVES = ("fft_rfft", "fft_ihfft")  # for a real input only half of the result is stored
 _DOUBLES = ("fft_irfft", "fft_hfft")
 
 
@@ -64,8 +64,8 @@ def _transform(kind: str, input: Operand, dims: list[int], lengths: list[Any], l
             return None
 
         def nothing(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-            # The library of transforms refuses tensors without elements. Part of the graph: other ranks' backward
-            # may communicate with this one's.
+            # PyTorch's transforms refuse empty tensors. The result is in the graph, because other ranks' backward may
+            # communicate with this one's.
             x = loc[0] if loc else kw["input"]
             one = func(x.new_zeros([n if d in dims else 1 for d, n in enumerate(x.shape)]), *loc[1:], **kw)
             total = x.sum()

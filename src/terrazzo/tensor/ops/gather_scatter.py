@@ -15,7 +15,7 @@ def gather(call: Call, input: Operand, dim: int, index: Operand, *, sparse_grad:
         return None
     d = norm_dim(dim, input.ndim)
     along = input.ndim
-    # Other dims of the index may be shorter than the input's: only equal ones are one loop.
+    # Other dims of the index may be shorter than the input's; only dims of equal size are one loop.
     same: Dims = tuple(i if i != d and input.shape[i] == index.shape[i] else None for i in range(input.ndim))
     out = tuple(along if i == d else f for i, f in enumerate(same))
     return Spec([same, out], [out], [index.shape])
@@ -37,15 +37,15 @@ def index_select(call: Call, input: Operand, dim: int, index: Operand) -> Spec |
 def scatter(
     call: Call, input: Operand, dim: int, index: Operand, src: Any = None, *rest: Any, **kwargs: Any
 ) -> Spec | None:
-    """Dims other than `dim` pass where all have the same size.
+    """Dims other than `dim` may be sharded where all operands have the same size.
 
-    What is added up may be cut along `dim`, where each rank's part gives a term.
+    Where values are added, `dim` may be sharded, too, and each rank's part gives a term.
     """
     if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     given = [o for o in call.operands[1:] if o is not index]
-    values = given[0] if given else None  # `src`, or a number (`value=`), which a 0-d tensor may be
+    values = given[0] if given else None  # `src`, or `value=`, a number or a 0-d tensor
     if len(given) > 1 or (values is not None and values.ndim not in (0, input.ndim)):
         return None
     tensors = [input, index] + ([values] if values is not None and values.ndim else [])

@@ -1,7 +1,7 @@
-"""Windows that slide over a sharded dim: each rank fetches the rows beyond its own that its windows reach.
+"""Windows that slide over a sharded dim: each rank fetches the rows beyond its own that its windows need.
 
-Inputs and outputs are cut alike, as `torch.chunk` cuts them, so where a window looks is arithmetic.  The rows come from
-whichever ranks hold them (neighbours, but for tiny shards), and their gradients go back the same way.
+Inputs and outputs are both cut as `torch.chunk` does, so which rows a window needs is arithmetic.  The rows come from
+the ranks that hold them (neighbours, except for tiny shards), and their gradients go back the same way.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Window:
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, size: int) -> int:
-        """How many there are on `size` inputs."""
+        """The number of outputs for `size` inputs."""
         return (size + self.before + self.after - self.span) // self.stride + 1
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """The inputs that outputs `start` to `stop` look at; padding has numbers below 0 and beyond the last."""
+        """The inputs that outputs `start` to `stop` need; padding counts as below 0 and beyond the last input."""
         return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.span
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """What this rank sends and receives along one dim, and the shape of what it then has."""
+    """What this rank sends and receives along one dim, and the resulting shape."""
 
     axis: Axis
     send: tuple[Box | None, ...]
@@ -60,13 +60,13 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """How one rank gets all that its windows look at."""
+    """How one rank gets all rows that its windows need."""
 
     fetches: tuple[_Fetch, ...]
     pads: tuple[int, ...]  # as `torch.nn.functional.pad` takes them
 
     def around(self, x: torch.Tensor, padding: float) -> torch.Tensor:
-        """The local tensor with what lies around it, padded with `padding` at the ends of the whole tensor."""
+        """The local tensor with the rows around it; `padding` fills the ends of the whole tensor."""
         for fetch in self.fetches:
             x = exchange(x, fetch.axis, fetch.send, fetch.receive, fetch.shape)
         return F.pad(x, self.pads, value=padding) if any(self.pads) else x
@@ -75,9 +75,9 @@ class Halo:
 def plan_halo(
     source: Layout, result: Layout, windows: Mapping[int, Window], sharded: Mapping[int, Sequence[int]]
 ) -> Halo:
-    """How this rank gets what `windows` (by dim, all that slide) look at; `sharded` has mesh dims, outermost first.
+    """How this rank gets the rows that `windows` (per dim) need; `sharded` has the mesh dims, outermost first.
 
-    Along dims that are not sharded only the padding is done.
+    Dims that are not sharded are only padded.
     """
     shape = list(source.local_shape)
     fetches = []
@@ -127,7 +127,7 @@ def _plan_fetch(
     own = list(shape)
     own[dim] = rows
     first, last = raw[axis.index]
-    # A window that lies in the padding alone sees nothing of the tensor: all of it is padding.
+    # A window that lies in the padding alone contains no row: all of it is padding.
     before, after = (low - first, last - high) if rows else (last - first, 0)
     return _Fetch(axis, send, receive, tuple(own)), before, after
 
@@ -141,7 +141,7 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def each(value: Any, n: int) -> tuple[int, ...]:
-    """An argument that is given once for all dims, or for each.
+    """An argument that is given once for all dims or once for each.
 
     >>> each(2, 3), each((1, 2), 2)
     ((2, 2, 2), (1, 2))

@@ -1,9 +1,9 @@
 """`x[...]` and `x[...] = value`.
 
-Basic indices (ints, slices, None, Ellipsis) become one view rule: a dim taken whole keeps its shards, a dim that is
-cut or selected is gathered. Assignment through basic indices never gathers: each rank writes what falls into its own
-box. Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards too: tensors of
-integers by the rule, whatever else is among them is done before, or on all ranks.
+Basic indices (ints, slices, None, Ellipsis) are one view rule: a dim that is taken whole keeps its shards, a dim that
+is cut or selected is gathered. Assignment through a basic index never gathers: each rank writes the elements in its own
+box. Index tensors, boolean masks and mixtures are advanced indexing, where whole dims keep their shards, too: integer
+tensors have a rule; masks and the rest are handled before it, or with the index on all ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from terrazzo.tensor.strides import check_no_overlap, with_strides_of
 
 
 def index_otherwise(target: Any, index: Any) -> Any:
-    """Indexing by tensors, lists and masks."""
+    """Indexing by tensors, lists and masks, where the rule does not apply."""
     if not isinstance(target, DTensor):
         raise DTensorError(
-            "a plain tensor is indexed with a DTensor: index a DTensor, or use index.full_tensor() for the plain one"
+            "a plain tensor cannot be indexed with a DTensor: index a DTensor, or use index.full_tensor()"
         )
     items = normal(index)
     if not is_basic(items):
         return _advanced(target, items)
     if is_basic(as_tuple(index)):
-        return NotImplemented  # an index that the rule refuses is one that the function itself words an error for
+        return NotImplemented  # an invalid index: the function itself raises the error
     return run_again(torch.Tensor.__getitem__, (target, items), {})
 
 
@@ -75,8 +75,8 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
         elif not -n <= i < n:
             raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
         d += 1
-    # The caller's own slices are right for the locals too: a dim that stays sharded is one that the index takes whole,
-    # but its bounds may be global numbers, so they are written as a full slice.
+    # A sharded dim stays sharded only if the index takes it whole. Its slice may have global bounds, which would be
+    # wrong for the local tensor, so it is replaced by a full slice.
     local_index = tuple(
         slice(None) if isinstance(i, slice) and ins[k] is not None else i for i, k in _with_dims(items, input.ndim)
     )
@@ -92,7 +92,7 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
 
 
 def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:
-    """Each item of the expanded index with the dim that it takes (0 for those that take none)."""
+    """Each item of the expanded index with the dim that it applies to (0 for items without a dim)."""
     result, d = [], 0
     for i in expanded(items, ndim):
         result.append((i, 0 if i is None else d))
@@ -105,16 +105,16 @@ def _replicated(layout: Layout) -> Layout:
 
 
 def _full(value: Any, like: Layout) -> Any:
-    """An index item on every rank."""
+    """An index item, gathered on every rank."""
     if isinstance(value, DTensor):
         return redistribute_local(value._local.detach(), value._layout, _replicated(value._layout))
     return value
 
 
 def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
-    """Tensors of integers, and dims taken whole; None if something else chooses, too, as far as can be seen.
+    """The rule for integer tensors and whole dims; None if there is another kind of item, as far as it can be seen.
 
-    Dims taken whole keep their shards, and what is picked is cut as the indices are.
+    Whole dims keep their shards; the dims of the result that come from the indices are sharded as the indices are.
     """
     if sum(i is Ellipsis for i in items) > 1 or not all(
         isinstance(i, slice) or i is Ellipsis or (isinstance(i, Operand) and i.ndim) for i in items
@@ -127,11 +127,11 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
     try:
         joined = broadcast_shapes(*[i.shape for i in given])
     except (RuntimeError, ValueError):
-        return None  # unless one of them is a mask, C++ words the error
+        return None  # unless one of them is a mask, C++ raises an error
     of_joined = [input.ndim + k for k in range(len(joined))]
     at = [d for d, i in enumerate(indices) if isinstance(i, Operand)]
     whole = [d for d in range(input.ndim) if d not in at]
-    # The dims of indices that stand apart go to the front.
+    # If the indexed dims are not adjacent, the dims of the indices come first in the result.
     before = [d for d in whole if d < at[0]] if at == list(range(at[0], at[-1] + 1)) else []
     out = [*before, *of_joined, *[d for d in whole if d not in before]]
     sizes = dict(enumerate(input.shape)) | dict(zip(of_joined, joined, strict=True))
@@ -145,7 +145,7 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
     def localize(chosen: Chosen) -> LocalFunction | None:
         layout = chosen.ins[0]
         if layout.local_shape.numel() and chosen.outs[0].local_shape.numel():
-            return None  # bounds of slices that take a dim whole are right for parts of it, too
+            return None  # slices that take a whole dim are right for the local tensor, too
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, index = loc
@@ -176,7 +176,7 @@ def _without_masks(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
 
 
 def _only_integers(target: DTensor, items: Sequence[Any]) -> bool:
-    """Whether all that chooses is tensors of integers; then the rule covers it, if their shapes fit together."""
+    """Whether everything but whole dims is an integer tensor; then the rule covers it, if the shapes fit together."""
     chosen = [i for i in items if not isinstance(i, slice)]
     if not all(isinstance(i, DTensor) and i._layout.mesh is target._layout.mesh and not is_mask(i) for i in chosen):
         return False
@@ -185,7 +185,7 @@ def _only_integers(target: DTensor, items: Sequence[Any]) -> bool:
 
 
 def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """What ints, slices and None do, as an index of its own, and what is left to do: whole dims, tensors and bools.
+    """The ints, slices and Nones as a basic index, and the remaining index: whole dims, tensors and bools.
 
     >>> _basic_part((0, slice(1, 3), True), 2)
     ((0, slice(1, 3, None)), [slice(None, None, None), True])
@@ -201,14 +201,14 @@ def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[
             basic.append(i)
         else:
             if not isinstance(i, (bool, torch.Tensor)):
-                torch.empty(1)[i]  # raises: it is no index
+                torch.empty(1)[i]  # raises: it is not a valid index
             basic += [everything] * consumes(i)
             rest.append(i)
     return tuple(basic), rest
 
 
 def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
-    """Index tensors: what is basic comes first, as in C++, and then all dims are taken whole or by tensors."""
+    """Advanced indexing: the basic part first, as in C++; then every dim is whole or has a tensor."""
     basic, items = _basic_part(index, target.ndim)
     if any(i != slice(None) for i in basic):
         target = run_again(torch.Tensor.__getitem__, (target, basic), {})
@@ -219,7 +219,7 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
 
 
 def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
-    """Masks, and indices that ranks may hold otherwise than their tensor: every rank has all of them."""
+    """Masks, and indices with other placements than the tensor: they are gathered on every rank."""
     layout = target._layout
     items = [_full(i, layout) for i in index]
     items = [i.to(target._local.device) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
@@ -242,7 +242,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
 
 
 def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
-    """For a part without elements, of which C++ picks anything, as it does of a whole tensor without elements."""
+    """For an empty local tensor: C++ does not check the bounds of an index into an empty tensor."""
     d = 0
     for i in expanded(tuple(items), layout.ndim):
         if isinstance(i, torch.Tensor) and not is_mask(i):
@@ -252,15 +252,15 @@ def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
 
 
 def _own_strides(picked: torch.Tensor) -> torch.Tensor:
-    """What was picked, in memory as a new tensor is: without elements C++ gives it strides of 0, as if it repeated."""
+    """The result with the strides of a new tensor: for empty ones C++ gives strides of 0, as if it were expanded."""
     return picked if picked.numel() else picked.clone(memory_format=torch.contiguous_format)
 
 
 def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The shape of what is picked, and where each dim that is taken whole goes.
+    """The shape of the result, and where in it each whole dim goes.
 
-    What chooses is broadcast together; the dims of it stand where the first stood if they are neighbours, in front if
-    not.
+    The index tensors are broadcast together. Their dims take the place of the first indexed dim if the indexed dims are
+    adjacent, else they come first.
     """
     at = [k for k, i in enumerate(items) if not isinstance(i, slice)]
     joined = broadcast_shapes(*[_shape_of(items[k]) for k in at])
@@ -279,7 +279,7 @@ def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...],
 
 
 def _shape_of(i: Any) -> tuple[int, ...]:
-    """Of what an item picks along its dims."""
+    """The shape that an item contributes to the result."""
     if isinstance(i, bool):
         return (int(i),)
     return (int(i.sum()),) if is_mask(i) else tuple(i.shape)
@@ -292,15 +292,15 @@ def _shape_of(i: Any) -> tuple[int, ...]:
 def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     target, index, value = args
     if index is False:
-        return  # which C++ does not even look at
+        return  # C++ ignores it, too
     if index is True:
-        index = None  # as in C++
+        index = None  # False and True: as in C++
     if not isinstance(target, DTensor):
         raise DTensorError(
-            "a plain tensor cannot take a DTensor's values: use value.full_tensor(), or assign to a DTensor"
+            "a DTensor cannot be assigned to a part of a plain tensor: use value.full_tensor(), or assign to a DTensor"
         )
     items = normal(index)
-    taken = _taken(items, target._layout)  # C++ takes the view first
+    taken = _taken(items, target._layout)  # before the value is looked at, as in C++
     check_writable(target)
     check_no_leaf(target)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
@@ -320,7 +320,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _taken(items: Sequence[Any], layout: Layout) -> torch.Tensor | None:
-    """What an index without tensors takes of such a tensor, or what C++ raises where there is no such thing."""
+    """The view that a basic index gives of a tensor with this layout, without data; raises for an invalid index."""
     if any(isinstance(i, torch.Tensor) for i in items):
         return None
     return torch.empty(layout.shape, device="meta")[tuple(items)]
@@ -331,13 +331,13 @@ def _assign(target: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Write what of the indexed region lies in this rank's box."""
+    """Write those of the indexed elements that are in this rank's box."""
     layout = target._layout
     box: Box = layout.box()
     wanted_at = _value_layout(value._layout, items, layout) if isinstance(value, DTensor) else None
     local_index: list[Any] = []
-    region: list[int] = []  # lengths of the region's dims, globally
-    mine: list[slice] = []  # which of them are this rank's
+    region: list[int] = []  # global lengths of the region's dims
+    mine: list[slice] = []  # the part of each that is this rank's
     d = 0
     for i in expanded(items, layout.ndim):
         if i is None:
@@ -374,11 +374,11 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
 
 
 def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout:
-    """Where an assigned value is wanted: cut as the target is along the dims that the index takes whole, and on every
-    rank otherwise."""
+    """The layout in which an assigned value is needed: sharded like the target along dims that the index takes whole,
+    replicated otherwise."""
     if value.mesh is not target.mesh:
         return _replicated(value)
-    taken: list[int | None] = []  # for each dim of the region, the target's dim if it is taken whole
+    taken: list[int | None] = []  # for each dim of the region, the target's dim if it is taken whole, else None
     d = 0
     for i in expanded(items, target.ndim):
         if i is None or isinstance(i, slice):
@@ -395,9 +395,9 @@ def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout
 
 
 def _write_nothing(target: DTensor, value: Any, wanted: Layout | None) -> None:
-    """A rank outside the region still takes part in bringing the value to every rank, and in its backward.
+    """For a rank outside the region: it takes part in redistributing the value, and in the backward of that.
 
-    Its local tensor counts as written, as those of the others do.
+    Its local tensor is marked as written, as on the other ranks.
     """
     part = _my_part(value, wanted, [], [], target._layout)
     target._local[:0] = part.sum() * 0 if isinstance(value, DTensor) else 0
@@ -420,7 +420,7 @@ def _my_part(value: Any, wanted: Layout | None, region: Sequence[int], mine: Seq
     if not mine:
         return local
     extra = max(local.dim() - len(region), 0)
-    local = local.reshape(local.shape[extra:]) if extra else local  # leading dims of size 1, as torch allows
+    local = local.reshape(local.shape[extra:]) if extra else local  # drop leading dims of size 1, as torch does
     shift = len(region) - local.dim()
     index = tuple(
         mine[k + shift] if n == region[k + shift] and n != 1 else slice(None) for k, n in enumerate(local.shape)

@@ -1,6 +1,6 @@
-"""Joining tensors: cat and stack. The joined dim is whole, the others pass.
+"""cat and stack: the joined dim stays whole, other dims may be sharded.
 
-Terms pass, and what is replicated joins them as a term that one rank has.
+Partial tensors stay partial; a replicated one that is joined with them becomes a term on one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cat(call: Call, tensors: Any, dim: int = 0) -> Spec | None:
 
 
 def _cat(dim: int) -> Any:
-    # torch.cat skips 1-D tensors without elements; a shard that happens to be empty must keep its other dims.
+    # torch.cat drops 1-D tensors without elements; an empty shard must be kept, for its other dims.
     def localize(chosen: Chosen) -> LocalFunction | None:
         if all(min(layout.local_shape, default=1) for layout in chosen.ins):
             return None

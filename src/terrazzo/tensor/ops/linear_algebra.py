@@ -1,6 +1,6 @@
-"""Linear algebra on batches of matrices: the matrices are whole, the dims before them pass.
+"""Linear algebra on batches of matrices: the matrices stay whole, the dims before them may be sharded.
 
-What comes out and how large it is depends on options; it is asked of PyTorch itself, once a plan, on matrices without
+The number and shapes of the results depend on options. PyTorch itself is asked, once per plan, with tensors without
 data.
 """
 

@@ -1,4 +1,4 @@
-"""What the table of operations says, as rows to print: `terrazzo ops`."""
+"""The table of operations as rows to print: `terrazzo ops`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from terrazzo.tensor.ops.table import TABLE, How, Operation, operation
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One operation: how it runs, what its result shares with its argument, and where that is written."""
+    """One operation: how it runs, how its result's memory relates to its argument, and where that is written."""
 
     name: str
     how: How
     alias: Alias
     otherwise: How | None
-    """Where calls go that a rule, a decomposition or a handler does not cover."""
+    """How calls run that the rule, decomposition or handler does not cover."""
     where: str
     """File and line of the rule, decomposition or handler."""
     otherwise_where: str
     schema: tuple[str, ...]
-    """What ATen's operators of this name take and give."""
+    """The signatures of the ATen operators of this name."""
 
 
 def rows(pattern: str = "") -> list[Row]:
@@ -42,7 +42,7 @@ def rows(pattern: str = "") -> list[Row]:
 
 
 def _names() -> set[str]:
-    """The names in the table, and of all functions that ask tensor classes what they do."""
+    """The names in the table, and those of all overridable functions."""
     found = set(TABLE)
     for functions in torch.overrides.get_overridable_functions().values():
         for function in functions:

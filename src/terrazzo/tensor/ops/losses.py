@@ -1,4 +1,4 @@
-"""Losses: sharded over samples, a mean is a sum of terms already divided by the global count or weight."""
+"""Losses: sharded over samples; a mean is a sum of terms that are divided by the global count or weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional
-_IGNORED = -100  # what the local targets hold where they do not count
+_IGNORED = -100  # in the local targets: a sample that does not count here
 _REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -28,7 +28,7 @@ def nll_loss(
     call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: Any = "mean",
 ) -> Spec | None:  # fmt: skip
-    """Sharded over samples or classes: a rank that does not hold a sample's class gives zero for it."""
+    """Sharded over samples or classes: a rank that does not hold a sample's target class gives zero for it."""
     if (
         not isinstance(input, Operand)
         or not isinstance(target, Operand)
@@ -59,13 +59,13 @@ def nll_loss(
         [() if scalar else tuple(target.shape)],
         reduce=dict.fromkeys(range(input.ndim), "sum") if scalar else {classes: "sum"},
         localize=localize,
-        # Without a reduction one rank has a sample's loss, and the others zeros.
+        # Without a reduction, one rank has a sample's loss and the others have zeros.
         joined=(lambda chosen: sums_in_single(local(chosen))(chosen)) if scalar else None,
     )
 
 
 def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduction: str, at: int) -> LocalFunction:
-    """The loss of this rank's samples and classes; what is summed of half types is a float32."""
+    """The loss of this rank's samples and classes; sums of half types are accumulated in float32."""
     layout = chosen.ins[at]
     first, count, classes = layout.box().offsets[1], layout.box().lengths[1], layout.shape[1]
     mesh_dims = tuple(sorted({m for f in (*samples, 1) for m in chosen.sharded.get(f, ())}))
@@ -79,7 +79,8 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
         local = torch.where(mine, wanted - first, _IGNORED)
         work = working_type(x.dtype)
         if count == 0:
-            # A class that nobody wants: gradients of gradients communicate, so all ranks need the same graph.
+            # One more class, which is no sample's target: all ranks need the same graph, because the gradient of the
+            # gradient communicates.
             x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
             weight = weight if weight is None else F.pad(weight, (0, 1))
         if reduction != "none" and work is x.dtype:
@@ -99,13 +100,13 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
 
 
 class ParallelLoss(threading.local):
-    """Whether this thread is inside `loss_parallel`, and what computes the loss there (`tensor.parallel.loss`)."""
+    """Whether this thread is inside `loss_parallel`, and the function that computes the loss there."""
 
     depth = 0
     loss: Callable[..., Any]
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Plain targets are the same on every rank, and the classes stay where they are."""
+        """The loss of logits that stay sharded over the classes; plain targets are the same on every rank."""
         return self.loss(*args, **kwargs) if func is F.cross_entropy else NotImplemented
 
 
@@ -117,7 +118,7 @@ def of_whole_rows(
     call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: Any = "mean", label_smoothing: float = 0.0,
 ) -> Spec | None:  # fmt: skip
-    """Class indices, and all classes of a sample on one rank: each computes the losses of its samples at once."""
+    """Class indices, with all classes of a sample on one rank: each rank computes the losses of its own samples."""
     if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2:
         return None
     if size_average is not None or reduce is not None or reduction not in _REDUCTIONS or call.kwargs:
@@ -139,7 +140,7 @@ def of_whole_rows(
         )
 
     def mean_of(total: Any, loc: list[Any], across: Axis | None) -> Any:
-        """As one device divides by what the targets weigh, here by what those of all ranks do."""
+        """Divides by the total weight of the targets on all ranks."""
         x, targets, weights = _three(loc)
         counts = targets != ignore_index
         work = working_type(x.dtype)
@@ -185,7 +186,7 @@ def cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: Any = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """log_softmax, which keeps sharded classes where they are, and what weighs its values."""
+    """log_softmax, which keeps classes sharded, and a weighted sum of its values."""
     if not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor) or input.ndim == 0:
         return NotImplemented
     if (
@@ -208,8 +209,8 @@ def cross_entropy(
     loss = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
     if not label_smoothing:
         return loss
-    # What each class gets beside the target's own share, of the samples that count. A sum of many samples may exceed a
-    # half type where their mean does not.
+    # With label smoothing each class of a sample contributes. The sum over many samples may overflow a half type
+    # although their mean does not.
     work = working_type(logs.dtype)
     spread = -(logs if shaped is None else logs * shaped).sum(1)
     counts = target != ignore_index
@@ -249,7 +250,7 @@ _WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 @rule(*_ELEMENTWISE)
 def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Sharded over anything."""
+    """Every dim may be sharded."""
     if not isinstance(input, Operand) or not isinstance(target, Operand) or tuple(input.shape) != tuple(target.shape):
         return None
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:

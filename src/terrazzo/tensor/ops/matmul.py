@@ -1,4 +1,4 @@
-"""Products: contractions of operands over shared loops, all of them linear in each operand."""
+"""Matrix products: contractions of operands over shared loops, linear in each operand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terrazzo.tensor.ops.table import rule
 
 
 def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
-    """The spec of an einsum: loops that the output lacks are summed."""
+    """The spec of an einsum: loops that the output does not have are summed."""
     sizes = {
         f: n for dims, o in zip(ins, operands, strict=True) for f, n in zip(dims, o.shape, strict=True) if f is not None
     }
@@ -26,9 +26,9 @@ def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
 
 
 def _in_range(spec: Spec, operands: list[Operand]) -> Spec:
-    """The spec of a product: of a half type, terms are reduced before.
+    """The spec of a product; terms of a half type are reduced before it.
 
-    Terms may be much larger than their sum, and what a product makes of them beyond what float16 holds.
+    Terms may be much larger than their sum, so that a product of them could overflow float16.
     """
     if all(o.layout.dual is o.layout for o in operands):
         return spec
@@ -117,7 +117,7 @@ def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spe
 
 
 def _plus(spec: Spec, dims: Dims) -> Spec:
-    """The spec with one more operand, which is added to the product."""
+    """The spec with one more operand that is added to the product."""
     addend = len(spec.ins)
     return Spec(
         [*spec.ins, dims],
@@ -153,7 +153,7 @@ def add_product(
         return None
     dims = tuple(f if n == m else None for f, n, m in zip(out[shift:], input.shape, full[shift:], strict=True))
     product = _plus(spec, dims)
-    # The addend is the first argument here, so the operands come in another order.
+    # The addend is the first argument here, so the operands have another order.
     spec = Spec(
         [dims, *spec.ins],
         spec.outs,
@@ -196,13 +196,13 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
 
 
 def _as_autocast_has_it(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    """An einsum in the dtype that a product has under autocast: where a shard has one row it multiplies, in float32."""
+    """An einsum in autocast's dtype for products: for a shard with one row it would multiply elementwise in float32."""
     result: torch.Tensor = func(*loc, **kw)
     return result.to(product_type(result.dtype, result.device))
 
 
 def _spelled_out(equation: str, ndims: list[int]) -> str | None:
-    """The equation with letters in place of `...`; None where it does not fit the operands."""
+    """The equation with letters in place of `...`; None if it does not fit the operands."""
     if "." not in equation:
         return equation
     left, arrow, right = equation.partition("->")
@@ -214,7 +214,7 @@ def _spelled_out(equation: str, ndims: list[int]) -> str | None:
     longest = max(counts)
     if min(counts) < 0 or longest > len(free):
         return None
-    # They are aligned at their ends, as in broadcasting.
+    # Aligned at the last dim, as in broadcasting.
     letters = "".join(free[:longest])
     spelled = [t.replace("...", letters[longest - n :]) for t, n in zip(terms, counts, strict=True)]
     if not arrow:

@@ -1,7 +1,7 @@
 """Multi-head attention as PyTorch's modules call it.
 
-PyTorch's own body joins positions and samples in one dim for the last projection, which would gather a batch that is
-sharded. Here samples keep a dim of their own throughout.
+PyTorch's own body merges positions and samples into one dim for the last projection, which would gather a sharded
+batch. Here samples keep their own dim throughout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normalisation layers. Where what is averaged over is sharded, its moments are joined: global statistics, always."""
+"""Normalisation layers. Where a dim that is averaged over is sharded, statistics are always computed over all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer_norm(call: Call, input: Operand, normalized_shape: Sequence[int], *res
 
 
 def _moments(x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Mean, variance and what is left of `x` without its mean."""
+    """Mean, variance, and `x` minus its mean."""
     mean = x.mean(dims, keepdim=True).redistribute()
     rest = x - mean
     return mean, (rest * rest).mean(dims, keepdim=True).redistribute(), rest
@@ -59,7 +59,7 @@ def layer_norm_of_shards(
     if inner is None:
         return NotImplemented
     _, variance, rest = _moments(in_working_type(input), inner)
-    # Rounded once, and so are the parameters' gradients: they are summed over the ranks in the working type.
+    # Rounded once, and so are the parameters' gradients: they are summed over the ranks in the accumulation dtype.
     y = rest * (variance + eps).rsqrt()
     y = y if weight is None else y * in_working_type(weight)
     y = y if bias is None else y + in_working_type(bias)
@@ -93,7 +93,7 @@ def _inner_dims(x: Any, normalized_shape: Any) -> tuple[int, ...] | None:
 def group_norm(
     call: Call, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
 ) -> Spec | None:
-    """Sharded over samples, or over channels where no group is cut."""
+    """Sharded over samples, or over channels where that cuts no group."""
     if not isinstance(input, Operand) or input.ndim < 2 or not isinstance(num_groups, int):
         return None
     factors = tuple(range(input.ndim))
@@ -106,8 +106,8 @@ def group_norm(
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             if not loc[0].numel():
-                # PyTorch refuses it. Every operand stays part of the graph: other ranks' backward communicates with
-                # this one's.
+                # PyTorch refuses an empty tensor. Every operand stays in the graph: other ranks' backward communicates
+                # with this one's.
                 return sum((v.sum() for v in (*loc[2:], *kw.values()) if isinstance(v, torch.Tensor)), loc[0] * 1)
             if "num_groups" in kw:
                 return func(*loc, **(kw | {"num_groups": num_groups // share}))
@@ -130,7 +130,7 @@ def batch_norm_rule(
     call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Spec | None:  # fmt: skip
-    """With statistics given it is elementwise; in training each rank's moments are joined to those of the batch."""
+    """Elementwise with given statistics; in training the moments of all ranks are combined to those of the batch."""
     if not isinstance(input, Operand) or input.ndim < 2:
         return None
     x = input
@@ -140,7 +140,7 @@ def batch_norm_rule(
     ins = [factors] + [(1,)] * (len(call.operands) - 1)
     if not training:
         return Spec(ins, [factors], [x.shape], localize=_unless_empty)
-    # Running statistics are written, so they stay as they are.
+    # Running statistics are written in place, so they are never redistributed.
     if is_cut(x, (1,)) or not all(o.layout.is_replicated for o in call.operands[1:]) or not x.numel:
         return None
 
@@ -159,12 +159,12 @@ def batch_norm_rule(
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
-    """Half types are computed in float32, up to what ranks exchange of the parameters' gradients."""
+    """Whether the input is not of a half type: these are computed in float32, including the parameters' gradients."""
     return loc[0].dtype not in HALF
 
 
 def _in_batch_of(axis: Axis, shape: Sequence[int]) -> LocalFunction:
-    """`batch_norm` of a part of a batch, whose shape is given."""
+    """`batch_norm` of this rank's part of a batch of the given shape."""
     dims = (0, *range(2, len(shape)))
     count = math.prod(shape) // shape[1]
 
@@ -189,14 +189,14 @@ _BATCH_NORM = (
     ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
     ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
 )
-"""The order of the arguments in C++, and in `torch.nn.functional`."""
+"""The order of the arguments in C++, and that in `torch.nn.functional`."""
 
 
 def _unless_empty(chosen: Chosen) -> LocalFunction | None:
-    """An empty shard stays one: PyTorch refuses a whole tensor without elements."""
+    """An empty shard gives an empty shard; PyTorch refuses a tensor without elements."""
     if min(chosen.ins[0].local_shape):
         return None
-    # Parameters stay part of the graph: other ranks' backward communicates with this one's.
+    # Parameters stay in the graph: other ranks' backward communicates with this one's.
     return lambda func, loc, kw: sum((v.sum() for v in loc[1:] if isinstance(v, torch.Tensor)), loc[0] * 1)
 
 
@@ -205,7 +205,7 @@ def instance_norm_rule(
     call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Spec | None:  # fmt: skip
-    """Without running statistics each sample's channel stands alone."""
+    """Without running statistics each channel of each sample is independent."""
     if not isinstance(input, Operand) or input.ndim < 3 or not use_input_stats:
         return None
     x = input
@@ -221,7 +221,7 @@ def batch_norm(
     input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Any:  # fmt: skip
-    """Training: the moments of the whole batch, wherever its samples are; running statistics move in place."""
+    """Training: moments of the whole batch over all ranks; running statistics are updated in place."""
     if not training or input.ndim < 2:
         return NotImplemented
     x = in_working_type(input)
@@ -239,7 +239,7 @@ def instance_norm(
     input: Any, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Any:  # fmt: skip
-    """Running statistics are the mean over the samples of each one's own."""
+    """Running statistics are updated with the mean over all samples of each sample's own statistics."""
     if input.ndim < 3:
         return NotImplemented
     x = in_working_type(input)

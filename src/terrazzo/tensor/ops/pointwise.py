@@ -1,7 +1,7 @@
-"""Elementwise operations: every dim of the output is a loop of its own; operands broadcast.
+"""Elementwise operations: each dim of the output is a loop; operands broadcast.
 
-Which operations are elementwise is PyTorch's own knowledge (`torch.Tag.pointwise`). Linearity is ours: it decides
-whether terms (Partial) may pass, and a wrong entry here would be a silently wrong number.
+PyTorch itself says which operations are elementwise (`torch.Tag.pointwise`). Which ones are linear is listed here: it
+decides whether partial terms may pass, and a wrong entry would give silently wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 _LINEAR_UNARY = frozenset(
     ["neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"]
 )
-# Elementwise, though PyTorch does not tag them so.
+# Elementwise, but not tagged so by PyTorch.
 _ALSO_POINTWISE = frozenset(
     [
         *("masked_fill", "dropout_mask", "isreal", "nan_to_num", "float_power", "square", "relu6", "selu", "celu"),
@@ -58,7 +58,7 @@ _ALSO_POINTWISE = frozenset(
         *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
     ]
 )
-# Tagged pointwise, yet not a function of one element: randomness is handled elsewhere, these have other semantics.
+# Tagged pointwise, but random (handled elsewhere) or with other semantics.
 _NOT_POINTWISE = frozenset(
     ["equal", "frexp", "dropout", "native_dropout", "bernoulli", "normal", "rrelu", "rrelu_with_noise", "copy"]
 )
@@ -79,7 +79,7 @@ def is_pointwise(name: str) -> bool:
 
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
-    """The common shape, and each operand's dims as factors 0, 1, ... of it; a stretched dim has none."""
+    """The broadcast shape, and each operand's dims as factors 0, 1, ... of it; an expanded dim has none."""
     out = broadcast_shapes(*shapes)
     n = len(out)
     ins: list[Dims] = []
@@ -94,13 +94,13 @@ def pointwise_spec(call: Call) -> Spec | None:
     if any(len(o.path) > 1 for o in call.operands):
         return None
     if call.name in ("eq", "ne") and any(a is None or isinstance(a, str) for a in call.args):
-        return None  # not a computation: Python decides
+        return None  # `is` and the like: Python decides
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
-        return None  # the places of what is true: as many as there are
+        return None  # where(condition): the shape of the result depends on values
     try:
         out, ins = broadcast([o.shape for o in call.operands])
     except RuntimeError:
-        return None  # shapes that do not broadcast: the operation itself says so
+        return None  # the shapes do not broadcast: the operation itself raises
     return Spec(ins, [tuple(range(len(out)))], [out], linear=_linear_groups(call))
 
 
@@ -129,7 +129,7 @@ def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
 
 
 def _has_scalar_operand(call: Call) -> bool:
-    """Whether one of the two addends is a number: adding it to each rank's term would add it several times."""
+    """Whether one of the two addends is a number: added to each rank's term it would be added several times."""
     return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
@@ -154,9 +154,9 @@ def type_as(call: Call, input: Operand, other: Operand) -> Spec | None:
 
 
 def _converted(input: Operand, others: list[Operand], keeps_terms: bool) -> Spec | None:
-    """Of another tensor only dtype and device are taken, so it stays where it is."""
+    """The other tensor gives only dtype and device, so it is not redistributed."""
     if others and any(isinstance(p, Partial) for p in input.placements):
-        return None  # plans are the same for all dtypes, and terms may become floats but no integers
+        return None  # plans do not depend on dtypes, and terms may be converted to floats but not to integers
     dims = tuple(range(input.ndim))
     ins: list[Dims] = [dims, *[(None,) * o.ndim for o in others]]
     return Spec(ins, [dims], [input.shape], linear=[(0,)] if keeps_terms else [], unread=frozenset(range(1, len(ins))))
@@ -176,7 +176,7 @@ def copy(call: Call, input: Operand, src: Any, non_blocking: bool = False) -> Sp
     out, ins = broadcast([input.shape, src.shape])
     if out != tuple(input.shape):
         return None
-    # PyTorch knows no gradient of the functional form.
+    # PyTorch has no gradient for the functional form of copy.
     localize = None if call.inplace else lambda chosen: _copied
     return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True, localize=localize)
 
@@ -188,7 +188,7 @@ def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
 
 @rule("fill", "zero")
 def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
-    """Only in place; out of place they fall through to their decomposition."""
+    """Only in place; calls out of place use their decomposition."""
     if not call.inplace or isinstance(value, Operand) or isinstance(value, torch.Tensor):
         return None
     dims = tuple(range(input.ndim))
@@ -204,7 +204,7 @@ def frexp(call: Call, input: Operand) -> Spec:
 
 @decomposition("prelu")
 def prelu(input: Any, weight: Any) -> Any:
-    """One slope, or one a channel."""
+    """The weight has one slope, or one per channel."""
     if weight.ndim and weight.shape[0] != 1 and input.ndim > 1:
         weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
     return torch.where(input > 0, input, input * weight)
@@ -212,5 +212,5 @@ def prelu(input: Any, weight: Any) -> Any:
 
 @decomposition("contiguous")
 def contiguous(input: Any, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-    """Whether there is anything to do is a fact of the global tensor, the same on every rank."""
+    """Whether a copy is needed is decided from the global tensor, alike on every rank."""
     return input if input.is_contiguous(memory_format=memory_format) else input.clone(memory_format=memory_format)

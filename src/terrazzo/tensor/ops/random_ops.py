@@ -1,4 +1,4 @@
-"""The random operations on DTensors, all made by `random.fill`, piece by piece."""
+"""The random operations on DTensors, all based on `random.fill`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 
 
-def _settled(x: Any) -> DTensor:
-    """`x` without terms: what is random must be the same on every rank that holds an element."""
+def _without_terms(x: Any) -> DTensor:
+    """`x` with terms reduced: random results must be the same on every rank that holds an element."""
     layout = x._layout
     if layout.dual is layout:
         return x
@@ -61,16 +61,16 @@ _FOR_CHECKS = torch.Generator()
 
 
 def _check_parameters(dtype: torch.dtype, method: str, *args: Any, numel: int = 1, **kwargs: Any) -> None:
-    """Raise what PyTorch raises for parameters or a dtype that a distribution does not have."""
+    """Raise PyTorch's error for parameters or a dtype that a distribution does not support."""
     getattr(torch.empty(min(numel, 1), dtype=dtype), method)(*args, **kwargs, generator=_FOR_CHECKS)
 
 
 def _fill(method: str, make: Callable[..., random.Make]) -> None:
-    """Register an in-place filling operation; `make(dtype, *parameters)` is what `random.fill` takes."""
+    """Register an in-place random operation; `make(dtype, *parameters)` returns what `random.fill` takes."""
 
     def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(func, types.FunctionType):
-            return NotImplemented  # `torch.nn.init`'s function of this name: its body comes back with the tensor's own
+            return NotImplemented  # the function of this name in `torch.nn.init`, whose body calls the tensor's method
         target, *parameters = args
         named = dict(kwargs)
         generator = named.pop("generator", None)
@@ -84,7 +84,7 @@ def _fill(method: str, make: Callable[..., random.Make]) -> None:
 def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.Tensor) -> DTensor:
     """Fill a tensor, in place."""
     layout = target._layout
-    in_graph = torch.is_grad_enabled() and target.requires_grad  # which is to see that nothing of the old values stays
+    in_graph = torch.is_grad_enabled() and target.requires_grad  # autograd must record that the old values are gone
     if not in_graph and layout.dual is layout and target._local.is_contiguous():
         random.fill(target._local, layout, generator, make, *aligned)
     else:
@@ -98,11 +98,11 @@ def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.T
 def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float) -> random.Make:
     low, high = named.get("from", a), named.get("to", b)
     if (low, high) == (0, 1):
-        return lambda words: random.unit(words, dtype)
+        return lambda words: random.standard_uniform(words, dtype)
 
     def make(words: AnyWords) -> torch.Tensor:
-        drawn = random.unit(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
-        return drawn.masked_fill_(drawn == high, low)  # rounding may reach the upper end, which is not in the range
+        drawn = random.standard_uniform(words, dtype).mul_(high - low).add_(low).to(dtype.to_real())
+        return drawn.masked_fill_(drawn == high, low)  # rounding may give `high`, which is outside the range
 
     return make
 
@@ -110,25 +110,27 @@ def _uniform(dtype: torch.dtype, a: float = 0.0, b: float = 1.0, **named: float)
 def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> random.Make:
     if dtype.is_complex:
         std *= math.sqrt(0.5)
-    return lambda words: random.bell(words, dtype).mul_(std).add_(mean)
+    return lambda words: random.standard_normal(words, dtype).mul_(std).add_(mean)
 
 
 def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> random.Make:
-    return lambda words: random.waiting(words, dtype).div_(lambd)
+    return lambda words: random.standard_exponential(words, dtype).div_(lambd)
 
 
 def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> random.Make:
-    # The cotangent has its poles at 0, where numbers are finest.
-    return lambda words: random.centred(words, dtype).mul_(math.pi).tan_().reciprocal_().mul_(sigma).add_(median)
+    # The cotangent instead of the tangent, because its pole is at 0, where floats are most precise.
+    return lambda words: (
+        random.centred_uniform(words, dtype).mul_(math.pi).tan_().reciprocal_().mul_(sigma).add_(median)
+    )
 
 
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> random.Make:
-    return lambda words: random.bell(words, dtype).mul_(std).add_(mean).exp_()
+    return lambda words: random.standard_normal(words, dtype).mul_(std).add_(mean).exp_()
 
 
 def _geometric(dtype: torch.dtype, p: float) -> random.Make:
-    """As doubles: with a small `p` the outcomes lie close together before they are rounded."""
-    return lambda words: random.waiting(words, torch.float64).div_(-math.log1p(-p)).ceil_()
+    """Computed in float64: for a small `p` neighbouring results differ little before they are rounded."""
+    return lambda words: random.standard_exponential(words, torch.float64).div_(-math.log1p(-p)).ceil_()
 
 
 def _random(dtype: torch.dtype, *bounds: Any, **named: Any) -> random.Make:
@@ -143,14 +145,14 @@ def _random(dtype: torch.dtype, *bounds: Any, **named: Any) -> random.Make:
 
 
 def _integers(low: int, high: int) -> random.Make:
-    """Integers in [low, high), of which there are 2**64 at most."""
+    """Integers in [low, high); the range may have up to 2**64 of them."""
     count = high - low
 
     def make(words: AnyWords) -> torch.Tensor:
-        drawn = random.whole(words)
+        drawn = random.bits64(words)
         if count & (count - 1) == 0:
             drawn = drawn if count >> 64 else drawn.bitwise_and_(count - 1)
-        elif count >> 63:  # more than an int64 counts: one multiple of it at most fits into 64 bits
+        elif count >> 63:  # more than int64 can hold: at most one multiple of `count` fits into 64 bits
             beyond = drawn.bitwise_xor(-(1 << 63)) >= count - (1 << 63)
             drawn.sub_(beyond.to(torch.int64), alpha=count - (1 << 64))
         else:
@@ -170,11 +172,11 @@ _fill("random_", _random)
 
 
 def _below(dtype: torch.dtype) -> random.Make:
-    """True with the probability that stands in the same place."""
+    """True with the probability given for each element."""
 
     def make(words: AnyWords, probability: torch.Tensor) -> torch.Tensor:
         if dtype == torch.float64:
-            return random.unit(words, dtype) < probability
+            return random.standard_uniform(words, dtype) < probability
         return words.word().to(torch.float64).add_(2.0**31).mul_(2.0**-32) < probability
 
     return make
@@ -187,7 +189,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     check_writable(target)
     if not isinstance(p, DTensor):
         _check_parameters(target.dtype, "bernoulli_", p, numel=target.numel())
-        return _write(target, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
+        return _write(target, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
     if p.shape != target.shape:
         p = p.expand(target.shape)
     local = redistribute_local(p._local.detach(), p._layout, _plain_layout(target._layout))
@@ -198,15 +200,15 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
-    settled = _settled(source)
-    layout, dtype = settled._layout, source.dtype
+    reduced = _without_terms(source)
+    layout, dtype = reduced._layout, source.dtype
     if p is None:
-        probability = settled._local.detach()
+        probability = reduced._local.detach()
         drawn = random.drawn(layout, dtype, kwargs.get("generator"), _below(dtype), probability)
     else:
         _check_parameters(dtype, "bernoulli_", p)
-        drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.chance(words, float(p)))
-    result = wrap(_without_gradient(drawn, settled._local), settled._layout)
+        drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
+    result = wrap(_without_gradient(drawn, reduced._local), reduced._layout)
     if kwargs.get("out") is not None:
         kwargs["out"].copy_(result)
         return kwargs["out"]
@@ -215,22 +217,22 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @handler("normal")
 def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """torch.normal(mean, std) with DTensors for either."""
+    """torch.normal(mean, std) with DTensors for either or both."""
     mean = args[0] if args else kwargs.get("mean", 0.0)
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     if kwargs.get("out") is not None or not any(isinstance(v, DTensor) for v in (mean, std)):
         return NotImplemented
-    mean, std = (_settled(v) if isinstance(v, DTensor) else v for v in (mean, std))
+    mean, std = (_without_terms(v) if isinstance(v, DTensor) else v for v in (mean, std))
     shaped = mean + 0 * std if isinstance(mean, DTensor) else mean + std * 0
-    settled = _settled(shaped)
-    noise = wrap(random.normal(settled._layout, settled.dtype, kwargs.get("generator")), settled._layout)
+    reduced = _without_terms(shaped)
+    noise = wrap(random.normal(reduced._layout, reduced.dtype, kwargs.get("generator")), reduced._layout)
     drawn = cast(DTensor, (mean + noise * std).detach())
     sources = [v._local for v in (mean, std) if isinstance(v, DTensor)]
     return wrap(_without_gradient(drawn._local, *sources), drawn._layout)
 
 
 def _without_gradient(drawn: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """What was drawn, as PyTorch has it: it requires a gradient where its sources do, and theirs is 0."""
+    """Connect the drawn values to `sources`, as PyTorch does: they require a gradient, which is 0 for the sources."""
     if not (torch.is_grad_enabled() and any(source.requires_grad for source in sources)):
         return drawn
     result: torch.Tensor = _WithoutGradient.apply(drawn, *sources)
@@ -249,19 +251,19 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:
-    """A settled `x`, and its mask's local part (True is kept); `mask_shape` has 1 where one draw serves a whole dim."""
-    settled = _settled(x)
-    layout = settled._layout
+    """`x` without terms, and its local mask (True is kept); `mask_shape` has 1 where a whole dim shares one draw."""
+    reduced = _without_terms(x)
+    layout = reduced._layout
     if tuple(mask_shape) != tuple(layout.shape):
         placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
         layout = Layout.of(layout.mesh, placements, mask_shape)
-    return settled, random.kept(layout, 1 - p)
+    return reduced, random.keep_mask(layout, 1 - p)
 
 
 def _leaves_alone(func: Any, x: DTensor, p: float, train: bool) -> bool:
-    """Whether nothing is dropped: `x` itself is the result then, as in PyTorch, and no number is drawn."""
+    """Whether nothing is dropped: then the result is `x` itself, as in PyTorch, and no number is drawn."""
     if not 0 <= p <= 1:
-        func(torch.empty(0), p, train)  # raises, as the function does
+        func(torch.empty(0), p, train)  # raises for an invalid `p`
     return not train or p == 0 or not x.numel()
 
 
@@ -270,25 +272,25 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_s
         return x
     if p == 1:
         return x.mul_(0) if inplace else x * 0
-    settled, keep = _dropped(x, p, mask_shape)
+    reduced, keep = _dropped(x, p, mask_shape)
     if inplace:
         check_writable(x)
-        if settled is x:
+        if reduced is x:
             x._local.mul_(keep).mul_(1 / (1 - p))
             pass_on(x)
         else:
-            x.copy_(wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout))
+            x.copy_(wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout))
         return x
-    return wrap((settled._local * keep).mul_(1 / (1 - p)), settled._layout)
+    return wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout)
 
 
 @rule("dropout", draws=True)
 def dropout_that_drops(
     call: Call, input: Operand, p: Any = 0.5, train: Any = True, inplace: Any = False, *, training: Any = True
 ) -> Spec | None:
-    """Most calls, planned once: the mask belongs to the layout."""
+    """Most calls of dropout, planned once: the mask depends on the layout only."""
     if not 0 <= p <= 1:
-        call.func(torch.empty(0), p, True)  # raises what this function raises
+        call.func(torch.empty(0), p, True)  # raises for an invalid `p`
     if call.inplace or inplace or train is not True or training is not True or not isinstance(p, float):
         return None
     if not 0 < p < 1 or not input.numel:
@@ -298,12 +300,12 @@ def dropout_that_drops(
 
 
 def _drop_of(layout: Layout, p: float) -> LocalFunction:
-    factors = random.kept_factors(layout, p)
+    factors = random.keep_factors(layout, p)
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         x = loc[0]
         few = factors() if x.dtype is torch.float32 else None
-        result: torch.Tensor = (x * random.kept(layout, p)).mul_(1 / p) if few is None else x * few
+        result: torch.Tensor = (x * random.keep_mask(layout, p)).mul_(1 / p) if few is None else x * few
         return result
 
     return run
@@ -336,10 +338,10 @@ def _alpha_dropped(func: Any, x: DTensor, p: float, train: bool, mask_shape: Seq
         return x * 0
     alpha = 1.7580993408473766
     scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    settled, keep = _dropped(x, p, mask_shape)
-    # What is kept moves by alpha * scale * p, what is dropped goes to alpha * scale * (p - 1).
+    reduced, keep = _dropped(x, p, mask_shape)
+    # Kept elements are shifted by alpha * scale * p, dropped ones become alpha * scale * (p - 1).
     shift = torch.where(keep, alpha * scale * p, alpha * scale * (p - 1)).to(x.dtype)
-    return wrap((settled._local * keep).mul_(scale).add_(shift), settled._layout)
+    return wrap((reduced._local * keep).mul_(scale).add_(shift), reduced._layout)
 
 
 @handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
@@ -362,8 +364,8 @@ def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if named.get("train") is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if not 0 <= p <= 1:
-        func(torch.empty(1), p, True)  # raises, as the function does
-    settled, keep = _dropped(x, p, x.shape)
-    return wrap((settled._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), settled._layout), wrap(
-        keep, settled._layout
+        func(torch.empty(1), p, True)  # raises for an invalid `p`
+    reduced, keep = _dropped(x, p, x.shape)
+    return wrap((reduced._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), reduced._layout), wrap(
+        keep, reduced._layout
     )

@@ -1,9 +1,9 @@
-"""LSTM, GRU and plain recurrent layers and their cells: samples are independent, weights and time are whole.
+"""LSTM, GRU and plain recurrent layers and their cells: samples may be sharded; weights and time stay whole.
 
-PyTorch's modules make their first states themselves where the caller gives none: plain zeros, the same on every rank.
-A function that receives them cannot see that they are zeros without waiting for the device. So a call of a module says
-that it was given no states, and the plain ones that arrive within it count as replicas. All others are refused, as any
-plain tensor is.
+If the caller passes no initial states, PyTorch's modules create plain zeros, which are the same on every rank. The
+function that gets them cannot check that they are zeros without waiting for the device. So the modules' `__call__`
+notes that no states were passed, and plain states that arrive during this call count as replicated. All other plain
+tensors are refused as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 class _PerThread(threading.local):
     makes_states = False
-    """Whether a module of PyTorch's runs that was given no states."""
+    """Whether a PyTorch module is running that was called without initial states."""
 
 
 _per_thread = _PerThread()
@@ -41,7 +41,7 @@ def recurrent(
     call: Call, input: Operand, hx: Any, params: Any, has_biases: Any, num_layers: Any, dropout: Any, train: Any,
     bidirectional: Any = False, batch_first: Any = False,
 ) -> Spec | None:  # fmt: skip
-    """The batched form; that of packed sequences has another signature and is gathered."""
+    """The batched form; packed sequences have another signature and are gathered."""
     states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     if (
         not isinstance(input, Operand)
@@ -73,14 +73,14 @@ def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
     return Spec(ins, [(0, None)] * len(states), [tuple(s.shape) for s in states])
 
 
-# Their `forward` makes zeros, and nothing else, where it is given no states.
+# Their `forward` creates zeros, and no other plain tensor, when no states are passed.
 _FORWARDS = frozenset(kind.forward for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell))
 
 
 def install() -> None:
-    """Let PyTorch's recurrent modules say when they make the first states.
+    """Make PyTorch's recurrent modules note when they are called without initial states.
 
-    `forward` itself is left alone: TorchScript compiles it from its source.
+    `forward` itself is not replaced, because TorchScript compiles it from its source.
     """
     for kind in (RNNBase, RNNCellBase):
         if "__call__" not in vars(kind):

@@ -1,8 +1,8 @@
-"""Reductions: the reduced dims are loops that the output lacks; along them shards give terms.
+"""Reductions: the reduced dims are loops that the output does not have; where they are sharded, results are partial.
 
-A mean is a sum of terms already divided by the global count, so that uneven shards count by their size. Reductions
-that no single term-wise operation joins (variance, norms) join what each rank found where a reduced dim is sharded;
-sums of half types are joined in float32 (`accumulate`).
+A mean is a sum of terms that are divided by the global count, so that uneven shards have the right weight. Reductions
+that no elementwise reduction of terms can combine (variance, norms) are combined at once where a reduced dim is
+sharded; sums of half types are reduced in float32 (`accumulate`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from terrazzo.tensor.ops.views import norm_dim
 
 
 def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
-    """The dims that `dim` (None, int or sequence) names, counted from the front; None when it is something else."""
+    """The dims that `dim` (None, int or sequence) names, as nonnegative numbers; None for another kind of value."""
     if dim is None:
         return tuple(range(ndim))
     named = [dim] if isinstance(dim, int) else dim
@@ -54,7 +54,7 @@ def reduction(
     localize: Any = None,
     joined: Any = None,
 ) -> Spec:
-    """The spec of reducing `dims`; with `op=None` they must be whole on every rank."""
+    """The spec of reducing `dims`; with `op=None` these must be whole on every rank."""
     gone = set(dims) if input.ndim else set()
     factors = tuple(range(input.ndim))
     if keepdim:
@@ -110,7 +110,7 @@ def mean(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, 
             x = _input_of(loc, kw)
             x = x if dtype is None else x.to(dtype)
             if not (x.is_floating_point() or x.is_complex()):
-                func(x[:0], **kw)  # the error for integers is the operation's own
+                func(x[:0], **kw)  # raises the operation's own error for integers
             return torch.sum(x, dims, keepdim=keepdim) / count
 
         return run
@@ -137,15 +137,15 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
     if isinstance(dim, Operand):
         return None
     if dim is None:
-        # The gradient of a full max goes to all ties alike, as amax's does.
+        # The gradient of a max of all elements is shared by all ties, as in amax.
         return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
-    # Along a cut dim the ranks exchange what each of them found: see `places`.
+    # Along a sharded dim `positions` computes it.
     return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
 
 
 def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
-    """Max and min along sharded dims; a rank with an empty shard takes part with a value that never wins."""
+    """Max and min along sharded dims; an empty shard contributes a value that never wins."""
 
     def localize(chosen: Chosen) -> LocalFunction | None:
         if not any(d in chosen.sharded and chosen.ins[0].local_shape[d] == 0 for d in dims):
@@ -155,7 +155,7 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             x = _input_of(loc, kw)
             result = torch.full(shape, loser(x.dtype, op), dtype=x.dtype, device=x.device)
-            # Part of the graph: the other ranks' backward communicates with this one's.
+            # In the graph, because other ranks' backward communicates with this one's.
             return result + x.sum().to(x.dtype) if x.requires_grad else result
 
         return run
@@ -167,7 +167,7 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
 def loser(dtype: torch.dtype, op: str) -> Any:
     """The value that never wins a `max` or `min`."""
     if dtype.is_complex:
-        raise NotImplementedError(f"values of {dtype} have no order: there is no {op} of them")
+        raise NotImplementedError(f"values of {dtype} cannot be ordered, so {op} is not defined for them")
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -215,9 +215,9 @@ def topk(call: Call, input: Operand, k: Any, dim: int = -1, largest: bool = True
 def _cut_reduction(
     input: Operand, dims: tuple[int, ...], keepdim: bool, make: Callable[[Chosen], Joined], outs: int = 1
 ) -> Spec:
-    """A reduction whose shards give no terms: `make` reduces and joins where a reduced dim is sharded.
+    """A reduction without partial results: `make` reduces and combines where a reduced dim is sharded.
 
-    Elsewhere, and where there is nothing to reduce, the caller's own function runs on whole rows.
+    Elsewhere, and where nothing is reduced, the caller's own function runs on whole rows.
     """
     whole = not input.ndim or prod(input.shape[d] for d in dims) == 0
     spec = reduction(input, dims, keepdim, None if whole else "sum", outs=outs, localize=lambda chosen: None)
@@ -234,7 +234,7 @@ def _input_of(loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
 def vector_norm(
     call: Call, x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Spec | None:
-    """The norm of the ranks' norms."""
+    """The norm, from the norms of each rank's part."""
     dims = reduced_dims(dim, x.ndim)
     if dims is None or isinstance(ord, bool) or not isinstance(ord, (int, float)):
         return None
@@ -268,8 +268,8 @@ def vector_norm(
 
 
 def _constant(local: torch.Tensor, out: Layout, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank with an empty shard takes part with; part of the graph, for the other ranks' backward communicates
-    with this one's."""
+    """The contribution of a rank with an empty shard; in the graph, because other ranks' backward communicates with
+    this one's."""
     result = torch.full(tuple(out.local_shape), value, dtype=dtype, device=local.device)
     return result + local.sum().abs().to(dtype) if local.requires_grad else result
 
@@ -297,7 +297,7 @@ def linalg_norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False,
 
 @decomposition("linalg_matrix_norm")
 def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Those that need no singular values."""
+    """The matrix norms that need no singular values."""
     if not isinstance(dim, (tuple, list)) or len(dim) != 2 or x.ndim < 2:
         return NotImplemented
     rows, columns = (norm_dim(d, x.ndim) for d in dim)
@@ -317,7 +317,7 @@ def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = F
 def moments(
     call: Call, input: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Spec | None:
-    """Each rank's own moments, and how far its mean lies from that of all."""
+    """Variance and mean from each rank's own moments, corrected by the distance of its mean from the global one."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = reduced_dims(dim, input.ndim)
@@ -337,7 +337,7 @@ def moments(
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
             if axis.size == 1 or not (local.is_floating_point() or local.is_complex()):
-                return func(*loc, **kw)  # the error for integers is the operation's own
+                return func(*loc, **kw)  # raises the operation's own error for integers
             x = in_working_type(local)
             if mine:
                 variance, center = torch.var_mean(x, dims, correction=0, keepdim=True)

@@ -1,6 +1,6 @@
-"""`view(dtype)`: the same bytes read as another dtype.
+"""`view(dtype)`: the same bytes as another dtype.
 
-How many elements come out depends on the dtype that there was, of which plans know nothing: it is looked at each time.
+The number of elements depends on the old dtype, and plans do not depend on dtypes, so this is decided at each call.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition
-from terrazzo.tensor.strides import telling
+from terrazzo.tensor.strides import keeping_strides
 
 
 @decomposition("view")
 def view_as_dtype(x: Any, dtype: Any) -> Any:
-    """`view` to another shape has a rule."""
+    """`view(dtype)` only; `view` to another shape has a rule."""
     if not isinstance(dtype, torch.dtype) or not isinstance(x, DTensor):
         return NotImplemented
     layout = x._layout
     before, after = x._local.element_size(), dtype.itemsize
     if layout.coord is None or any(p.is_partial() for p in layout.placements):
-        return NotImplemented  # the bytes of terms mean nothing
+        return NotImplemented  # the bytes of partial terms have no meaning
     if before == after:
         return _same_memory(x, x._local.view(dtype), layout)
     last = layout.ndim - 1
@@ -32,13 +32,13 @@ def view_as_dtype(x: Any, dtype: Any) -> Any:
         return NotImplemented
     length = layout.shape[last] * before
     if length % after:
-        return NotImplemented  # an error that the function itself words
+        return NotImplemented  # the function itself raises the error
     seen = Layout.of(layout.mesh, layout.placements, (*layout.shape[:last], length // after), layout.order)
     return _same_memory(x, x._local.view(dtype), seen)
 
 
 def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
-    result = wrap(telling(local, x._local), layout)
+    result = wrap(keeping_strides(local, x._local), layout)
     if type(x) is CopiedView:
         mark_alias(result, x)
     return result

@@ -14,7 +14,7 @@ from terrazzo.tensor.ops.views import norm_dim
 
 @rule("repeat")
 def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
-    """Dims that are not repeated pass."""
+    """Dims that are not repeated may be sharded."""
     times = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], (list, tuple)) else repeats
     lead = len(times) - input.ndim
     if lead < 0 or not all(isinstance(n, int) for n in times):
@@ -29,7 +29,7 @@ def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
 def repeat_interleave(
     call: Call, input: Operand, repeats: Any, dim: Any = None, *, output_size: Any = None
 ) -> Spec | None:
-    """Every element as often; a dim that is repeated may be cut where the cuts stay between the same elements."""
+    """Every element equally often; the repeated dim may be sharded if the cuts fall between the same elements."""
     if not isinstance(repeats, int) or repeats < 1 or not input.ndim or output_size is not None:
         return None
     if dim is None:
@@ -45,7 +45,7 @@ def repeat_interleave(
 
 @decomposition("repeat_interleave")
 def repeat_interleave_each(input: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
-    """A number for each element: every rank needs the numbers to know which row goes where."""
+    """A count for each element: every rank needs the counts to know where each row goes."""
     if repeats is None or not input.ndim:
         return NotImplemented
     if dim is None:

@@ -1,4 +1,4 @@
-"""Looking values up in a sorted or plain list that every rank has."""
+"""Searching values in a list that every rank has whole."""
 
 from __future__ import annotations
 

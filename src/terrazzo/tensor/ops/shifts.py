@@ -1,4 +1,4 @@
-"""Elements that change places along whole dims: flips, rolls, quarter turns. Other dims pass, and terms do."""
+"""flip, roll and rot90, which move elements along dims that stay whole; other dims may be sharded, and terms pass."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def flip(call: Call, input: Operand, *dims: Any, **named: Any) -> Spec | None:
 
 @rule("roll")
 def roll(call: Call, input: Operand, shifts: Any, dims: Any = None) -> Spec | None:
-    """Without dims the tensor is rolled as one row."""
+    """Without `dims` the flattened tensor is rolled."""
     return _within(input, tuple(range(input.ndim)) if dims is None or dims == () or dims == [] else dims)
 
 
 @decomposition("rot90")
 def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
     if len(dims) != 2 or input.ndim < 2 or norm_dim(dims[0], input.ndim) == norm_dim(dims[1], input.ndim):
-        return NotImplemented  # which is an error that the function itself words
+        return NotImplemented  # invalid arguments: the function itself raises the error
     first, second = dims
     if k % 4 == 0:
         return input.clone(memory_format=torch.contiguous_format)

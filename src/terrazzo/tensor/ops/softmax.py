@@ -1,4 +1,4 @@
-"""softmax, log_softmax and logsumexp. Along a sharded dim they exchange two numbers a row, not the row."""
+"""softmax, log_softmax and logsumexp. Along a sharded dim two numbers per row are exchanged, not the row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: A
 
 
 def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
-    """`x` in the type to compute in, and the type of the result: half types are summed in float32, as PyTorch does."""
+    """`x` in the dtype to compute in, and the dtype of the result: half types are summed in float32, as in PyTorch."""
     if dtype is None:
         dtype = torch.float32 if to_float is True else x.dtype
     work = working_type(dtype)
@@ -37,14 +37,14 @@ def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
 
 
 def _shifted(x: Any, dims: Sequence[int]) -> tuple[Any, Any]:
-    """`x` less its maximum along `dims`, so that no exponential overflows, and that maximum."""
+    """`x` minus its maximum along `dims`, so that no exponential overflows, and the maximum."""
     top = x.detach().amax(dims, keepdim=True).redistribute()
     top = torch.where(top.isfinite(), top, torch.zeros_like(top))
     return x - top, top
 
 
 def _rows(x: Any, dim: Any, dtype: Any) -> int | None:
-    """The dim, when there is something to decompose."""
+    """The dim if it is sharded, so that there is something to decompose, else None."""
     if not isinstance(dim, int) or not x.ndim or not x.numel() or not (dtype or x.dtype).is_floating_point:
         return None
     return norm_dim(dim, x.ndim)

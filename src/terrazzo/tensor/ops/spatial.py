@@ -1,7 +1,7 @@
-"""Functions of the trailing dims of a tensor: pooling, resizing, padding, rearranging. Batch and channels pass.
+"""Functions of the trailing dims: pooling, resizing, padding, rearranging. Batch and channels may be sharded.
 
-Output sizes of pooling and resizing follow rounding rules with many options; they are asked of PyTorch itself, once a
-plan, on a tensor without data.
+The output sizes of pooling and resizing follow rounding rules with many options. PyTorch itself is asked, once per
+plan, with a tensor without data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def touching(
     moves_only: bool = False,
     keeps_terms: bool = False,
 ) -> Spec | None:
-    """The spec of a function that works within the dims `touched` and leaves the others, and their places, alone."""
+    """The spec of a function that works within the dims `touched` and keeps the others where they are."""
     shapes = shapes_of_results(call)
     if shapes is None:
         return None
@@ -57,7 +57,7 @@ def touching(
 
 
 def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
-    """What the function gives for whole operands, by a run on the meta device."""
+    """The shapes of the function's results for whole operands, from a run on the meta device."""
 
     def hollow(value: Any) -> Any:
         if isinstance(value, Operand):
@@ -70,19 +70,19 @@ def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
         with torch.no_grad():
             result = call.func(*[hollow(a) for a in call.args], **{k: hollow(v) for k, v in call.kwargs.items()})
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return None  # whatever is wrong with the call is said when it runs on the real tensors
+        return None  # the call is invalid: it raises its own error when it runs on the real tensors
     outs = [result] if isinstance(result, torch.Tensor) else list(result)
     return [tuple(t.shape) for t in outs] if all(isinstance(t, torch.Tensor) for t in outs) else None
 
 
 def _empty(shapes: Sequence[tuple[int, ...]]) -> LocalFunction:
-    """What a rank with an empty shard gives: many of these functions refuse tensors without elements."""
+    """The results for an empty shard: many of these functions refuse tensors without elements."""
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
         x: torch.Tensor = loc[0] if loc else kw["input"]
-        # Part of the graph: other ranks' backward may communicate with this one's.
+        # In the graph, because other ranks' backward may communicate with this one's.
         first = x.new_zeros(shapes[0]) + x.sum().to(x.dtype)
-        rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the places of maxima
+        rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the indices of maxima
         return (first, *rest) if rest else first
 
     return run
@@ -123,12 +123,12 @@ def _average_windows(
     count_include_pad: bool = True, divisor_override: Any = None,
 ) -> list[Window] | None:  # fmt: skip
     windows = None if ceil_mode else _pool_windows(n, kernel_size, stride, padding, 1)
-    # Without the padding, windows at the ends have fewer elements.
+    # If padding is not counted, windows at the ends have fewer elements than the halo would count.
     return windows if windows is not None and (count_include_pad or not any(w.before for w in windows)) else None
 
 
 def _pool_windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window] | None:
-    """What slides over each dim; None for what PyTorch will refuse."""
+    """The window of each dim; None for arguments that PyTorch will refuse."""
     kernels, pads, holes = each(kernel, n), each(padding, n), each(dilation, n)
     steps = kernels if stride is None or stride == () or stride == [] else each(stride, n)
     if min((*kernels, *steps, *holes)) < 1 or any(not 0 <= 2 * p <= k for p, k in zip(pads, kernels, strict=True)):
@@ -137,7 +137,7 @@ def _pool_windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any)
 
 
 def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
-    """Pooling in which spatial dims are cut."""
+    """Pooling with sharded spatial dims."""
     kinds = {f"max_pool{n}d": _max_windows, f"avg_pool{n}d": _average_windows}
     if call.name not in kinds:
         return None
@@ -160,7 +160,7 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
             lowest = 0.0 if "avg" in call.name else loser(x.dtype, "max")
             around = halo.around(x, lowest)
             if not math.prod(out):
-                return around.new_zeros(out) + around.sum().to(around.dtype)  # part of the graph, as in `_empty`
+                return around.new_zeros(out) + around.sum().to(around.dtype)  # in the graph, as in `_empty`
             positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
             result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
             return result
@@ -170,12 +170,12 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
     return Spec([factors], [factors], [shape], linear=[(0,)] if "avg" in call.name else [], localize=localize)
 
 
-_PADDING = 3  # its position in all of them; without it nothing is padded, as the halo needs
+_PADDING = 3  # the position of this argument; set to 0, because the halo has padded already
 
 
 @rule("interpolate", "upsample")
 def interpolate(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Every mode weighs neighbours, so terms pass."""
+    """Every mode is a weighted sum of neighbours, so terms pass."""
     if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < 3:
         return None
     return touching(call, input, range(2, input.ndim), linear=True)
@@ -187,7 +187,7 @@ def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", 
         return None
     touched = {input.ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
     if mode != "constant":
-        # These look at how many dims there are to see which are spatial.
+        # These modes take the number of spatial dims from the number of dims.
         touched.update(range(input.ndim - len(pad) // 2, input.ndim))
     constant = mode == "constant"
     return touching(call, input, touched, linear=not constant or not value, keeps_terms=constant)
@@ -203,7 +203,7 @@ def rearrange(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | N
 
 @rule("im2col", "col2im")
 def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Patches as columns and back: samples pass. The dims change in number, so this one writes its own factors."""
+    """Patches as columns and back: samples may be sharded. The number of dims changes, so the spec is written out."""
     if len(call.operands) != 1 or not isinstance(input, Operand):
         return None
     batched = input.ndim == (4 if call.name == "im2col" else 3)
@@ -250,8 +250,7 @@ def _sampled(chosen: Chosen) -> LocalFunction | None:
 
 @rule("unfold")
 def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> Spec | None:
-    """`Tensor.unfold`, windows of a dim as a new last dim; `F.unfold` is left to its body, which comes back as
-    im2col."""
+    """`Tensor.unfold`, windows of a dim as a new last dim. `F.unfold` runs its own body, which calls im2col."""
     if not all(isinstance(v, int) for v in (dimension, size, step)) or not -input.ndim <= dimension < input.ndim:
         return None
     if step <= 0 or not 0 <= size <= input.shape[dimension]:

@@ -1,20 +1,20 @@
-"""The one table of operations: by canonical name, how each of them runs.
+"""The table of operations: for each canonical name, how the operation runs.
 
-Every operation has exactly one entry, which says in exactly one way how it runs:
+Every operation has exactly one entry, and every entry is of one kind:
 
     rule            a map from dims to factors (`dispatch.spec`), from which the planner makes a plan. Calls that the
-                    rule does not cover go to the decomposition named with it, or else the way of an operation without
-                    entry.
-    decomposition   a function of DTensors that computes it from operations that have rules
-    handler         a function that is no computation on locals: it writes, draws random numbers, or answers in Python
-    body            its own body, in Python or C++, run on DTensors: what it is made of comes back one by one
-    replicate       its operands are gathered and the caller's function runs on them
+                    rule does not cover use the decomposition of the same name, or else run as an operation without an
+                    entry would.
+    decomposition   a function of DTensors that computes the operation from operations that have rules
+    handler         a function that does not compute on local tensors: it writes, draws random numbers, or returns
+                    Python values
+    body            the operation's own body, in Python or C++, run on DTensors: its parts are looked up one by one
+    replicate       the operands are gathered and the caller's function runs on them
 
-An operation without an entry is elementwise if PyTorch says so, and then has the rule of all of these; else it runs its
-body if that is in Python, and is replicated if not.
+An operation without an entry is elementwise if PyTorch says so, and then has the rule of all elementwise operations.
+Otherwise it runs its body if that is in Python, and is replicated if not.
 
-In the names, an operation that writes its first argument has an underscore only where it is handled apart from the
-one that does not.
+An in-place operation has its own name, with the underscore, only if it is handled differently from the functional one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Context(Protocol):
-    """A context manager of ours inside of which an operation may be computed another way."""
+    """A context manager of terrazzo that changes how an operation is computed inside it."""
 
     depth: int
-    """How often this thread has entered it."""
+    """How many times this thread has entered it and not left it."""
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result inside, or NotImplemented: as outside."""
+        """The result inside the context, or NotImplemented for the usual way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,25 @@ class Operation:
     otherwise: Decomposition | None = None
     """The decomposition for the calls that the rule does not cover."""
     takes_plain: Callable[[torch.Tensor], bool] | None = None
-    """Which plain tensors behind the first argument count as the same on every rank (indices, first states)."""
+    """Which plain tensors after the first argument count as the same on every rank (indices, initial states)."""
     context: Context | None = None
-    """What is asked first."""
+    """A context that is asked first."""
     draws: bool = False
-    """Whether it draws random numbers, as ranks outside the mesh then do: its decomposition runs there."""
+    """Whether it draws random numbers. Then ranks outside the mesh must draw, too, so they run its decomposition."""
     any_float: bool = False
-    """Whether its plans are the same for all values of float arguments."""
+    """Whether its plans do not depend on the values of float arguments."""
 
 
 TABLE: dict[str, Operation] = {}
 
 
 def _add(operation: Operation) -> None:
-    """Enter an operation. A rule and a decomposition of one name become one entry, in whatever order they come."""
+    """Add an entry. A rule and a decomposition of one name become one entry, in either order."""
     known = TABLE.get(operation.name)
     if known is not None:
         rule, apart = (known, operation) if known.how == "rule" else (operation, known)
         if rule.how != "rule" or rule.otherwise is not None or apart.how != "decomposition":
-            raise AssertionError(f"{operation.name} is in the table twice")
+            raise AssertionError(f"{operation.name} is registered twice in the table of operations")
         operation = replace(rule, otherwise=apart.function)
     TABLE[operation.name] = operation
 
@@ -89,7 +89,7 @@ def rule(
     context: Context | None = None,
     draws: bool = False,
 ) -> Callable[[_F], _F]:
-    """Register a rule: a function of the call and of the operation's own arguments, named as PyTorch names them."""
+    """Register a rule: a function of the call and of the operation's arguments, with PyTorch's argument names."""
 
     def register(function: _F) -> _F:
         for name in names:
@@ -102,7 +102,7 @@ def rule(
 def decomposition(*names: str) -> Callable[[_F], _F]:
     """Register a function of DTensors that computes the operation from others.
 
-    For a name that has a rule it is what calls go to that the rule does not cover. It may return NotImplemented.
+    For a name that also has a rule, it runs the calls that the rule does not cover. It may return NotImplemented.
     """
 
     def register(function: _F) -> _F:
@@ -125,14 +125,14 @@ def handler(*names: str) -> Callable[[_F], _F]:
 
 
 def body(*names: str) -> None:
-    """Register operations that are composed of others by PyTorch's own C++."""
+    """Register operations that PyTorch's C++ composes from others."""
     for name in names:
         _add(Operation(name, "body"))
 
 
 @dataclass(slots=True)
 class _Elementwise:
-    """The rule for all elementwise operations that have no entry, and which these are."""
+    """The rule for all elementwise operations without an entry, and the function that says which these are."""
 
     covers: Callable[[str], bool]
     rule: Callable[[Call], Spec | None]
@@ -147,7 +147,7 @@ def elementwise(covers: Callable[[str], bool], rule: Callable[[Call], Spec | Non
 
 
 def operation(name: str, inplace: bool = False) -> Operation:
-    """The entry for a canonical name, or what stands for it where there is none.
+    """The entry for a canonical name, or a default one if there is none.
 
     >>> operation("mm").how, operation("exp").how, operation("histc").how
     ('rule', 'rule', 'replicate')
@@ -162,7 +162,7 @@ def operation(name: str, inplace: bool = False) -> Operation:
 
 
 def apply_rule(call: Call) -> Spec | None:
-    """The rule's answer; None when there is no rule, or when the call's arguments are not those that it covers."""
+    """The rule's answer; None if there is no rule, or if the rule does not take these arguments."""
     found = operation(call.name)
     if found.how != "rule" or found.function is None:
         return None
@@ -182,10 +182,10 @@ def apply_rule(call: Call) -> Spec | None:
 def names_for(
     function: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *first: Any
 ) -> tuple[str, ...] | None:
-    """By what names a rule or decomposition takes the arguments of a call of `func`, behind `first`.
+    """The names under which a rule or decomposition takes the arguments of a call of `func`, after `first`.
 
-    None: it does not take them. Empty: in their order. Functions in Python order their arguments otherwise than ATen's
-    operators of the same name, so theirs go by name.
+    None: it does not take them. Empty: it takes them in their order. Functions in Python may order their arguments
+    differently from the ATen operators of the same name, so theirs are passed by name.
     """
     signature = _signature(function)
     names = names_of(func, args)
@@ -193,7 +193,7 @@ def names_for(
         try:
             signature.bind(*first, **dict(zip(names, args, strict=True)), **kwargs)
             return names
-        except TypeError:  # it has other names for them, and so their order
+        except TypeError:  # the rule has other argument names, so it also has the caller's order
             pass
     try:
         signature.bind(*first, *args, **kwargs)

@@ -1,8 +1,8 @@
 """`torch.func.grad` and `grad_and_value` over DTensors.
 
-functorch wraps each tensor in a plain one, under which a DTensor would be taken for a plain tensor by the DTensors next
-to it. Gradients need no such wrapping: the differentiated arguments are replaced by views of them, and autograd does
-the rest.
+functorch wraps each tensor in a plain one. A DTensor inside such a wrapper would be taken for a plain tensor by the
+DTensors in the same call. Gradients do not need the wrapper: the differentiated arguments are replaced by views of
+them, and autograd computes the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terrazzo.tensor.dtensor import DTensor
 
 
 def grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """`torch.func.grad_and_value` where what is differentiated holds DTensors."""
+    """`torch.func.grad_and_value` if there are DTensors among the differentiated arguments."""
     single = isinstance(argnums, int)
     positions: tuple[int, ...] = (argnums,) if single else tuple(argnums)
     outer_grad = torch.is_grad_enabled()
@@ -34,7 +34,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
             output, aux = output
         if not isinstance(output, torch.Tensor) or output.dim() != 0:
             shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output)
-            raise DTensorError(f"torch.func.grad: the function must return a tensor without dims, it returned {shape}")
+            raise DTensorError(f"torch.func.grad: the function must return a 0-d tensor, but it returned {shape}")
         tensors = [x for x in flat if isinstance(x, torch.Tensor) and x.requires_grad]
         found = iter(torch.autograd.grad(output, tensors, create_graph=True, materialize_grads=True))
         grads = [next(found) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
@@ -45,7 +45,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
 
 
 def _own(x: Any, outer_grad: bool) -> Any:
-    """A tensor to differentiate by: connected to what `x` depends on, and without an effect on `x`'s own gradient."""
+    """A view of `x` to differentiate by: it has `x`'s graph, but `x`'s own gradient is not affected."""
     if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
     return x.view_as(x) if outer_grad and x.requires_grad else x.detach().requires_grad_()
@@ -56,8 +56,7 @@ def _detached(x: Any) -> Any:
 
 
 def _depends_on_others(results: Iterable[Any], own: Iterable[torch.Tensor]) -> bool:
-    """Whether the graph of `results` reaches a leaf that is not in `own`: then it is wanted by whoever has that
-    leaf."""
+    """Whether the graph of `results` reaches a leaf outside `own`: then an outer computation still needs the graph."""
     known = {id(_local(x)) for x in own}
     waiting = [_local(x).grad_fn for x in results if isinstance(x, torch.Tensor)]
     seen = set()

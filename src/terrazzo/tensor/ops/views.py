@@ -1,8 +1,7 @@
-"""Views and rearrangements: where each dim of the result comes from.
+"""Views and rearrangements: which input dim each output dim comes from.
 
-`view`, `reshape`, `flatten` and the like are read as splits and joins of dims. A joined dim stays sharded through its
-outermost part, a split one through its outermost piece, when the sizes divide evenly; everything else passes dim by
-dim.
+`view`, `reshape`, `flatten` and the like are splits and joins of dims. A joined dim may be sharded by its outermost
+part, and a split one by its outermost piece, if the sizes divide evenly; in other views each dim keeps its shards.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
 
 
 def norm_dim(dim: int, ndim: int) -> int:
-    """A dim counted from the front."""
+    """A dim as a nonnegative number."""
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise IndexError(f"Dimension out of range (got {dim} for a tensor of {ndim} dimensions)")
     return dim + ndim if dim < 0 else dim
@@ -38,7 +37,7 @@ def moved(
     even: Mapping[int, tuple[int, ...]] | None = None,
     keeps_terms: bool = False,
 ) -> Spec:
-    """A view whose output dims are these input dims (None: new, or not shardable)."""
+    """The spec of a view with these input dims as its output dims (None: new, or not shardable)."""
     ins = tuple(d if d in out else None for d in range(input.ndim))
     return Spec(
         [ins],
@@ -69,19 +68,19 @@ def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
 
 
 _VIEWS_ONLY = frozenset(["view", "unflatten"])
-"""What raises where `reshape` would copy."""
+"""Functions that raise where `reshape` would copy."""
 
 
 def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
-    """The spec of reading `input` as `shape`."""
+    """The spec of viewing `input` as `shape`."""
     out: list[int | None] = [None] * len(shape)
     even: dict[int, tuple[int, ...]] = {}
     if prod(shape):
         for old, new in view_groups(input.shape, shape):
-            # The outermost dims of a run, leaving out those of size 1, are where a cut can stay a cut.
+            # Of joined or split dims only the outermost may be sharded, not counting dims of size 1.
             a = [d for d in old if input.shape[d] != 1]
             b = [d for d in new if shape[d] != 1]
-            # A dim of size 1 that is still there may be cut too: all of it is on one rank.
+            # A dim of size 1 that is in both shapes may be sharded, too: one rank has all of it.
             for single, still in zip([d for d in old if d not in a], [d for d in new if d not in b], strict=False):
                 out[still] = single
             if not a or not b:
@@ -94,7 +93,7 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
 
     def localize(chosen: Chosen) -> LocalFunction:
         layout, new_shape = chosen.ins[0], tuple(chosen.outs[0].local_shape)
-        if layout is not input.layout:  # what was brought here may have any strides, and is a copy in any case
+        if layout is not input.layout:  # it was redistributed, so it is a copy and may have any strides
             return OneArgument(torch.Tensor.reshape, new_shape)
         if is_thin(layout.local_shape, layout.shape):
             return lambda func, loc, kw: _thin_reshape(loc[0], layout.shape, shape, new_shape, copies is not None)
@@ -106,7 +105,7 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
 def _thin_reshape(
     local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int], copies: bool
 ) -> torch.Tensor:
-    """Of one row any view exists, but the other ranks decide by the strides of theirs, and all must do the same."""
+    """One row can be viewed as any shape; but all ranks must do the same, so the global strides decide."""
     if has_view(local, shape, new_shape):
         return local.view(new_local)
     if not copies:
@@ -132,7 +131,7 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
     if start > end:
         return None
-    if start == end:  # C++ returns the tensor itself
+    if start == end:  # C++ returns its argument
         dims = tuple(range(input.ndim))
         return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
@@ -150,7 +149,7 @@ def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spe
 
 @decomposition("ravel")
 def ravel(input: Any) -> Any:
-    """Of what is not contiguous always a copy, also where a view exists."""
+    """A copy if the tensor is not contiguous, even where a view exists."""
     return input.contiguous().view(-1)
 
 
@@ -215,12 +214,12 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec | None:
     else:
         named = [norm_dim(d, input.ndim) for d in ([dim] if isinstance(dim, int) else dim)]
         if len(set(named)) < len(named):
-            return None  # an error, which the function itself words
+            return None  # an error, which the function itself raises
         gone = [d for d in named if input.ndim and input.shape[d] == 1]
     kept = [d for d in range(input.ndim) if d not in gone]
 
     def localize(chosen: Chosen) -> LocalFunction:
-        # A dim of which this rank happens to hold one row must not vanish.
+        # Squeezed by global sizes: a dim of which this rank happens to hold one row must stay.
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             return torch.squeeze(loc[0], gone)
 
@@ -231,7 +230,7 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec | None:
 
 @rule("view_as_complex")
 def view_as_complex(call: Call, input: Operand) -> Spec | None:
-    """Real and imaginary parts lie along the last dim."""
+    """The real and imaginary parts are along the last dim."""
     if not input.ndim or input.shape[-1] != 2:
         return None
 
@@ -249,7 +248,7 @@ def view_as_complex(call: Call, input: Operand) -> Spec | None:
 
 @rule("view_as_real")
 def view_as_real(call: Call, input: Operand) -> Spec:
-    # Twice the elements, of half the size.
+    # Twice as many elements of half the size, so partial terms may pass.
     return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True)
 
 
@@ -272,7 +271,7 @@ def diagonal(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | No
 
 @rule("select_scatter", "slice_scatter")
 def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: Any, **kwargs: Any) -> Spec | None:
-    """A copy in which a part along `dim` is another tensor's."""
+    """A copy of `input` in which a part along `dim` is replaced by `src`."""
     if call.operands != [input, src] or not isinstance(dim, int) or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
@@ -287,7 +286,7 @@ def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: An
 
 @rule("diag_embed")
 def diag_embed(call: Call, input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec | None:
-    """The last dim becomes the diagonal of two."""
+    """The last dim becomes the diagonal of two new dims."""
     if not all(isinstance(v, int) for v in (offset, dim1, dim2)) or not input.ndim:
         return None
     first, second = norm_dim(dim1, input.ndim + 1), norm_dim(dim2, input.ndim + 1)
@@ -387,8 +386,8 @@ def _parts(
 
 
 def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
-    """For `unsafe_split` and its like, whose parts C++ gives counters of their own: as ordinary views, where autograd
-    does not look, so that a write to one is seen by whoever has a copy of another."""
+    """For `unsafe_split` and the like, whose parts have their own version counters in C++: as ordinary views, without
+    autograd, so that a write to one part is noticed by a copied view of another."""
     if not name.startswith("unsafe_"):
         return None
     counted = getattr(torch.Tensor, name.removeprefix("unsafe_"))
@@ -430,7 +429,7 @@ def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
 
 
 def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    """Where the places of the cuts are a tensor, its values are needed on every rank."""
+    """If the split points are a tensor, every rank needs their values."""
     cuts = named.get("tensor_indices_or_sections", indices_or_sections)
     return torch.tensor_split(input, cuts.tolist(), dim) if isinstance(cuts, torch.Tensor) else NotImplemented
 
@@ -459,7 +458,7 @@ def tensor_split(
     spec = _parts(input, d, [b - a for a, b in bounds])
 
     def localize(chosen: Chosen) -> LocalFunction:
-        # Each is a view of its own, as on one device: those of `split` may not be written to under autograd.
+        # `narrow`, as on one device: autograd forbids in-place writes to the results of `split`.
         return lambda func, loc, kw: tuple(loc[0].narrow(d, a, b - a) for a, b in bounds)
 
     spec.localize = localize
@@ -480,7 +479,7 @@ def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
 
 @decomposition("as_strided")
 def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
-    """What the strides of memory mean is only known of a tensor that is all of its memory; that one is gathered."""
+    """Only for a tensor that occupies all of its memory, which is gathered; else strides in memory are not known."""
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
     of_a_view = isinstance(input, CopiedView) or is_view(input._local)
     has_gaps = type(input) is CopiedView and input._pending.has_gaps()
@@ -492,7 +491,7 @@ def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_o
     ):
         raise DTensorError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) of a DTensor of shape {tuple(input.shape)}: "
-            "the memory around a view, or behind strides that are not contiguous, is not in one place. Use indexing, "
-            "unfold or contiguous() first"
+            "this tensor is a view or not contiguous, and the memory around it is not on one rank. Use indexing, "
+            "unfold, or contiguous() first"
         )
     return NotImplemented

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism for modules: a plan of styles, applied by name.
+"""Tensor and sequence parallelism for modules: a plan gives each module, by name, a style.
 
 The names and behaviours are those of `torch.distributed.tensor.parallel`.
 """

@@ -1,9 +1,9 @@
 """Cross entropy of logits that are sharded over the classes, without gathering them.
 
-A row's loss needs three numbers of all its classes: the largest logit, the sum of the exponentials below it, and the
-logit of the target. Each rank finds its part of them, and the ranks join the parts: three reductions of one number a
-row instead of a gather of all classes. All is made of differentiable pieces, so gradients of any order need no code of
-their own.
+The loss of a row depends on three numbers over all its classes: the largest logit, the sum of the exponentials relative
+to it, and the logit of the target. Each rank computes its part of them, and the ranks reduce these: three reductions of
+one number per row instead of an all-gather of all classes. All parts are differentiable, so gradients of any order
+work without further code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, `cross_entropy` of logits sharded over the classes is computed where the shards are.
+    """Inside this block, `cross_entropy` of logits sharded over the classes runs without gathering them.
 
         with loss_parallel():
             loss = F.cross_entropy(logits, target)
@@ -37,7 +37,7 @@ def loss_parallel() -> Iterator[None]:
 
     All of `cross_entropy` works: class indices or probabilities, weights, `ignore_index`, label smoothing, every
     reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
-    tensors that are the same on every rank. The backward may happen inside or outside.
+    tensors that are the same on every rank. Backward may run inside or outside the block.
     """
     parallel_loss.depth += 1
     try:
@@ -48,7 +48,7 @@ def loss_parallel() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """How the logits lie: which dim holds the classes, and which mesh dims cut classes and samples."""
+    """How the logits are placed: which dim has the classes, and which mesh dims shard classes and samples."""
 
     layout: Layout
     classes: int
@@ -57,7 +57,7 @@ class _Where:
     first: int
     """This rank's first class."""
     samples: Layout
-    """The layout of one number a sample."""
+    """The layout of a tensor with one number per sample."""
 
     @staticmethod
     def of(layout: Layout) -> _Where:
@@ -87,10 +87,10 @@ def _parallel_cross_entropy(
     classes = 1 if input.ndim > 1 else 0
     if Shard(classes) not in placements:
         if isinstance(target, DTensor) or per_thread.implicit_replication:
-            return NotImplemented  # nothing is parallel over the classes; the usual way serves any placement
+            return NotImplemented  # not sharded over the classes: the usual way works for any placements
         raise PlacementMismatchError(
-            f"loss_parallel is for logits sharded over the classes, dim {classes}; these are placed "
-            f"{list(input.placements)}. With these, target has to be a DTensor too, or cross_entropy be called outside"
+            f"loss_parallel needs logits sharded over the classes, dim {classes}; these are placed "
+            f"{list(input.placements)}. Make target a DTensor too, or call cross_entropy outside loss_parallel"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
@@ -109,7 +109,7 @@ def _parallel_cross_entropy(
         losses, total = _of_probabilities(rows, wanted, weights, label_smoothing)
     else:
         losses, total = _of_indices(rows, wanted, weights, ignore_index, label_smoothing)
-    # As in cross_entropy itself, autocast makes this a float32 operation.
+    # Autocast runs cross_entropy in float32.
     dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     return _reduced(losses, total, where, reduction, dtype)
 
@@ -118,7 +118,7 @@ def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
     """This rank's part of `value` under `layout`; a plain tensor is the whole value, the same on every rank."""
     if tuple(value.shape) != tuple(layout.shape):
         raise DTensorArgumentError(
-            f"cross_entropy: {name} has shape {tuple(value.shape)}, needed is {tuple(layout.shape)}"
+            f"cross_entropy: {name} has shape {tuple(value.shape)}, expected {tuple(layout.shape)}"
         )
     if isinstance(value, DTensor):
         if value._layout is layout:
@@ -126,15 +126,15 @@ def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
         return value.redistribute(layout.mesh, layout.placements)._local
     if not layout.is_replicated:
         raise MixedTensorError(
-            f"cross_entropy: the logits are sharded over the samples too, so {name} must be a DTensor, best placed "
-            f"{list(layout.placements)}; got a plain tensor"
+            f"cross_entropy: the logits are sharded over the samples, too, so {name} must be a DTensor, best placed "
+            f"{list(layout.placements)}, but it is a plain tensor"
         )
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of logits, relative to each row's largest, with the logarithm of the sum of their exponentials."""
+    """The rows of logits minus each row's maximum, and the logarithm of the sum of their exponentials."""
 
     where: _Where
     shifted: torch.Tensor
@@ -143,7 +143,7 @@ class _Rows:
     @staticmethod
     def of(local: torch.Tensor, where: _Where) -> _Rows:
         dim, axis = where.classes, axis_of(where.layout.mesh, where.class_mesh)
-        # Sums of exponentials in half precision would lose what small classes add.
+        # In half precision, a sum of exponentials would lose the small ones.
         x = local.float() if local.dtype in HALF else local
         if x.shape[dim]:
             top = x.detach().amax(dim, keepdim=True)
@@ -157,7 +157,7 @@ class _Rows:
         return reduce_replicate(values.sum(self.where.classes), axis_of(self.where.layout.mesh, self.where.class_mesh))
 
     def own(self, per_class: torch.Tensor) -> torch.Tensor:
-        """This rank's part of one number a class, shaped to meet the rows."""
+        """This rank's part of a tensor with one number per class, shaped to broadcast with the rows."""
         dim, x = self.where.classes, self.shifted
         part = per_class.narrow(0, self.where.first, x.shape[dim]).to(x.dtype)
         return part.view([-1 if d == dim else 1 for d in range(x.ndim)])
@@ -166,7 +166,7 @@ class _Rows:
 def _of_indices(
     rows: _Rows, target: torch.Tensor, weights: torch.Tensor | None, ignore_index: int, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One loss a sample, and the weight that a mean divides by, both of this rank's samples."""
+    """One loss per sample, and the total weight for a mean; both of this rank's samples."""
     where, x = rows.where, rows.shifted
     dim, count = where.classes, where.layout.shape[where.classes]
     counts = target != ignore_index
@@ -178,7 +178,7 @@ def _of_indices(
         picked = x.gather(dim, mine.masked_fill(~here, 0).unsqueeze(dim)).squeeze(dim)
     else:
         picked = x.sum(dim)
-    # Replaced, not multiplied: a logit of another class may be infinite.
+    # masked_fill instead of a multiplication by 0: a logit of another class may be infinite.
     logit = reduce_replicate(
         torch.where(here, picked, torch.zeros_like(picked)), axis_of(where.layout.mesh, where.class_mesh)
     )

@@ -25,28 +25,28 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Parallelize `module`, or the submodules that a plan names, in place; the module is returned.
+    """Parallelize `module`, or the submodules that a plan names, in place; returns the module.
 
         parallelize_module(model, mesh["tp"], {
             "blocks.*.attention.[qkv]": ColwiseParallel(),
             "blocks.*.attention.out": RowwiseParallel(),
         })
 
-    Parameters that modules share stay shared, also with modules that the plan does not name, and where another call
-    parallelizes some of them. A key that names no module is warned about.
+    Parameters that modules share stay shared, also with modules that the plan does not name, and with modules that
+    another call parallelizes. A key that matches no module gives a warning.
 
     Args:
         module: The module; it is changed.
         device_mesh: A mesh of one dimension, such as `mesh["tp"]`; None for that of the enclosing `with mesh:`.
         parallelize_plan: One style for the module itself, or styles by submodule name. Each part of a dotted name is a
             pattern (`*`, `?`, `[...]`) for the children at its level; the empty name is the module itself.
-        src_data_rank: The rank of the mesh whose values the parameters take; None: every rank has its part of the
-            values already, and nothing is sent.
+        src_data_rank: The rank of the mesh whose parameter values are used; None: every rank uses its own values, and
+            nothing is sent.
     """
     mesh = current_mesh(device_mesh)
     if mesh.ndim != 1:
         raise ParallelPlanError(
-            f"parallelize_module works along one mesh dimension, this mesh has {mesh.ndim}: pass one of them, such as "
+            f"parallelize_module needs a mesh of one dimension, this one has {mesh.ndim}: pass one of them, such as "
             'mesh["tp"]'
         )
     if parallelize_plan is None:
@@ -55,7 +55,7 @@ def parallelize_module(
     shared = SharedParameters(module)
     found, unmatched = _resolve(module, parallelize_plan)
     for key, where in unmatched.items():
-        warnings.warn(f"parallelize_plan: {key!r} names no submodule of {where}; skipped there", stacklevel=2)
+        warnings.warn(f"parallelize_plan: {key!r} matches no submodule of {where}; ignored there", stacklevel=2)
     for target, style in found:
         style.src_data_rank = src_data_rank
         result = style._apply(target, mesh)
@@ -66,8 +66,8 @@ def parallelize_module(
 
 
 def _resolve(module: nn.Module, plan: ParallelPlan) -> tuple[list[tuple[nn.Module, ParallelStyle]], dict[str, str]]:
-    """The modules that the plan names, each with its style, in the plan's order; and the names that found none, with
-    where."""
+    """The modules that the plan names, each with its style, in the plan's order; and the keys that matched nothing,
+    with where."""
     found: list[tuple[nn.Module, ParallelStyle]] = []
     unmatched: dict[str, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""Styles that only convert what goes into a module and what comes out of it."""
+"""Styles that only convert the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _same_length(given: Any, desired: Any, what: str) -> None:
 def _convert(
     value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool, what: str
 ) -> Any:
-    """`value`, of placement `given`, brought to `desired`; without `given` it is left alone."""
+    """`value`, with placement `given`, redistributed to `desired`; unchanged if `given` is None."""
     if given is None:
         return value
     if not isinstance(value, torch.Tensor):
         raise ParallelPlanError(
-            f"{what} is to be placed as {given} and is no tensor but {type(value).__name__}: give None as its layout"
+            f"{what} has the placement {given} but is a {type(value).__name__}, not a tensor: give None as its layout"
         )
     tensor = as_dtensor(value, mesh, (given,))
     if desired is not None:
@@ -49,17 +49,17 @@ def _convert(
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Make a module's inputs DTensors, and bring them to the placements that it needs.
+    """Convert a module's inputs to DTensors, and redistribute them to the placements that it needs.
 
-    An input that is a DTensor already keeps its placement until it is brought to the desired one.
+    An input that is already a DTensor keeps its own placement until it is redistributed to the desired one.
 
     Args:
-        input_layouts: For each positional input how it is placed, None for what is left alone; one placement for one
-            input.
-        desired_input_layouts: For each of them the placement that the module gets, in the same order.
-        input_kwarg_layouts: The same for keyword inputs, by name.
-        desired_input_kwarg_layouts: The same for keyword inputs, by name.
-        use_local_output: Hand the module this rank's plain parts instead of DTensors.
+        input_layouts: The placement of each positional input, None for inputs that are left alone; a single placement
+            for a single input.
+        desired_input_layouts: The placement that the module gets for each of them, in the same order.
+        input_kwarg_layouts: The same as input_layouts for keyword inputs, by name.
+        desired_input_kwarg_layouts: The same as desired_input_layouts for keyword inputs, by name.
+        use_local_output: Pass the module this rank's local tensors instead of DTensors.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         if self.input_layouts is not None:
             if self.desired_input_layouts is None:
-                raise ParallelPlanError("input_layouts without desired_input_layouts: say what the module needs")
+                raise ParallelPlanError(
+                    "input_layouts needs desired_input_layouts: the placements that the module's forward needs"
+                )
             _same_length(self.input_layouts, self.desired_input_layouts, "input_layouts")
         self.with_kwargs = input_kwarg_layouts is not None
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
@@ -110,7 +112,7 @@ class PrepareModuleInput(ParallelStyle):
         if len(inputs) != len(given):
             raise ParallelPlanError(
                 f"module inputs and input_layouts should have same length! The module got {len(inputs)} positional "
-                f"inputs, input_layouts has {len(given)}"
+                f"inputs, but input_layouts has {len(given)}"
             )
         return tuple(
             _convert(x, mesh, g, d, self.use_local_output, f"input {i}")
@@ -133,12 +135,13 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Make a module's outputs DTensors, and bring them to the placements that its users need.
+    """Convert a module's outputs to DTensors, and redistribute them to the desired placements.
 
     Args:
-        output_layouts: For each output how it is placed, None for what is left alone; one placement for one output.
-        desired_output_layouts: For each of them the placement that is wanted, in the same order.
-        use_local_output: Give this rank's plain parts instead of DTensors.
+        output_layouts: The placement of each output, None for outputs that are left alone; a single placement for a
+            single output.
+        desired_output_layouts: The desired placement of each of them, in the same order.
+        use_local_output: Return this rank's local tensors instead of DTensors.
     """
 
     def __init__(
@@ -157,8 +160,8 @@ class PrepareModuleOutput(ParallelStyle):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(outputs) != len(self.output_layouts):
             raise ParallelPlanError(
-                f"module outputs and output_layouts should have same length! The module gave {len(outputs)} outputs, "
-                f"output_layouts has {len(self.output_layouts)}"
+                f"module outputs and output_layouts should have same length! The module returned {len(outputs)} "
+                f"outputs, but output_layouts has {len(self.output_layouts)}"
             )
         converted = tuple(
             _convert(x, mesh, g, d, self.use_local_output, f"output {i}")

@@ -1,8 +1,8 @@
-"""How one module is cut: styles that place its parameters and convert what goes in and comes out.
+"""Parallel styles: how one module's parameters are placed, and how its inputs and outputs are converted.
 
-A style places parameters once, when it is applied, and registers two hooks: one makes the input a DTensor of the
-placement that the cut needs, the other brings the output to the placement that was asked for. What happens between, the
-arithmetic and its communication, is the module's own forward on DTensors.
+A style places parameters once, when it is applied, and registers two hooks: one makes the input a DTensor with the
+placement that the style needs, the other redistributes the output to the requested placement. In between, the module's
+own forward runs on DTensors, which compute and communicate as their placements require.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Placements = tuple[Placement, ...]
 class ParallelStyle(ABC):
     """What `parallelize_module` does with one module. Subclass it for a style of your own.
 
-    `_apply` changes the module in place and returns it. `src_data_rank`, set before, says whose values the parameters
-    take (None: every rank its own, without communication).
+    `_apply` changes the module in place and returns it. `src_data_rank`, which is set before, is the rank whose values
+    the parameters get (None: every rank's own, without communication).
     """
 
     src_data_rank: int | None = 0
@@ -39,14 +39,14 @@ class ParallelStyle(ABC):
 
 
 def as_dtensor(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """`value` itself if it is a DTensor, else a DTensor of which it is this rank's part."""
+    """`value` itself if it is a DTensor, else a DTensor that has it as this rank's local tensor."""
     if isinstance(value, DTensor):
         return value
     return DTensor.from_local(value, mesh, placements, run_check=False)
 
 
 def placed(value: DTensor, placements: Placements) -> DTensor:
-    """`value` with these placements; itself when it has them."""
+    """`value` redistributed to these placements; itself if it has them."""
     layout = value._layout
     if Layout.of(layout.mesh, placements, layout.shape) is layout:
         return value
@@ -56,9 +56,9 @@ def placed(value: DTensor, placements: Placements) -> DTensor:
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement], src_data_rank: int | None
 ) -> None:
-    """Make the parameters of a module and its submodules DTensors, in place; `placement_of` is asked by their names.
+    """Make the parameters of a module and its submodules DTensors, in place; `placement_of` gets a parameter's name.
 
-    A parameter that is placed so already is kept. Buffers are replicated.
+    A parameter that already has the placement is kept. Buffers are replicated.
     """
     for submodule in module.modules():
         for name, parameter in parameters_of(submodule).items():
@@ -72,13 +72,13 @@ def place_parameters(
 
 
 class _Cut(ParallelStyle):
-    """What column- and row-wise styles share: one tensor in, one out, and a table of where parameters go."""
+    """What column- and row-wise styles share: one input tensor, one output, and a table of parameter placements."""
 
     input_layouts: Placements
     output_layouts: Placements
     use_local_output: bool
     _cuts: Mapping[type[nn.Module], tuple[Mapping[str, Placement], Placement]]
-    """Per kind of module: where its parameters go, and what the cut needs its input to be."""
+    """For each kind of module: the placements of its parameters, and that of its input."""
 
     def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
         check_placement(input_layouts)
@@ -92,7 +92,7 @@ class _Cut(ParallelStyle):
             if isinstance(module, kind):
                 return self._cut(module, device_mesh, parameters, (needed,))
         raise UnsupportedModuleError(
-            f"{type(self).__name__} cuts {' and '.join(f'nn.{k.__name__}' for k in self._cuts)}, not "
+            f"{type(self).__name__} supports {' and '.join(f'nn.{k.__name__}' for k in self._cuts)}, not "
             f"{type(module).__name__}: write a ParallelStyle for it, or place its parameters with distribute_module"
         )
 
@@ -121,9 +121,9 @@ class ColwiseParallel(_Cut):
     """Each rank computes some of the output features of an `nn.Linear`, or some of the columns of an `nn.Embedding`.
 
     Args:
-        input_layouts: How a plain input is placed; replicated by default.
-        output_layouts: How the output is placed; by default sharded on its last dim, which needs no communication.
-        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+        input_layouts: The placement of an input that is a plain tensor; replicated by default.
+        output_layouts: The placement of the output; by default sharded on its last dim, which needs no communication.
+        use_local_output: Return this rank's local tensor instead of a DTensor.
 
     >>> ColwiseParallel(use_local_output=False)
     ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=False)
@@ -147,13 +147,13 @@ class ColwiseParallel(_Cut):
 class RowwiseParallel(_Cut):
     """Each rank takes some of the input features of an `nn.Linear`, or some of the rows of an `nn.Embedding`.
 
-    The ranks' results are terms of a sum. `output_layouts=Replicate()` all-reduces them, `Shard(dim)` reduce-scatters.
+    Each rank's result is a term of a sum. `output_layouts=Replicate()` all-reduces them, `Shard(dim)` reduce-scatters.
 
     Args:
-        input_layouts: How a plain input is placed; by default sharded on its last dim. Word indices of an embedding are
-            the same on every rank: say `Replicate()`.
-        output_layouts: How the output is placed; replicated by default.
-        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+        input_layouts: The placement of an input that is a plain tensor; by default sharded on its last dim. For an
+            embedding pass `Replicate()`: the word indices are the same on every rank.
+        output_layouts: The placement of the output; replicated by default.
+        use_local_output: Return this rank's local tensor instead of a DTensor.
     """
 
     _cuts = {
@@ -172,14 +172,14 @@ class RowwiseParallel(_Cut):
 
 
 class SequenceParallel(ParallelStyle):
-    """Each rank works on a part of the sequence, with all parameters: for `nn.LayerNorm`, `nn.RMSNorm`, `nn.Dropout`.
+    """Each rank has a part of the sequence and all parameters: for `nn.LayerNorm`, `nn.RMSNorm`, `nn.Dropout`.
 
-    A plain input is taken as this rank's part of the sequence. Parameters take the values of `src_data_rank`, whatever
-    their initialisation.
+    A plain input is this rank's part of the sequence. Parameters get the values of `src_data_rank`, however they were
+    initialised.
 
     Args:
         sequence_dim: Which dim of the input is the sequence.
-        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
+        use_local_output: Return this rank's local tensor instead of a DTensor.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -192,7 +192,8 @@ class SequenceParallel(ParallelStyle):
         def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             if not isinstance(inputs[0], torch.Tensor):
                 raise ParallelPlanError(
-                    f"SequenceParallel: {type(mod).__name__} must be given a tensor, got {type(inputs[0]).__name__}"
+                    f"SequenceParallel: {type(mod).__name__} needs a tensor as its first input, got "
+                    f"{type(inputs[0]).__name__}"
                 )
             return (placed(as_dtensor(inputs[0], mesh, sharding), sharding), *inputs[1:])
 

@@ -1,4 +1,4 @@
-"""Adagrad by the name of DeepSpeed's kernel, done by PyTorch's."""
+"""Adagrad under the name of DeepSpeed's kernel; PyTorch's implementation."""
 
 from torch.optim import Adagrad as DeepSpeedCPUAdagrad
 

@@ -1,4 +1,4 @@
-"""Adam by the names of DeepSpeed's kernels, done by PyTorch's."""
+"""Adam under the names of DeepSpeed's kernels; PyTorch's implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from terrazzo.errors import EngineConfigError
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam; AdamW unless `adam_w_mode` is off.
+    """AdamW, or Adam if `adam_w_mode` is False.
 
     >>> FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1).defaults["decoupled_weight_decay"]
     True
@@ -29,7 +29,7 @@ class FusedAdam(torch.optim.Adam):
         set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
-            raise EngineConfigError("Adam without bias_correction is not supported")
+            raise EngineConfigError("bias_correction=False is not supported: leave it out")
         super().__init__(
             params,
             lr=lr,
@@ -42,7 +42,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same; where it steps is said by `zero_optimization.offload_optimizer`."""
+    """The same as `FusedAdam`; `zero_optimization.offload_optimizer` decides on which device it steps."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Lamb by the name of DeepSpeed's kernel."""
+"""Lamb under the name of DeepSpeed's kernel."""
 
 from terrazzo.engine.optimizers import Lamb as FusedLamb
 

@@ -1,4 +1,4 @@
-"""Lion by the names of DeepSpeed's kernels."""
+"""Lion under the names of DeepSpeed's kernels."""
 
 from terrazzo.engine.optimizers import Lion as DeepSpeedCPULion
 from terrazzo.engine.optimizers import Lion as FusedLion

@@ -1,1 +1,1 @@
-"""Curricula, by the names of DeepSpeed's modules."""
+"""Curriculum learning, under the names of DeepSpeed's modules."""

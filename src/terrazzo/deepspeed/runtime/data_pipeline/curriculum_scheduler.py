@@ -1,4 +1,4 @@
-"""A difficulty that grows with the steps, for scripts that apply it themselves."""
+"""A difficulty that grows with the steps, for scripts that apply it to their data themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from terrazzo.errors import EngineConfigError
 
 
 class CurriculumScheduler:
-    """How difficult the samples of a step may be.
+    """The largest difficulty of the samples of a step.
 
     >>> scheduler = CurriculumScheduler({
     ...     "min_difficulty": 8,
@@ -39,20 +39,20 @@ class CurriculumScheduler:
         self._current = int(config["min_difficulty"])
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """The difficulty as a function of the step."""
+        """Set a function that computes the difficulty from the step."""
         self._at = schedule_function
 
     def get_difficulty(self, global_steps: int) -> int:
-        """That of a step; the first is 1."""
+        """The difficulty of a step; the first step is 1."""
         if self._at is None:
             raise EngineConfigError("curriculum: schedule_type custom needs set_custom_get_difficulty")
         return self._at(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """The same, and make it the current one."""
+        """Compute the difficulty of a step, and make it the current one."""
         self._current = self.get_difficulty(global_steps)
         return self._current
 
     def get_current_difficulty(self) -> int:
-        """The one that was updated last."""
+        """The difficulty that was computed last by `update_difficulty`."""
         return self._current

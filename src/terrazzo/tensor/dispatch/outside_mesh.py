@@ -1,7 +1,7 @@
 """Operations on a rank outside the mesh of their DTensors.
 
-Such a rank holds nothing, and takes part in no communication, but it runs the same program: it gets DTensors with the
-shapes and layouts that the ranks inside get. Only what depends on values cannot be answered there.
+Such a rank holds no elements and does not communicate, but it runs the same program: it gets DTensors with the same
+shapes and layouts as the ranks inside the mesh. Only results that depend on values cannot be given there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import apply_rule
 
 
-def run_absent(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
-    """What `call` gives on a rank that holds none of its operands."""
+def run_outside_mesh(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
+    """The result of `call` on a rank that holds none of its operands."""
     if call.inplace:
         return args[0]
     spec = apply_rule(call)
@@ -27,9 +27,9 @@ def run_absent(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[
     plan = None if spec is None else make_plan(call, spec)
     if plan is None:
         raise DTensorError(
-            f"{call.name}: this rank is outside the mesh {call.operands[0].layout.mesh}, and the operation has no rule "
-            "that tells the shape of its result without the values; run it inside the mesh only, or redistribute the "
-            "tensor to a mesh of all ranks first"
+            f"{call.name}: this rank is outside the mesh {call.operands[0].layout.mesh}, and the shape of the result "
+            "is not known without the values; call this on ranks of the mesh only, or redistribute the tensor to a "
+            "mesh of all ranks first"
         )
     dtype = _common_dtype(args)
     joins = plan.joined is not None and (not plan.joined.half_only or dtype in HALF)
@@ -43,7 +43,7 @@ def run_absent(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[
 
 
 class _OfNothing(torch.autograd.Function):
-    """Ties results to the operands they would have been computed from, so that backward runs here as elsewhere."""
+    """Connects results to the operands in the autograd graph, so that backward runs here as on the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

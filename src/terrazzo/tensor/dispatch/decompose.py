@@ -1,4 +1,4 @@
-"""Composites taken apart by PyTorch's C++, which calls back with what they are made of (`dispatch.aten`)."""
+"""Composites that PyTorch's C++ decomposes, calling back with their parts (`dispatch.aten`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from terrazzo._torch.dispatching import without_subclass_functions
 
 
 def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let C++ take `func` apart."""
+    """Let C++ decompose `func`."""
     with without_subclass_functions():
         return func(*args, **kwargs)

@@ -12,11 +12,11 @@ from torch import Tensor
 import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
 from ranks import run_ranks
-from terrazzo.deepspeed.homes import ABSENT, HOMES
+from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
 
 
 def test_modules_are_found_where_deepspeed_has_them():
-    for place, module in HOMES.items():
+    for place, module in SUBMODULES.items():
         found = importlib.import_module(f"terrazzo.deepspeed.{place}")
         assert not module or found is importlib.import_module(f"terrazzo.deepspeed.{module}")
     from terrazzo.deepspeed.runtime.activation_checkpointing import checkpointing

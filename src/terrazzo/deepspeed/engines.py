@@ -1,4 +1,4 @@
-"""The engines of this process: functions of DeepSpeed are told a parameter, and not whose it is."""
+"""The engines of this process, for functions of DeepSpeed that get a parameter but not its engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def remember(engine: Engine) -> None:
-    """An engine was made."""
+    """Called when an engine is created."""
     _engines.add(engine)
 
 
 def forget(engine: Engine) -> None:
-    """An engine is no longer used."""
+    """Called when an engine is no longer used."""
     _engines.discard(engine)
 
 
@@ -32,12 +32,12 @@ def engine_of(parameter: Tensor) -> Engine | None:
 
 
 def comms_reports() -> list[CommsReport | None]:
-    """What the engines have sent, of those that count it."""
+    """The communication reports of the engines that have one."""
     return [engine.comms for engine in _engines]
 
 
 def as_sharded(parameter: Tensor) -> Tensor:
-    """The shard of a parameter, which may be registered unsharded while gradients are accumulated."""
+    """The shard of a parameter, which may be unsharded while gradients are accumulated."""
     for engine in _engines:
         for name, found in engine.module.named_parameters():
             if found is parameter and not isinstance(found, DTensor):
@@ -47,6 +47,6 @@ def as_sharded(parameter: Tensor) -> Tensor:
 
 
 def reshard_all() -> None:
-    """Have the parameters of all engines registered as their shards."""
+    """Reshard the parameters of all engines."""
     for engine in _engines:
         engine.reshard()

@@ -1,4 +1,4 @@
-"""Where scripts look for names inside DeepSpeed, and what an import of what there is not says."""
+"""The modules in which scripts find DeepSpeed's names, and error messages for names that terrazzo does not have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-# Modules by the place that DeepSpeed has for them, parents first.
-HOMES: Final[Mapping[str, str]] = {
+# Our modules by their names in DeepSpeed, parents first.
+SUBMODULES: Final[Mapping[str, str]] = {
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
@@ -26,44 +26,44 @@ HOMES: Final[Mapping[str, str]] = {
 }
 
 ABSENT: Final[Mapping[str, str]] = {
-    "init_inference": "inference is not part of it: use the model itself",
-    "tp_model_init": "cut the model with terrazzo.tensor.parallel.parallelize_module",
-    "moe": "experts are not divided among ranks: write the layer in PyTorch, every rank has all experts",
-    "DeepSpeedHybridEngine": "there is no engine that generates",
-    "DeepSpeedTransformerLayer": "PyTorch's layers are used",
+    "init_inference": "inference is not supported: use the model itself",
+    "tp_model_init": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
+    "moe": "expert parallelism is not supported: write the layer in PyTorch, with all experts on every rank",
+    "DeepSpeedHybridEngine": "an engine for generation is not supported",
+    "DeepSpeedTransformerLayer": "use PyTorch's layers",
     "linear": "use peft",
     "sequence": "use terrazzo.tensor.experimental.context_parallel",
-    "inference": "inference is not part of it: use the model itself",
+    "inference": "inference is not supported: use the model itself",
     "compression": "DeepSpeed 0.19 has removed it",
     "autotuning": "it belongs to DeepSpeed's launcher",
     "profiling": "enable flops_profiler or comms_logger in the config",
     "monitor": "enable tensorboard, wandb or csv_monitor in the config",
 }
-"""What DeepSpeed has and this has not, and what there is instead."""
+"""Names that DeepSpeed has and terrazzo does not, and what to use instead."""
 
 
 def register(package: str) -> None:
-    """Have all homes found below a package."""
-    for place, module in HOMES.items():
+    """Make all of these modules importable below a package."""
+    for place, module in SUBMODULES.items():
         found = importlib.import_module(f"{package}.{module}") if module else ModuleType(f"{package}.{place}")
         if not module:
-            found.__path__ = []  # it has modules inside
+            found.__path__ = []  # mark it as a package
         sys.modules[f"{package}.{place}"] = found
         parent, _, name = place.rpartition(".")
-        # Names that are there stay what they are: deepspeed.runtime.zero is deepspeed.zero, inside and out.
+        # Existing attributes are not replaced: deepspeed.runtime.zero and deepspeed.zero are the same module.
         if not hasattr(sys.modules[f"{package}.{parent}"], name):
             setattr(sys.modules[f"{package}.{parent}"], name, found)
     sys.meta_path.append(_Explains(package))
 
 
 class _Explains:
-    """Asked last of all for a module; says why there is none."""
+    """A finder that is asked after all others; it raises an error that says why there is no such module."""
 
     def __init__(self, package: str) -> None:
         self._package = package
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """None for all that is not one of the modules that are not there."""
+        """None for modules that are not in `ABSENT`."""
         first = name.removeprefix(f"{self._package}.")
         if first != name and first in ABSENT:
             raise ModuleNotFoundError(f"{self._package} has no {first}: {ABSENT[first]}", name=name)

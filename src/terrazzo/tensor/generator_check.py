@@ -1,11 +1,12 @@
-"""Whether the random generators of a mesh's ranks are in step.
+"""A check that the random generators of a mesh's ranks have the same state.
 
-Ranks whose generators have drifted apart (`torch.manual_seed(rank)`, a draw on one rank only) would hold replicas that
-differ. So the ranks of a mesh compare what they drew: at the first draw from a generator with a seed that was not seen
-before, and every 256 draws. Only the first waits, and no longer than the store takes to answer; no rank ever waits for
-another one (`comm.comparison`). What a later one finds is raised by a draw after it.
+If they do not (after `torch.manual_seed(rank)`, or a draw on one rank only), replicas would differ. So the ranks of a
+mesh compare what they drew: at the first draw from a generator with a new seed, and every 256 draws. Only the first
+comparison waits, for an answer of the store; no rank ever waits for another rank (`comm.comparison`). A difference that
+a later comparison finds is raised by a draw after it.
 
-What is compared is a digest of all keys and shapes since the last comparison, so a drift that is over by then counts.
+What is compared is a digest of all keys and shapes since the last comparison, so that a difference in between is found
+even if the states agree again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from terrazzo.comm.simulated import is_simulated, real_values
 from terrazzo.errors import CommTimeout, RandomStateError
 
 EVERY = 256
-"""Draws on a mesh between two comparisons."""
+"""Draws on a mesh from one comparison to the next."""
 
-_SEEDS = 64  # that are remembered at a time
+_SEEDS = 64  # the most seeds that are remembered
 
 
 class _Watch:
-    """What the draws of one set of ranks are compared by."""
+    """Compares the draws of one set of ranks."""
 
     def __init__(self, comparison: Comparison, limit: float) -> None:
         self._comparison = comparison
@@ -65,19 +66,20 @@ class _Watch:
             ) from error
         if difference is not None:
             raise RandomStateError(
-                f"the random generator of rank {difference.other} is not in step with that of rank {difference.rank}, "
-                "so a random DTensor would not be one tensor. Call torch.manual_seed with the same value on every rank "
-                "of the mesh, and give what must differ between ranks (data loading) a torch.Generator of its own"
+                f"the random generators of rank {difference.other} and rank {difference.rank} are not in the same "
+                "state, so their parts of a random DTensor would not fit together. Call torch.manual_seed with the "
+                "same value on every rank of the mesh, and use a separate torch.Generator for random numbers "
+                "that differ between ranks (data loading)"
             )
 
 
-# By default process group and ranks, and again by mesh, which is found faster. None: there is nobody to compare with.
+# By default process group and ranks, and again by mesh for faster look-up. None: there are no other ranks.
 _by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Watch]] = weakref.WeakKeyDictionary()
 _by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch | None]] = weakref.WeakKeyDictionary()
 
 
-def check_in_step(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
-    """Take note of a draw for a tensor of this shape, and raise if draws before it differed between ranks."""
+def check_generators(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
+    """Record a draw for a tensor of this shape, and raise if earlier draws differed between ranks."""
     group = default_group()
     known = _by_mesh.get(mesh)
     if known is None or known[0]() is not group:

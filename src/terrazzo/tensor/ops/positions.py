@@ -1,7 +1,7 @@
-"""Where something lies: the places of maxima and minima, medians, quantiles.
+"""Positions in a tensor: argmax, argmin, max and min with indices, medians, quantiles.
 
-Along a cut dim a maximum is found with little: each rank sends the largest element that it has and its place in the
-global tensor. Of equal ones the first counts, as on one device. What needs all elements in order has whole dims.
+Along a sharded dim little is sent: each rank sends its largest element and its index in the global tensor. Of equal
+elements the first wins, as on one device. Functions that need all elements in order need whole dims.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def quantile(
         return spec
     if q.ndim > 1 or len(call.operands) != 2:
         return None
-    # Several quantiles lie along a new first dim.
+    # The quantiles are along a new first dim.
     lead: Dims = (None,) * q.ndim
     shape = (*q.shape, *spec.shapes[0])
     return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [shape], whole=frozenset(dims), localize=_unless_empty)
 
 
 def _unless_empty(chosen: Chosen) -> LocalFunction | None:
-    """PyTorch refuses to look for quantiles where there are no rows."""
+    """For an empty shard; PyTorch refuses quantiles of a tensor without rows."""
     shape = tuple(chosen.outs[0].local_shape)
     if all(shape) or not all(chosen.outs[0].shape):
         return None
-    # Part of the graph: other ranks' backward may communicate with this one's.
+    # In the graph, because other ranks' backward may communicate with this one's.
     return lambda func, loc, kw: loc[0].new_zeros(shape) + loc[0].sum()
 
 
@@ -92,7 +92,7 @@ def argmin_of_shards(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @decomposition("max")
 def max_of_shards(input: Any, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:
-    """Along a cut dim, or of two tensors; the other forms have a rule."""
+    """Along a sharded dim, or of two tensors; other calls have a rule."""
     return _extreme(input, "max", named.get("other", dim), keepdim)
 
 
@@ -142,7 +142,7 @@ def _without_terms(x: DTensor) -> DTensor:
 
 
 def _without_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """Of what is left when these dims are gone: replicated where they were cut."""
+    """The layout of a result without these dims: replicated where they were sharded."""
     kept = [d for d in range(layout.ndim) if d not in dims]
     placements: list[Placement] = [
         (Shard(kept.index(p.dim)) if p.dim in kept else Replicate()) if isinstance(p, Shard) else p
@@ -152,7 +152,7 @@ def _without_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
 
 
 def _find(x: DTensor, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The extreme along `dim` (None: of all) and its place there, global: on every rank that cuts it."""
+    """The extreme along `dim` (None: of all elements) and its global index, on every rank that shards `dim`."""
     layout, local = x._layout, x._local.detach()
     dims = tuple(range(layout.ndim)) if dim is None else (dim,)
     value, place = _find_own(local, layout, op, dim)
@@ -167,13 +167,13 @@ def _find(x: DTensor, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Ten
         value = values.amax(0) if op == "max" else values.amin(0)
         wins = values == value
         if values.is_floating_point():
-            wins |= values.isnan()  # where there is one, it is the extreme
+            wins |= values.isnan()  # a NaN is the extreme, as on one device
         place = places.masked_fill(~wins, torch.iinfo(torch.int64).max).amin(0)
     return value, place
 
 
 def _find_own(local: torch.Tensor, layout: Layout, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in this rank's part; one without elements never wins."""
+    """`_find` in this rank's part only; an empty part never wins."""
     box = layout.box()
     length = local.numel() if dim is None else local.shape[dim]
     if not length:
@@ -196,7 +196,7 @@ def _find_own(local: torch.Tensor, layout: Layout, op: str, dim: int | None) -> 
 
 
 class _Extreme(torch.autograd.Function):
-    """The extremes as found; each one's gradient goes to the place where it was found, on the rank that has it."""
+    """The extremes; the gradient of each goes to the rank and the index where it was found."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, value: torch.Tensor, place: torch.Tensor, d: int, first: int) -> Any:
