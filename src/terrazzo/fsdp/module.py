@@ -94,13 +94,12 @@ class FSDPModule(_Module):
         root.recover()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to reshard after forward, as the argument of `fully_shard`."""
+        """Whether to reshard after forward, as the argument of `fully_shard`; instead of a number given there."""
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for group in _all_changing(self, recurse):
             group.reshard_after_forward = reshard_after_forward
-            group.auto_reshard = False
-            group.reshard_inner = group.reshard_inner and reshard_after_forward
+            group.auto_reshard = group.reshard_inner = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward.

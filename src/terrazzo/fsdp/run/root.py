@@ -97,6 +97,7 @@ class Root:
     @property
     def state(self) -> State:
         return self.executor.state
+            keeps_part=bool(group.inner) and any(b.settings.mesh not in group.inner for b in unit.buckets),
 
     def advance(self, event: tuple[Any, ...]) -> None:
         """Do what follows an event."""
