@@ -86,9 +86,9 @@ class FSDPModule(_Module):
         """
         group = _group(self)
         root = root_of(group)
-        if root.groups[0] is not group:
+        if group not in root.tops:
             raise FSDPError(
-                f"reset_iter_state was called on {group.name!r}, which is inside {root.groups[0].name!r}: call it on "
+                f"reset_iter_state was called on {group.name!r}, which is inside {root.tops[0].name!r}: call it on "
                 "the root, the module whose forward is called first"
             )
         root.recover()
