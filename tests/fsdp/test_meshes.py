@@ -207,14 +207,6 @@ def check_wrong_meshes() -> None:
     info = FSDPMeshInfo(mesh, 0)
     with pytest.raises(FSDPValueError, match="a 2-D mesh replicates on dim 0 and shards on dim 1"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: ShardPlacementResult(None, info))
-    own = FSDPMeshInfo(init_device_mesh("cpu", (4,)))
-    with pytest.raises(FSDPValueError, match="reshard_after_forward=2 is for parameters that are all sharded"):
-        fully_shard(
-            nn.Linear(4, 4),
-            mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
-            shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), own),
-            reshard_after_forward=2,
-        )
     assert isinstance(linear.weight, DTensor)
 
 

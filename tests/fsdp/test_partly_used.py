@@ -161,3 +161,71 @@ def check_passed_through() -> None:
 
 def test_a_group_that_a_rank_does_not_use_at_all():
     run_ranks(2, check_passed_through)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
+
+    def forward(self, x: Tensor, which: tuple[int, ...]) -> Tensor:
+        for i in which:
+            x = x + torch.tanh(self.blocks[i](x))
+        return x
+
+
+def check_left_out() -> None:
+    """A group that the last micro-batch does not run has gradients of those before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    modes = [("none", "all"), ("all", "all")]
+    if world == 4:
+        modes += [("shards", "all"), ("none", "shards", "all"), ("shards", "none", "all")]
+    mesh = init_device_mesh("cpu", (2, 2) if world == 4 else (world,))
+    for mode in modes:
+        torch.manual_seed(0)
+        model: Any = Layers()
+        reference = copy.deepcopy(model)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for bound in (0, 4 << 20):
+            model.set_coalesce_bytes(bound)
+            for i, what in enumerate(mode):
+                which = (0, 1, 2) if i == 0 else (0, 2)
+                model.set_requires_gradient_sync(what != "none")
+                model.set_requires_all_reduce(what == "all")
+                x = torch.randn(2 * world, 7, generator=torch.Generator().manual_seed(i))
+                model(x[2 * rank :][:2], which).square().mean().backward()
+                reference(x, which).square().mean().backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=f"{mode}, {bound}")
+            model.zero_grad()
+            reference.zero_grad()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_group_that_the_last_micro_batch_leaves_out(world):
+    run_ranks(world, check_left_out)
+
+
+def check_frozen_meanwhile() -> None:
+    """A parameter that is frozen between micro-batches costs the others nothing of what they have."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fully_shard(model, mp_policy=policy)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for frozen in (False, True):
+        for i in range(2):
+            model.set_requires_gradient_sync(i == 1)
+            model[0].bias.requires_grad_(not (frozen and i == 1))
+            model(x * (i + 1)).float().square().sum().backward()
+        found.append([p.grad.full_tensor() for name, p in model.named_parameters() if name != "0.bias"])
+        model.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_parameter_frozen_between_micro_batches():
+    run_ranks(2, check_frozen_meanwhile)

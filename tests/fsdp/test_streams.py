@@ -17,7 +17,6 @@ import torch
 
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_ranks
-from terrazzo.comm import wire
 from terrazzo.fsdp import PlanError, fully_shard
 from terrazzo.fsdp.plan import planner
 from terrazzo.fsdp.plan.check import Checker
@@ -315,38 +314,3 @@ def check_padded() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_training_with_sections_of_equal_length(world):
     run_ranks(world, check_padded)
-
-
-def check_native_average() -> None:
-    """A backend that averages as it reduces is asked for averages, and nothing is divided afterwards."""
-    asked: list[str] = []
-
-    def reduce_scatter(axis: Any, out: torch.Tensor, buffer: torch.Tensor, op: str) -> None:
-        asked.append(op)
-        parts = torch.empty_like(buffer)
-        work = wire.all_to_all(axis, parts, buffer)
-        assert work is not None
-        work.wait()
-        rows = parts.view(axis.size, -1)
-        out.copy_(rows.mean(0) if op == "avg" else rows.sum(0))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket.Bucket, "plan_over", padded)
-        patch.setattr(wire, "has_reduce_scatter", lambda x: True)
-        patch.setattr(wire, "averages", lambda axis, x: True)
-        patch.setattr(wire, "reduce_scatter", reduce_scatter)
-        train_alike(shard_blocks, steps=3)
-        assert asked and set(asked) == {"avg"}
-        asked.clear()
-
-        def shard(model: Any) -> None:  # a sum that is divided by something else
-            shard_blocks(model)
-            for module in (model, *model.blocks):
-                module.set_gradient_divide_factor(float(torch.distributed.get_world_size()))
-
-        train_alike(shard, steps=2)
-        assert asked and set(asked) == {"sum"}
-
-
-def test_averages_are_the_backends_own():
-    run_ranks(2, check_native_average)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +75,14 @@ attribute("torch.Tensor._post_accumulate_grad_hooks", "hooks of sharded paramete
 def gradient_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]] | None:
     """The hooks that `register_hook` has added to a leaf."""
     return tensor._backward_hooks
+
+
+def have_hooks(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is any of either kind on some of these leaves."""
+    for tensor in tensors:
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def accumulation_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:

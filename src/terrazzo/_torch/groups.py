@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.distributed import ProcessGroup, ReduceOp, Store, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.declared import attribute, private, replace
@@ -33,6 +33,10 @@ else:
 all_gather_flat: Any = private("torch.distributed.ProcessGroup._allgather_base", "all-gathers of every kind")
 reduce_scatter_flat: Any = private(
     "torch.distributed.ProcessGroup._reduce_scatter_base", "reduce-scatters where the backend has one"
+)
+
+premultiplied_sum: Callable[[float], ReduceOp] = private(
+    "torch._C._distributed_c10d._make_nccl_premul_sum", "NCCL divides gradients by any factor as it adds them"
 )
 
 default_group: Callable[[], ProcessGroup] = private(

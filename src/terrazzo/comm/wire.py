@@ -12,7 +12,7 @@ has none of these problems and the lowest latency, so most reductions are built 
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from terrazzo._torch.groups import (
     ReduceScatterOptions,
     all_gather_flat,
     backend_of,
+    premultiplied_sum,
     reduce_scatter_flat,
 )
 from terrazzo.comm import captured, observe
@@ -31,13 +32,21 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.wrapped import each_inner, is_wrapper
 from terrazzo.errors import CommError
 
-_REDUCE_OPS = {
-    "sum": ReduceOp(ReduceOp.SUM),
-    "product": ReduceOp(ReduceOp.PRODUCT),
-    "max": ReduceOp(ReduceOp.MAX),
-    "min": ReduceOp(ReduceOp.MIN),
-    "avg": ReduceOp(ReduceOp.AVG),  # for backends that average while they reduce
+
+class ScaledSum(NamedTuple):
+    """A sum whose terms are multiplied by a factor first; backends that average multiply while they reduce."""
+
+    factor: float
+
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "product": ReduceOp.PRODUCT,
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "avg": ReduceOp.AVG,  # for backends that average while they reduce
 }
+_REDUCE_OPS = {name: ReduceOp(op) for name, op in _OPS.items()}
 
 HALF = frozenset([torch.float16, torch.bfloat16])
 _FLOATS = frozenset([torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -87,7 +96,14 @@ def _reduce_scatter_options(op: ReduceOp) -> ReduceScatterOptions:
 
 
 _ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
-_REDUCE_SCATTER = {name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()}
+_REDUCE_SCATTER: dict[str | ScaledSum, ReduceScatterOptions] = {
+    name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()
+}
+
+
+def reduce_op(op: str | ScaledSum) -> Any:
+    """What torch's functions call a reduction: `ReduceOp.SUM` and the like."""
+    return _OPS[op] if isinstance(op, str) else premultiplied_sum(op.factor)
 
 
 def reduces(x: Tensor, op: str) -> bool:
@@ -108,6 +124,7 @@ def has_reduce_scatter(x: Tensor) -> bool:
 
 def averages(axis: Axis, x: Tensor) -> bool:
     """Whether the backend of this tensor averages while it reduces, without a division afterwards: NCCL does."""
+    """Whether the backend for this tensor averages, or multiplies, as it reduces, without a pass of its own: NCCL."""
     if x.is_cpu or x.dtype not in _FLOATS or axis.group is None or is_wrapper(x) or captured.capturing():
         return False
     return backend_of(axis.group, x.device).name() == "nccl"
@@ -123,12 +140,13 @@ def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
 
 
 @_tells
-def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str) -> Work | None:
+def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str | ScaledSum) -> Work | None:
     """Reduce the parts of `buffer`, all as long as `out`, each to the rank at its position."""
-    if captured.capturing():
+    if isinstance(op, str) and captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), _REDUCE_SCATTER[op])
+    options = _REDUCE_SCATTER.get(op) or _reduce_scatter_options(reduce_op(op))
+    return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), options)
 
 
 def _bytes_of(x: Tensor) -> Tensor:

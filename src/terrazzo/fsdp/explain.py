@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
+from terrazzo._torch.modules import children_of
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.plan.step import Plan, plan_steps
+from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
 from terrazzo.fsdp.run.root import root_of
 
 
 def explain(model: nn.Module) -> Plan:
-    """The operations of a step of a sharded model: one forward of all its modules in their order, one backward, a step.
+    """The operations of the next step of a sharded model: a forward, its backward, and the optimizer.
 
     Printed, it is a line per operation, with the stream on which it runs, the bytes that a rank sends, and what it
-    waits for; `operations` are the same as data. It follows from sizes and settings alone, so nothing is run.
+    waits for; `operations` are the same as data. It follows from sizes and settings, and from the modules that ran in
+    the last step, in their order. Before there was one, modules are expected to run one after the other, in the order
+    in which they were registered, those in others while these run. Nothing is run.
 
     Args:
         model: The root module.
@@ -24,4 +29,36 @@ def explain(model: nn.Module) -> Plan:
         raise FSDPError(
             f"{type(model).__name__} was not sharded: explain takes a module that fully_shard was called on"
         )
-    return plan_steps(root_of(group).spec())
+    root = root_of(group)
+    spec = root.spec()
+    outermost = (group if group in root.tops else root.tops[0]).modules[0]
+    known = root.passes.get(root.positions[outermost])
+    return plan_steps(spec, events=known or expected(spec, _run_of(outermost, root.positions)))
+
+
+def _run_of(module: nn.Module, positions: Mapping[nn.Module, int]) -> Run:
+    inside = tuple([_run_of(each, positions) for each in _sharded_in(module, positions)])
+    return Run(positions[module], inside, _hands_on(module, positions))
+
+
+def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[nn.Module]:
+    """The outermost sharded modules in it, as often as they are registered."""
+    found = []
+    for child in children_of(module).values():
+        if child is not None:
+            found += [child] if child in positions else _sharded_in(child, positions)
+    return found
+
+
+def _hands_on(module: nn.Module, positions: Mapping[nn.Module, int]) -> bool:
+    """Whether it returns what the last sharded module in it returns; known of an nn.Sequential, whose forward is."""
+    is_usual = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
+    children = [child for child in children_of(module).values() if child is not None]
+    if not (is_usual and children):
+        return False
+    last = children[-1]
+    if last not in positions:
+        return _hands_on(last, positions)
+    own, inner = group_of(module), group_of(last)
+    wanted = None if own is None else own.settings.precision.output_dtype
+    return wanted is None or (inner is not None and inner.settings.precision.output_dtype is wanted)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
+from terrazzo.fsdp.misuse import remark_on_one_rank
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.settings import Options, Settings
 
@@ -35,16 +35,14 @@ class Group:
         # What the user decides.
         self.auto_reshard = reshard_after_forward is None  # then the root is not resharded
         self.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
-        self.inner: InnerMesh | None = None
-        self.reshard_inner = False
-        if params and type(reshard_after_forward) is int:
-            if any(param.mesh is not settings.mesh for param in params) or settings.mesh.whole is not None:
-                raise FSDPValueError(
-                    f"reshard_after_forward={reshard_after_forward} is for parameters that are all sharded on the mesh "
-                    "given to fully_shard; with dp_mesh_dims, or with meshes of a shard_placement_fn, use True or False"
-                )
-            self.inner = InnerMesh.of(settings.mesh, reshard_after_forward)
-            self.reshard_inner = True
+        self.inner: dict[DataMesh, InnerMesh] = {}  # of the meshes on which something is kept between
+        if type(reshard_after_forward) is int:
+            found = {mesh: InnerMesh.of(mesh, reshard_after_forward) for mesh in self.meshes}
+            self.inner = {mesh: inner for mesh, inner in found.items() if inner is not None}
+            if reshard_after_forward == 1:
+                remark_on_one_rank()
+                self.reshard_after_forward = False
+        self.reshard_inner = bool(self.inner)
         self.reshard_after_backward = True
         self.gradient_sync = True
         self.unshard_in_backward = True

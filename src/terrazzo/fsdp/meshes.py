@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from terrazzo._torch.groups import (
     without_groups,
 )
 from terrazzo.comm.axis import Axis, axis_of, axis_over
-from terrazzo.comm.mesh import when_groups_end
+from terrazzo.comm.mesh import ranks_of, when_groups_end
+from terrazzo.comm.simulated import real_values
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 
@@ -123,6 +124,11 @@ class DataMesh:
         return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
 
     @property
+    def only_replicates(self) -> bool:
+        """Whether there is no dim whose ranks shard."""
+        return self.replicate is not None and self.mesh.ndim == 1
+
+    @property
     def size(self) -> int:
         """How many ranks work on different data."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
@@ -200,27 +206,39 @@ def _together(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 class InnerMesh:
     """Part of the shard axis, on which parameters stay sharded between forward and backward."""
 
-    mesh: DeviceMesh
     axis: Axis
+    own: int  # how many dims of a sharded parameter's mesh are the data-parallel ones, which come first
+    _meshes: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
 
     @staticmethod
-    def of(data: DataMesh, size: int) -> InnerMesh:
-        """Consecutive ranks of the shard axis, `size` at a time."""
+    def of(data: DataMesh, size: int) -> InnerMesh | None:
+        """Consecutive ranks of the shard axis, `size` at a time; None if those are all ranks that shard, or one."""
+        if data.only_replicates:
+            return None
         n = data.shard.size
-        if not 1 < size < n or n % size:
-            raise FSDPError(
-                f"reshard_after_forward={size} has to divide the {n} ranks that shard, and be neither 1 nor {n}; "
-                "use False or True for those"
+        if size < 1 or n % size:
+            raise FSDPValueError(
+                f"reshard_after_forward={size} has to divide the {n} ranks that shard: each rank keeps its part over "
+                "that many neighbouring ones. True frees everything after forward, and False nothing"
             )
+        if size in (1, n):
+            return None
         start = data.shard.index // size * size
-        ranks = data.shard.ranks[start : start + size]
-        grid = torch.tensor(data.shard.ranks).view(-1, size)
         # Its own process group is all that is needed of it, and only these ranks make that.
-        mesh = without_groups(data.mesh.device_type, grid)
-        return InnerMesh(mesh, axis_over(ranks, data.mesh.device_type))
+        return InnerMesh(axis_over(data.shard.ranks[start : start + size], data.mesh.device_type), data.mesh.ndim)
 
-    def layout(self, shape: tuple[int, ...], dim: int) -> Layout:
-        return Layout.of(self.mesh, (_REPLICATE, Shard(dim)), shape)
+    def layout(self, whole: Layout, dim: int) -> Layout:
+        """Of a parameter that is cut along `dim`, and whose layout is `whole` while it is sharded."""
+        mesh = self._meshes.get(whole.mesh)
+        if mesh is None:
+            rest = whole.mesh.mesh.shape[self.own :]
+            with real_values():
+                grid = torch.tensor(ranks_of(whole.mesh)).view(-1, self.axis.size, *rest)
+            mesh = self._meshes[whole.mesh] = without_groups(whole.mesh.device_type, grid)
+        placements = (_REPLICATE, Shard(dim), *whole.placements[self.own :])
+        # What was cut before data parallelism is so still.
+        order = (*(m - self.own + 2 for m in whole.order if m >= self.own), 0, 1)
+        return Layout.of(mesh, placements, whole.shape, order)
 
 
 def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

@@ -58,6 +58,15 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
                 written()
 
 
+def remark_on_one_rank() -> None:
+    """A number that reads like True."""
+    warnings.warn(
+        "reshard_after_forward=1 keeps each rank's part over 1 rank, that is all of the parameters: the same as False. "
+        "If they are to be freed after forward, say True",
+        stacklevel=4,
+    )
+
+
 def remark_on_single_group(root: nn.Module, nbytes: int) -> None:
     """A large model of repeated blocks in a single group is gathered at once: that saves nothing while it computes."""
     if nbytes < _WORTH_A_REMARK:

@@ -86,21 +86,20 @@ class FSDPModule(_Module):
         """
         group = _group(self)
         root = root_of(group)
-        if root.groups[0] is not group:
+        if group not in root.tops:
             raise FSDPError(
-                f"reset_iter_state was called on {group.name!r}, which is inside {root.groups[0].name!r}: call it on "
+                f"reset_iter_state was called on {group.name!r}, which is inside {root.tops[0].name!r}: call it on "
                 "the root, the module whose forward is called first"
             )
         root.recover()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to reshard after forward, as the argument of `fully_shard`."""
+        """Whether to reshard after forward, as the argument of `fully_shard`; instead of a number given there."""
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for group in _all_changing(self, recurse):
             group.reshard_after_forward = reshard_after_forward
-            group.auto_reshard = False
-            group.reshard_inner = group.reshard_inner and reshard_after_forward
+            group.auto_reshard = group.reshard_inner = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward.

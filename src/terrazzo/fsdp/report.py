@@ -143,7 +143,8 @@ def report(model: nn.Module) -> Report:
         raise FSDPError(f"{type(model).__name__} was not sharded: report takes a module that fully_shard was called on")
     root = root_of(group)
     spec = root.spec()
-    units = [unit for unit in root.units if unit.params]
+    inside = set(model.modules())
+    units = [unit for unit in root.units if unit.params and inside.intersection(unit.modules)]
     around = _units_around(model, units)
     return Report([_group_report(unit, spec, around[unit]) for unit in units], spec.coalesce_bytes)
 

@@ -110,6 +110,5 @@ class Options:
 
     @property
     def usual(self) -> bool:
-        """Whether nothing was set about how parameters are gathered and gradients reduced."""
-        own = self.all_gather is not None or self.reduce_scatter is not None or self.staging is not None
-        return not own and not self.force_sum
+        """Whether nothing was set about who gathers and reduces, and in which memory."""
+        return self.all_gather is None and self.reduce_scatter is None and self.staging is None

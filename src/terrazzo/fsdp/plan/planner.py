@@ -260,11 +260,15 @@ class _Planner:
         gathered = tuple([Buffer("gathered", each) for each in units])
         if spec.sizes.in_place and not inner and not along:
             gathered = (*gathered, Buffer("unsharded", unit))
+        if inner:
+            sources = (Buffer("kept", unit), *([Buffer("shard", unit)] if spec.keeps_part else ()))
+        else:
+            sources = tuple([Buffer("shard", each) for each in units])
         self._emit(
             Kind.GATHER,
             unit,
             Stream.GATHER,
-            reads=tuple([Buffer("kept" if inner else "shard", each) for each in units]),
+            reads=sources,
             writes=gathered,
             takes=gathered,
             # What was copied out before lay in memory of this stream, which is used again now. And what is kept was

@@ -1,8 +1,12 @@
-"""The plan of a usual step: forward through all modules in their order, backward in the other, the optimizer."""
+"""The plan of a step: what the planner answers to the events of a forward, a backward and the optimizer after them.
+
+Events are those of a step that has run, or those to be expected of modules that run one after the other and in each
+other, as they contain each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +15,7 @@ from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.units import Spec
 
-_OUTER = 0  # the root's module comes first
+Events = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +53,30 @@ def _mark(what: str, unit: int, names: list[str]) -> str:
     return what if unit < 0 else f"{what} {names[unit]}"
 
 
-def plan_steps(spec: Spec, steps: int = 1, *, order: Sequence[int] | None = None, micro_batches: int = 1) -> Plan:
-    """The operations of `steps` steps in which every module runs once, `order` being that of the last forward."""
-    usual = tuple(range(len(spec.units))) if order is None else tuple(order)
-    usual = tuple(unit for unit in usual if spec.units[unit].sizes is not None)
+def plan_steps(spec: Spec, steps: int = 1, *, events: Events | None = None, micro_batches: int = 1) -> Plan:
+    """The operations of `steps` steps, each of `micro_batches` times `events`, after a step that ran likewise.
+
+    Args:
+        spec: The units.
+        steps: How many.
+        events: Of a forward and its backward; None: every module runs once, one after the other, inside the first.
+        micro_batches: How many forwards and backwards a step has.
+    """
+    events = expected(spec, one_after_the_other(spec)) if events is None else events
+    order = _order_of(spec, events)
     state, found, epoch = State.first(len(spec.units)), [], 0
     for _ in range(steps):
         for batch in range(micro_batches):
-            for event in _pass(spec, usual, batch == micro_batches - 1):
-                if event[0] is Event.FORWARD and epoch:
-                    kept = [u for u, where in enumerate(state.where) if where is not Where.SHARDED]
-                    event = (*event[:3], tuple(kept) if batch == 0 else ())
-                if event[0] is Event.REACH:
-                    event = (event[0], event[1], _before(usual, event[1], spec.furthest))
-                if event[0] is Event.REACH_END and state.phase[event[1]] is not Phase.BACKWARD:
-                    continue
-                operations, state = advance(spec, usual, state, event)
+            for event in events:
+                if event[0] is Event.FORWARD and not event[2]:
+                    stale = [u for u, where in enumerate(state.where) if where is not Where.SHARDED]
+                    event = (*event[:3], tuple(stale) if epoch and batch == 0 else ())
+                elif event[0] is Event.BACKWARD_ENDS:
+                    event = (*event[:2], batch == micro_batches - 1)
+                operations, state = advance(spec, order, state, event)
                 found += [replace(each, epoch=epoch) if each.kind is Kind.GATHER else each for each in operations]
         epoch += 1
-        found += [_write(unit, epoch) for unit in usual]
+        found += [_write(unit, epoch) for unit, known in enumerate(spec.units) if known.sizes is not None]
     return Plan(spec, tuple(found))
 
 
@@ -77,35 +86,103 @@ def _write(unit: int, epoch: int) -> Operation:
     return Operation(Kind.WRITE, unit, reads=reads, writes=writes, epoch=epoch)
 
 
-def _before(order: tuple[int, ...], unit: int, furthest: int) -> tuple[int, ...]:
-    if unit not in order:
-        return ()
-    at = order.index(unit)
-    # The root ends last, so nothing was before the others but what runs inside it.
-    inner = [each for each in order if each != order[0]]
-    if unit == order[0]:
-        return tuple(reversed(inner))[:furthest]
-    return tuple(reversed([each for each in inner if order.index(each) < at]))[:furthest]
+def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
+    """The units of which a forward begins, in order."""
+    state, found = State.first(len(spec.units)), []
+    for event in events:
+        if event[0] is Event.ENTER and not event[2]:
+            unit = spec.modules[event[1]]
+            if state.phase[unit] is Phase.IDLE and spec.units[unit].sizes is not None:
+                found.append(unit)
+        _, state = advance(spec, (), state, event)
+    return tuple(found)
 
 
-def _pass(spec: Spec, order: tuple[int, ...], last: bool) -> Iterator[tuple[Any, ...]]:
-    """Forward and backward of a root around modules that run one after the other."""
-    inner = [module for module in range(len(spec.modules)) if module != _OUTER]
-    yield (Event.FORWARD, _OUTER, False, ())
-    yield (Event.ENTER, _OUTER, False)
-    for module in inner:
-        yield (Event.ENTER, module, False)
-        yield (Event.LEAVE, module, True, False)
-    yield (Event.LEAVE, _OUTER, True, False)
-    yield (Event.FORWARD_ENDS, False)
-    root = spec.modules[_OUTER]
-    yield (Event.REACH, root, ())
-    reached: list[int] = [root]
-    for module in reversed(inner):
-        unit = spec.modules[module]
-        if unit not in reached:
-            reached.append(unit)
-            yield (Event.REACH, unit, ())
-        if not any(spec.modules[other] == unit for other in inner if other < module):
-            yield (Event.REACH_END, unit)
-    yield (Event.BACKWARD_ENDS, (), last)
+# ------------------------------------------------------------------ what is to be expected
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A module that runs, and those that run in it, one after the other."""
+
+    module: int
+    inside: tuple[Run, ...] = ()
+    hands_on: bool = False  # it returns what the last of them returns
+
+
+def one_after_the_other(spec: Spec) -> Run:
+    """All modules inside the first."""
+    first, *others = range(len(spec.modules))
+    return Run(first, tuple([Run(module) for module in others]))
+
+
+def expected(spec: Spec, run: Run) -> Events:
+    """The events of a forward of the outermost module, and of its backward."""
+    return tuple(_Expected(spec).events_of(run))
+
+
+@dataclass(slots=True)
+class _Ran:
+    """What backward has to know of a module that ran."""
+
+    unit: int
+    inside: list[_Ran]
+    hands_on: bool
+    begins: bool  # it was the first of its unit's modules
+    before: tuple[int, ...]  # units that ended before
+    inputs_have_gradients: bool
+    outputs_have_gradients: bool
+
+
+class _Expected:
+    """Follows the state, on which some events depend, from event to event."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._state = State.first(len(spec.units))
+        self._events: list[tuple[Any, ...]] = []
+        self._trained = False  # whether anything that ran is
+
+    def events_of(self, run: Run) -> Iterator[tuple[Any, ...]]:
+        self._tell(Event.FORWARD, run.module, False, ())
+        ran = self._forward(run)
+        ran.inputs_have_gradients = False  # they are data
+        self._tell(Event.FORWARD_ENDS, False)
+        self._backward(ran)
+        self._tell(Event.BACKWARD_ENDS, (), True)
+        yield from self._events
+
+    def _tell(self, *event: Any) -> None:
+        self._events.append(event)
+        _, self._state = advance(self._spec, (), self._state, event)
+
+    def _forward(self, run: Run) -> _Ran:
+        unit = self._spec.modules[run.module]
+        known = self._spec.units[unit]
+        begins = self._state.phase[unit] is Phase.IDLE and known.sizes is not None
+        trained = self._trained
+        self._tell(Event.ENTER, run.module, False)
+        self._trained = self._trained or (known.sizes is not None and known.trainable)
+        inside = [self._forward(each) for each in run.inside]
+        before = self._state.ended
+        self._tell(Event.LEAVE, run.module, True, False)
+        return _Ran(unit, inside, run.hands_on, begins, before, trained, self._trained)
+
+    def _backward(self, ran: _Ran) -> None:
+        self._reach(ran)
+        for each in reversed(ran.inside):
+            self._backward(each)
+        if ran.begins and ran.inputs_have_gradients and self._is_in_backward(ran.unit):
+            self._tell(Event.REACH_END, ran.unit)
+
+    def _reach(self, ran: _Ran) -> None:
+        if ran.hands_on and ran.inside:  # who was first to return a tensor is first to hear of its gradient
+            self._reach(ran.inside[-1])
+        if ran.outputs_have_gradients and not self._is_in_backward(ran.unit):
+            self._tell(Event.REACH, ran.unit, ran.before)
+
+    def _is_in_backward(self, unit: int) -> bool:
+        return self._state.phase[unit] is Phase.BACKWARD
+
+
+__all__ = ["Events", "Plan", "Run", "expected", "one_after_the_other", "plan_steps"]

@@ -41,6 +41,7 @@ class UnitSpec:
     replicated: bool = False  # reduced over replicas too
     reshard_after_forward: bool = True
     reshard_inner: bool = False  # to a smaller mesh
+    keeps_part: bool = False  # there only some parameters are, and the others are gathered from the shards again
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     gradient_sync: bool = True

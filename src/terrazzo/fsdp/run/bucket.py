@@ -97,6 +97,11 @@ class Bucket:
         """Memory of what a gather brings to a place of its own, until it is copied out."""
         return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
 
+    @property
+    def gather_moves(self) -> int:
+        """What a rank sends, on average, for one gather."""
+        return self.plan_over(self.settings.mesh.shard, self.params).moved(self.compute_dtype.itemsize)
+
     def in_place(self) -> InPlace | None:
         """How it is gathered straight into the unsharded parameters, if that can be."""
         key = self.plan, self.compute_dtype

@@ -107,9 +107,11 @@ class _Reduction:
             return
         first = self._members[0]
         for each in self._members:
-            op = each.choose_operation(packed if each is first else None)
+            division = each.decide(packed, plan)
+        if division.before is not None:
+            packed.div_(division.before)
         mesh = first.bucket.settings.mesh
-        self._pending = unit.comm.reduce(packed, plan, mesh.shard, op, first.bucket.tag + 1)
+        self._pending = unit.comm.reduce(packed, plan, mesh.shard, division.shards, first.bucket.tag + 1)
         self._wait_if_at_once(unit)
 
     def _wait_if_at_once(self, unit: Unit) -> None:
@@ -130,7 +132,7 @@ class _Reduction:
         for each, chunks, counts in self._parts(reduced):
             each.add_partial(chunks, counts)
         self._held = reduced
-        self._pending = unit.comm.all_reduce(reduced, replicate, first.operation)
+        self._pending = unit.comm.all_reduce(reduced, replicate, first.division.replicas)
         self._wait_if_at_once(unit)
 
     def _parts(self, reduced: Tensor) -> list[tuple[Gradients, Tensor, Tensor | None]]:

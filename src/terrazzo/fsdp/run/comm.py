@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.run.direct import start_gather, start_reduce
+from terrazzo.fsdp.run.division import Ways
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.settings import Options, Staging
 
@@ -24,8 +24,10 @@ class Comm(Protocol):
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
         """Begin to collect the sections of all ranks, one after the other; `part` is this rank's."""
 
-    def reduce(self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
-        """Begin to reduce `sections`, each to the rank that it is for; `op` is sum or avg."""
+    def reduce(
+        self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
+    ) -> Pending[Tensor]:
+        """Begin to reduce `sections`, each to the rank that it is for; `op` is what `ways` has."""
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         """Begin to reduce over the replicas."""
@@ -55,48 +57,41 @@ class OwnComm:
             work = wire.all_gather(axis, gathered, part)
         return Pending("all_gather", axis, work, gathered)
 
-    def reduce(self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
+    def reduce(
+        self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
+    ) -> Pending[Tensor]:
         options = self._options
         own, staging = options.reduce_scatter, staging_for(options, axis, sections.device, reduces=True)
         if axis.group is None or (own is None and staging is None):
-            if not self._sums(op, axis):
-                return self._usual.reduce(sections, plan, axis, op, tag)
-            return _mean(self._usual.reduce(sections, plan, axis, "sum", tag), axis)
+            return self._usual.reduce(sections, plan, axis, op, tag)
         if observe.observers:
-            observe.report("reduce_scatter", axis, (axis.size - 1) * sections.nbytes // axis.size, op, True)
-        averages = op == "avg" and not options.force_sum and not sections.is_cpu
+            name = op if isinstance(op, str) else "sum"
+            observe.report("reduce_scatter", axis, (axis.size - 1) * sections.nbytes // axis.size, name, True)
         if own is not None:
             reduced = own.allocate((plan.own_size,), dtype=sections.dtype, device=sections.device)
-            native = ReduceOp.AVG if averages else ReduceOp.SUM
+            native = wire.reduce_op(op)
             work = own(output_tensor=reduced, input_tensor=sections, group=axis.group, op=native, async_op=True)
         else:
             assert staging is not None
-            averages = averages and wire.averages(axis, sections)
             reduced = staging.empty(plan.own_size, sections.dtype, sections.device, axis)
             staging.announce(sections, axis)
             staging.announce(reduced, axis)
-            work = wire.reduce_scatter(axis, reduced, sections, "avg" if averages else "sum")
-        pending = Pending("reduce_scatter", axis, work, reduced)
-        return _mean(pending, axis) if op == "avg" and not averages else pending
+            work = wire.reduce_scatter(axis, reduced, sections, op)
+        return Pending("reduce_scatter", axis, work, reduced)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        if not self._sums(op, axis):
-            return self._usual.all_reduce(section, axis, op)
-        return _mean(self._usual.all_reduce(section, axis, "sum"), axis)
-
-    def _sums(self, op: str, axis: Axis) -> bool:
-        """Whether a mean has to be a sum, divided afterwards, for those who ask for sums alone."""
-        return op == "avg" and self._options.force_sum and axis.size > 1
+        return self._usual.all_reduce(section, axis, op)
 
 
-def _mean(total: Pending[Tensor], axis: Axis) -> Pending[Tensor]:
-    """The mean of what is summed."""
-
-    def divided() -> Tensor:
-        reduced: Tensor = total.wait()
-        return reduced.div_(axis.size)
-
-    return Pending(total.kind, axis, None, torch.empty(0), divided)
+def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
+    """What the one can do who reduces tensors like this along the axis."""
+    if options.force_sum:
+        return Ways.SUMS
+    if options.reduce_scatter is not None:  # asked for what PyTorch would ask it for
+        return Ways.SUMS if like.is_cpu else Ways.NATIVE
+    if wire.averages(axis, like):
+        return Ways.NATIVE
+    return Ways.EXACT if like.is_cpu and staging_for(options, axis, like.device, reduces=True) is None else Ways.SUMS
 
 
 def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> Staging | None:
@@ -127,7 +122,9 @@ class Collectives:
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
         return start_gather(part, axis, plan, tag, self._careful())
 
-    def reduce(self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
+    def reduce(
+        self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
+    ) -> Pending[Tensor]:
         return start_reduce(sections, axis, plan, op, tag)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:

@@ -71,8 +71,13 @@ def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bo
     return all_gather_start(part, axis, 0, plan.sizes)
 
 
-def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str, tag: int) -> Pending[Tensor]:
-    """Begin to reduce flat `sections`, each to the rank that it is for; `op` is sum or avg."""
+def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str | wire.ScaledSum, tag: int) -> Pending[Tensor]:
+    """Begin to reduce flat `sections`, each to the rank that it is for; `op` is sum, avg or, where sections are
+    alike and the backend has it, a scaled sum."""
+    if not isinstance(op, str):
+        report_collective("reduce_scatter", axis, plan, sections, "sum")
+        reduced = sections.new_empty(plan.own_size)
+        return Pending("reduce_scatter", axis, wire.reduce_scatter(axis, reduced, sections, op), reduced)
     if goes_by_messages(axis, sections.nbytes):
         report_collective("reduce_scatter", axis, plan, sections, op)
         return _reduce_by_messages(sections, axis, plan.sizes, op, tag)
@@ -133,8 +138,14 @@ def _reduce_by_messages(sections: Tensor, axis: Axis, sizes: Sequence[int], op: 
 
 
 def _sum_of_two(other: Tensor, mine: Tensor, op: str) -> Tensor:
-    other.add_(mine)
-    return other.mul_(0.5) if op == "avg" else other
+    return mean_of_two(other, mine) if op == "avg" else other.add_(mine)
+
+
+def mean_of_two(other: Tensor, mine: Tensor) -> Tensor:
+    """Put the mean where `other` is."""
+    if other.dtype is torch.float16:  # whose sums may have no room in it
+        return other.copy_(other.float().add_(mine).mul_(0.5))
+    return other.add_(mine).mul_(0.5)
 
 
 def exchange(

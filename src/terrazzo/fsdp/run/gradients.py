@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
+from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
-from terrazzo.fsdp.run.comm import Comm, empty_to_reduce
+from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
+from terrazzo.fsdp.run.division import Division, Ways, division_of
 from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.settings import AllReduceHook, Options
@@ -37,7 +38,7 @@ class Gradients:
         self.options = options
         self._trainable: tuple[ShardedParameter, ...] = ()
         self._plan: FlatPlan | None = None
-        self._accumulated: dict[int, Tensor] = {}  # by position: sums in the reduce dtype, not reduced yet
+        self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype, not reduced yet
         self._in_place: InPlace | None = None  # how gradients are reduced from where they are, if that can be
         self._packed: Tensor | None = None
         self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # what is reduced from where it is
@@ -46,8 +47,7 @@ class Gradients:
         self._partial: Tensor | None = None  # reduced over the shard axis, not yet over the replicas
         self._held: list[Tensor] = []  # what an all-reduce reads
         self._missing: list[int] = []  # positions without a gradient on this rank
-        self._divisor: float | None = None  # by which to divide in the end
-        self._op = "avg"
+        self._division = Division()
         self._counts: Tensor | None = None  # what the section ended with, if it came apart from the rest
         self._reached: tuple[Tensor, Any] | None = None  # the same, and when it is on the host
         self._copied: Any = None  # the event after which gradients are on the CPU
@@ -107,7 +107,7 @@ class Gradients:
             self._in_place = None
             if self._plan is not None and InPlace.suits(self._plan, mesh.shard, self.dtype.itemsize):
                 self._in_place = InPlace(self._plan, self.dtype.itemsize)
-            self._accumulated.clear()
+            self._accumulated = {p: known for p, known in self._accumulated.items() if p.requires_grad}
         return self._plan
 
     def replan(self) -> None:
@@ -118,33 +118,40 @@ class Gradients:
 
     def any(self) -> bool:
         """Whether backward left gradients, or there are some that were not reduced."""
-        return bool(self._accumulated) or any(p.unsharded_local.grad is not None for p in self.bucket.params)
+        return bool(self._accumulated) or any(
+            p.unsharded_local.grad is not None and p.requires_grad for p in self.bucket.params
+        )
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether something was reduced over the shards, and not yet over the replicas."""
+        return self._partial is not None
 
     def accumulate(self) -> None:
         """Keep what backward computed for a later reduction, in the reduce dtype."""
         self.plan()
-        for i, param in enumerate(self._trainable):
+        for param in self._trainable:
             grad = param.unsharded_local.grad
-            if grad is not None and (grad.dtype is not self.dtype or i in self._accumulated):
+            if grad is not None and (grad.dtype is not self.dtype or param in self._accumulated):
                 param.unsharded_local.grad = None
-                known = self._accumulated.get(i)
+                known = self._accumulated.get(param)
                 if known is None:
-                    self._accumulated[i] = grad.to(self.dtype)
+                    self._accumulated[param] = grad.to(self.dtype)
                 else:
                     known.add_(grad)
 
     def _take(self) -> list[Tensor | None]:
         """The gradients of the trainable parameters, with what was accumulated; afterwards they have none."""
         grads: list[Tensor | None] = []
-        for i, param in enumerate(self._trainable):
+        for param in self._trainable:
             local = param.unsharded_local
             grad = local.grad
             if grad is not None:
                 local.grad = None
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-            if self._accumulated and i in self._accumulated:
-                known = self._accumulated.pop(i)
+            if self._accumulated and param in self._accumulated:
+                known = self._accumulated.pop(param)
                 grad = known if grad is None else known.add_(grad)
             grads.append(grad)
         return grads
@@ -187,13 +194,19 @@ class Gradients:
         plan, packed = self._plan, self._packed
         if self._unpacked is not None and self._in_place is not None:
             (wholes, reached), self._unpacked = self._unpacked, None
-            op = self.choose_operation(None)
+            division = self.decide(wholes[0], self._in_place.plan)
+            if division.before is not None:
+                wholes = torch._foreach_div(wholes, division.before)
+            op = division.shards
+            assert isinstance(op, str)
             self._pending = self._in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
             return
         if plan is None or packed is None:
             return
-        op = self.choose_operation(packed)
-        self._pending = comm.reduce(packed, plan, self.reduce_axis, op, self.bucket.tag + 1)
+        division = self.decide(packed, plan)
+        if division.before is not None:
+            packed.div_(division.before)
+        self._pending = comm.reduce(packed, plan, self.reduce_axis, division.shards, self.bucket.tag + 1)
 
     @property
     def reduce_axis(self) -> Axis:
@@ -202,29 +215,19 @@ class Gradients:
         return self.options.reduce_axes.get(axis, axis)
 
     @property
-    def operation(self) -> str:
-        """Sum or avg, as was chosen last."""
-        return self._op
+    def division(self) -> Division:
+        """As was decided last."""
+        return self._division
 
-    def choose_operation(self, packed: Tensor | None) -> str:
-        """Sum or avg, and what to divide by in the end. Divides `packed`, if that has to be done before."""
-        mesh, options = self.bucket.settings.mesh, self.options
-        # Half precision has little range: sums of many gradients are divided before they can overflow.
-        early = self.dtype is torch.float16 and mesh.device.type != "cpu"
-        divisor = options.divisor
-        if mesh.sums_already:  # terms of what all have: their average is the sum, which is divided like others
-            divisor = float(mesh.size) if divisor is None else divisor
-            self._op = "avg"
-            if early and packed is not None:
-                packed.div_(divisor)
-        else:
-            if early:
-                divisor = mesh.size if divisor is None else divisor
-                if packed is not None:
-                    packed.div_(divisor)
-            self._op = "avg" if options.divisor is None and not early else "sum"
-        self._divisor = None if early else divisor
-        return self._op
+    def decide(self, like: Tensor, plan: FlatPlan) -> Division:
+        """How tensors like this, which lie by this plan, are reduced, and by what they are divided meanwhile."""
+        mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
+        ways = ways_to_reduce(options, axis, like)
+        if ways is Ways.NATIVE and plan.ragged:  # which is not scattered as it is
+            ways = Ways.SUMS
+        replicas = 1 if mesh.replicate is None else mesh.replicate.size
+        self._division = division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
+        return self._division
 
     def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
         """Add to what was reduced over the shards what was so before, and was kept for the replicas."""
@@ -256,7 +259,7 @@ class Gradients:
             self._reduced = self._reduced + self._partial
             self._partial = None
         if replicate is not None:
-            self._pending = comm.all_reduce(self._reduced, replicate, self._op)
+            self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
 
     def store(self) -> None:
         """Keep what is reduced over the shards until the replicas' turn comes."""
@@ -278,8 +281,8 @@ class Gradients:
         counts, self._counts = self._counts, None
         if plan.extra and counts is None:
             reduced, counts = reduced[: -plan.extra], reduced[-plan.extra :]
-        if self._divisor is not None:
-            reduced = reduced / self._divisor
+        if self._division.after is not None:
+            reduced = reduced / self._division.after
         if counts is not None and self._missing:
             self._note_reached(counts)
         if options.hook is not None:
@@ -351,26 +354,23 @@ class Gradients:
     def _hand_over_alone(self) -> None:
         """Nobody to reduce with: gradients become those of the sharded parameters as they are."""
         grads = self._take()
-        found = [grad for grad in grads if grad is not None]
-        if self.options.divisor is not None and found:
-            torch._foreach_div_(found, self.options.divisor)
-        settings, dtype = self.bucket.settings, self.bucket.dtype
-        for i, grad in enumerate(grads):
-            if grad is None:
-                continue
-            if grad.dtype is not dtype or grad.device != settings.rest_device:
-                grad = grad.to(settings.rest_device, dtype)
-            grads[i] = grad.view(self._trainable[i].sharded._local.shape)
+        if self.options.divisor is not None and any(grad is not None for grad in grads):
+            torch._foreach_div_([grad for grad in grads if grad is not None], self.options.divisor)
+        bucket = self.bucket
+        if not bucket.aliased or self.dtype is not bucket.dtype:
+            device, dtype = bucket.settings.rest_device, bucket.dtype
+            grads = [None if grad is None else grad.to(device, dtype) for grad in grads]
         self._accumulate_in_shards(grads)
 
     def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
         """Add gradients to those of the sharded parameters, and call the hooks that users have put there."""
         known, new, hooked = [], [], []
+        watched = have_hooks(param.sharded._local for param in self._trainable)
         for param, grad in zip(self._trainable, grads, strict=True):
             if grad is None:
                 continue
             local = param.sharded._local
-            if gradient_hooks(local):
+            if watched and gradient_hooks(local):
                 self.settle()
                 grad = _after_hooks(local, grad)
             if local.grad is None:
@@ -378,7 +378,7 @@ class Gradients:
             else:
                 known.append(local.grad)
                 new.append(grad)
-            if accumulation_hooks(local):
+            if watched and accumulation_hooks(local):
                 hooked.append(local)
         if known or hooked:
             self.settle()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
-from terrazzo.fsdp.run.direct import exchange, goes_by_messages, report_collective
+from terrazzo.fsdp.run.direct import exchange, goes_by_messages, mean_of_two, report_collective
 from terrazzo.fsdp.run.flat import FlatPlan
 
 _LARGE = 1 << 16  # bytes of a chunk that is a message of its own
@@ -87,13 +87,13 @@ class InPlace:
         mine = [(i, rows[i][own]) for i in self._large]
 
         def of_two() -> Tensor:
+            join = mean_of_two if op == "avg" else Tensor.add_
             for i, whole in mine:
-                sections[0][i].add_(whole)
+                join(sections[0][i], whole)
             if self._small:
-                parts = arrived[1 - own].add_(rest[own]).split_with_sizes(self._small_splits)
+                parts = join(arrived[1 - own], rest[own]).split_with_sizes(self._small_splits)
                 torch._foreach_copy_([sections[0][i] for i in self._small], list(parts))
-            section = received[0]
-            return section.mul_(0.5) if op == "avg" else section
+            return received[0]
 
         def of_many() -> Tensor:
             arrived[own].copy_(rest[own])

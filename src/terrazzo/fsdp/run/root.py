@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import remark_on_single_group
 from terrazzo.fsdp.plan.state import Event, State, Where
+from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.direct import FIRST_TAG
@@ -28,15 +29,22 @@ _roots: Counter[tuple[int, ...]] = Counter()
 # Small groups that follow one another are gathered and reduced together up to so many bytes of unsharded parameters.
 COALESCE_BYTES = 4 << 20
 
+# Of a forward and its backward. If there are more, nobody remembers what they were.
+_MOST_EVENTS = 1 << 14
+
 
 class Root:
-    """The groups of a module and of all modules in it."""
+    """The groups of a module and of all modules in it; and of other models that have some of these modules too.
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = tuple(groups)
+    `tops` are the groups of the outermost modules of these models.
+    """
+
+    def __init__(self, groups: Sequence[Group], tops: Sequence[Group]) -> None:
+        self.groups, self.tops = tuple(groups), tuple(tops)
         device = groups[0].settings.mesh.device
         self.streams = streams_for(device)
         self.device = device
+        self._has_replicas = any(group.unit.replicated for group in groups)
         self.units: list[Unit] = [group.unit for group in groups]
         self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None))
         self.positions: dict[nn.Module, int] = {}  # of modules, as events number them
@@ -54,8 +62,13 @@ class Root:
         self.is_last_backward = True
         self.coalesce_bytes = COALESCE_BYTES
         self._entered: list[int] = []  # units, in this forward
-        self._order: tuple[int, ...] = ()  # of the last one
-        self._changed = True
+        # Of the last forward of each outermost module, and of the one that is expected now.
+        self._orders: dict[int, tuple[int, ...]] = {}
+        self._order: tuple[int, ...] = ()
+        self._spec = Spec((), False)
+        self._changed = self._reordered = True
+        self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # since the last forward began
+        self.passes: dict[int, Events] = {}  # of each outermost module's last forward that had a backward, and of that
 
     # ------------------------------------------------------------------ what is planned with
 
@@ -84,6 +97,7 @@ class Root:
             replicated=unit.replicated,
             reshard_after_forward=group.reshard_after_forward,
             reshard_inner=group.reshard_inner,
+            keeps_part=bool(group.inner) and any(b.settings.mesh not in group.inner for b in unit.buckets),
             reshard_after_backward=group.reshard_after_backward,
             unshard_in_backward=group.unshard_in_backward,
             gradient_sync=group.gradient_sync,
@@ -100,9 +114,12 @@ class Root:
 
     def advance(self, event: tuple[Any, ...]) -> None:
         """Do what follows an event."""
-        if self._changed:
-            self._changed = False
-            self.executor.plan_with(self.spec(), self._order)
+        if self._changed or self._reordered:
+            if self._changed:
+                self._spec = self.spec()
+            self._changed = self._reordered = False
+            self.executor.plan_with(self._spec, self._order)
+        self._passing.append(event)
         self.executor.advance(event)
 
     def advance_without_graph(self, event: tuple[Any, ...]) -> None:
@@ -121,9 +138,11 @@ class Root:
             self.advance((Event.FORWARD, module, True, ()))
             return
         self._entered = []
+        self._passing.clear()
         if self.state.in_backward:
             self.recover()
         self.watch.settle()
+        self._expect(self._orders.get(module, ()))
         where = self.state.where
         replaced = [unit.replaced() for unit in self.units]
         written = tuple(
@@ -142,6 +161,11 @@ class Root:
             self.executor.reset(gradients=False)
             raise
 
+    def _expect(self, order: tuple[int, ...]) -> None:
+        """Units are expected to run in this order."""
+        if order != self._order:
+            self._order, self._reordered = order, True
+
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins."""
         self.watch.note(unit, "run")
@@ -149,14 +173,13 @@ class Root:
 
     def end_forward(self, failed: bool = False) -> None:
         """The outermost forward has ended."""
-        inside = in_backward()
+        inside, module = in_backward(), self.state.outermost
         self.advance((Event.FORWARD_ENDS, inside))
         if failed:
             self.watch.forget()
         elif not inside:
-            order = tuple(self._entered)
-            if order != self._order:
-                self._order, self._changed = order, True
+            order = self._orders[module] = tuple(self._entered)
+            self._expect(order)
             self.watch.compare()
 
     # ------------------------------------------------------------------ backward
@@ -169,9 +192,20 @@ class Root:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        with_gradients = tuple([unit.index for unit in self.units if unit.has_gradients()])
+        with_gradients = tuple(
+            [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
+        )
         self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward))
+        if self._passing[0][0] is Event.FORWARD:
+            self.passes[self._passing[0][1]] = tuple(self._passing)
+        self._passing.clear()
         self.watch.compare()
+
+    def _waits_for_replicas(self, unit: Unit) -> bool:
+        """Whether a unit was reduced over the shards in an earlier backward, and is to be over the replicas now."""
+        if not (self._has_replicas and unit.options.all_reduce and unit.has_partial()):
+            return False
+        return not any(unit.index in one.units for one in self.state.reducing)
 
     @torch.no_grad()
     def reduce_now(self) -> None:
@@ -237,7 +271,10 @@ def _become_root(group: Group) -> Root:
             if id(found) not in groups:
                 found.name = found.unit.name = name or type(module).__mro__[2].__name__  # not that of the FSDP class
             groups[id(found)] = found
-    members = list(groups.values())
+    own = list(groups.values())
+    formers = _roots_of(own)
+    members, tops = _with_others(own, formers), [group]
+    tops += [top for former in formers for top in former.tops if id(top) not in groups]
     for each in members:
         if each.root is not None and each.root.state.in_backward:
             raise FSDPError(f"{each.name!r} is in the middle of a backward, and cannot become part of a larger model")
@@ -246,7 +283,7 @@ def _become_root(group: Group) -> Root:
         known = by_face.get(id(parameter))
         if known is not None:
             known.name = name
-    root = Root(members)
+    root = Root(members, tops)
     number = _roots[group.settings.mesh.shard.ranks]
     _roots[group.settings.mesh.shard.ranks] += 1
     for unit in root.units:
@@ -257,8 +294,17 @@ def _become_root(group: Group) -> Root:
     for each in members:
         each.root = root
         if each.auto_reshard:  # backward would gather the root's at once again
-            each.reshard_after_forward = each is not group
-    holding = [unit for unit in root.units if unit.params]
+            each.reshard_after_forward = each not in tops
+    holding = [each.unit for each in own if each.params]
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
         remark_on_single_group(module, holding[0].sizes().unsharded)
     return root
+
+
+def _roots_of(groups: Sequence[Group]) -> list[Root]:
+    return list(dict.fromkeys(each.root for each in groups if each.root is not None))
+
+
+def _with_others(groups: list[Group], formers: list[Root]) -> list[Group]:
+    """The groups, and those of models that share modules with theirs: whoever runs a module knows of all its users."""
+    return list(dict.fromkeys([*groups, *[other for former in formers for other in former.groups]]))

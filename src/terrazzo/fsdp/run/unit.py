@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo._torch.modules import parameters_of
-from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
-from terrazzo.fsdp.meshes import DataMesh
+from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.offload import park_state_of
-from terrazzo.fsdp.parameter import ShardedParameter, as_parameter
+from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
-from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.gradients import Gradients
+from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves
 from terrazzo.fsdp.settings import Settings
 from terrazzo.layout import Layout
 from terrazzo.tensor import DTensor
@@ -58,15 +57,16 @@ class Unit:
             *(ExtendedBucket(param, settings[param.mesh]) for param in extended),
         )
         self._extended = bool(extended)
-        if extended and self.inner is not None:
-            raise FSDPError(
-                f"parameter {extended[0].name!r} is a {type(extended[0].sharded._local).__name__}, of which nothing "
-                "can be kept over some of the ranks: give reshard_after_forward as True or False"
-            )
+        for param in extended:
+            if param.mesh in self.inner:
+                raise FSDPError(
+                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, of which nothing can be "
+                    "kept over some of the ranks: give reshard_after_forward as True or False"
+                )
         self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
         self._pending: list[Pending[Tensor]] = []
         self.gathered_epoch = -1  # of the shards, when they were gathered last
-        self._kept: list[tuple[Tensor, FlatPlan, list[Tensor]]] = []  # over the smaller mesh
+        self._kept: list[Kept | None] = []  # of each bucket, over the smaller mesh; empty until something is
         slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
@@ -108,20 +108,18 @@ class Unit:
     def kin(self) -> tuple[object, ...] | None:
         """Units for which this is equal may be gathered and reduced in one message; None: this one may with none."""
         mesh, options = self.settings.mesh, self.options
-        own = (
-            *(options.all_gather, options.reduce_scatter, options.hook),
-            *(options.divisor, options.staging),
-        )
+        own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
         waits = mesh.replicate is not None and not options.all_reduce
-        if not self.params or self._extended or mesh.shard.size == 1 or self.inner is not None or waits:
+        if not self.params or self._extended or mesh.shard.size == 1 or self.inner or waits:
             return None
         several = any(bucket.settings is not self.settings for bucket in self.buckets)
-        if several or any(each is not None for each in own) or options.force_sum or options.reduce_axes:
+        if several or any(each is not None for each in own) or options.reduce_axes:
             return None
         # A mesh is sliced anew with every mesh["dp"], and all slices have one process group.
         axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
         precision, offload = self.settings.precision, self.settings.offload
-        return (*axes, mesh.sums_already, precision, offload, options.reduce_buffers)
+        divided = (mesh.sums_already, options.divisor, options.force_sum)
+        return (*axes, *divided, precision, offload, options.reduce_buffers)
 
     @property
     def in_place(self) -> bool:
@@ -138,27 +136,21 @@ class Unit:
             shard=sum(bucket.shard.nbytes for bucket in self.buckets),
             gathered=sum(_resting(bucket, in_place) for bucket in self.buckets),
             unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
-            kept=self._kept_bytes(),
+            kept=sum(kept_bytes(bucket, inner) for bucket, inner in self._inner_of_buckets() if inner is not None),
             gradients=sum(gradients.bytes for gradients in self.gradients),
             packed=sum(gradients.packed_bytes for gradients in self.gradients),
             reduced=sum(gradients.reduced_bytes for gradients in self.gradients),
-            gather_moves=self._gather_moves(None),
-            kept_moves=0 if self.inner is None else self._gather_moves(self.inner.axis),
+            gather_moves=sum(bucket.gather_moves for bucket in self.buckets),
+            kept_moves=sum(
+                bucket.gather_moves if inner is None else kept_moves(bucket, inner)
+                for bucket, inner in self._inner_of_buckets()
+            ),
             reduce_moves=sum(gradients.reduce_bytes for gradients in self.gradients),
             all_reduce_moves=sum(gradients.all_reduce_bytes for gradients in self.gradients),
         )
 
-    def _kept_bytes(self) -> int:
-        if self.inner is None:
-            return 0
-        axis = self.inner.axis
-        return sum(b.plan_over(axis, b.params).own_size * b.compute_dtype.itemsize for b in self.buckets)
-
-    def _gather_moves(self, axis: Axis | None) -> int:
-        """What a rank sends, on average, for one gather; None: on the meshes where parameters are sharded."""
-        return sum(
-            b.plan_over(axis or b.settings.mesh.shard, b.params).moved(b.compute_dtype.itemsize) for b in self.buckets
-        )
+    def _inner_of_buckets(self) -> list[tuple[Bucket, InnerMesh | None]]:
+        return [(bucket, self.inner.get(bucket.settings.mesh)) for bucket in self.buckets]
 
     # ------------------------------------------------------------------ registration
 
@@ -308,21 +300,22 @@ class Unit:
         if self.in_place:
             self._pending = [bucket.gather_in_place() for bucket in self.buckets]
             return
+        self._pending = [self._begin(bucket) for bucket in self.buckets if not bucket.aliased]
+        self._wait_if_at_once()
+
+    def gather_kept(self) -> None:
+        """The same from what was kept over smaller meshes, and from the shards where nothing was."""
         self._pending = [
-            self.comm.gather(bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag)
-            for bucket in self.buckets
+            self._begin(bucket) if kept is None else kept.gather(self.comm)
+            for bucket, kept in zip(self.buckets, self._kept, strict=True)
             if not bucket.aliased
         ]
         self._wait_if_at_once()
 
-    def gather_kept(self) -> None:
-        """The same from what was kept over the smaller mesh."""
-        assert self.inner is not None
-        self._pending = [
-            self.comm.gather(buffer, plan, self.inner.axis, bucket.tag)
-            for bucket, (buffer, plan, _) in zip(self.buckets, self._kept, strict=True)
-        ]
-        self._wait_if_at_once()
+    def _begin(self, bucket: Bucket) -> Pending[Tensor]:
+        return self.comm.gather(
+            bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag
+        )
 
     def _wait_if_at_once(self) -> None:
         if self.waits_at_once:
@@ -346,9 +339,11 @@ class Unit:
         self._register(self._unsharded)
 
     def copy_out_kept(self) -> None:
-        """The same where what was kept over the smaller mesh was gathered."""
-        for bucket, one, (_, plan, pieces) in zip(self.buckets, self._pending, self._kept, strict=True):
-            bucket.fill(one.wait(), plan, pieces)
+        """The same where what was kept over smaller meshes was gathered."""
+        gathered = iter(self._pending)
+        for bucket, kept in zip(self.buckets, self._kept, strict=True):
+            if not bucket.aliased:
+                (bucket if kept is None else kept).receive(next(gathered))
         self._pending = []
         self._drop_kept()
         self._register(self._unsharded)
@@ -362,32 +357,21 @@ class Unit:
             self._register(self._sharded)
 
     def keep(self) -> None:
-        """Keep this rank's part over the smaller mesh, and free the rest."""
-        assert self.inner is not None
+        """Keep this rank's parts over smaller meshes, and free the rest."""
         if not self._kept:
-            for bucket in self.buckets:
-                plan = bucket.plan_over(self.inner.axis, bucket.params)
-                pieces = plan.pieces(_without_history(bucket.unsharded_locals()))
-                self._kept.append((bucket.shard.new_empty(0), plan, pieces))
-        kept: list[tuple[Tensor, FlatPlan, list[Tensor]]] = []
+            found = self._inner_of_buckets()
+            self._kept = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
         faces: dict[int, Any] = {}
-        with torch.no_grad():
-            for bucket, (_, plan, pieces) in zip(self.buckets, self._kept, strict=True):
-                values = bucket.unsharded_locals()
-                buffer = values[0].new_zeros(plan.own_size) if plan.padded else values[0].new_empty(plan.own_size)
-                views = plan.own_views(buffer)
-                torch._foreach_copy_(views, plan.own_chunks(values))
-                kept.append((buffer, plan, pieces))
-                for param, view in zip(bucket.params, views, strict=True):
-                    layout = self.inner.layout(param.shape, param.dim)
-                    faces[id(param)] = as_parameter(view, layout, param.requires_grad, {})
-                bucket.free()
-        self._kept = kept
-        self._register([faces[id(p)] for p in self.params])
+        for bucket, kept in zip(self.buckets, self._kept, strict=True):
+            if kept is not None:
+                faces.update(kept.take())
+            bucket.free()
+        self._register([faces.get(id(p), p.sharded) for p in self.params])
 
     def _drop_kept(self) -> None:
-        if self._kept:
-            self._kept = [(buffer.new_empty(0), plan, pieces) for buffer, plan, pieces in self._kept]
+        for kept in self._kept:
+            if kept is not None:
+                kept.drop()
 
     def discard(self) -> None:
         """Let go of a gather that nobody needs any more."""
@@ -405,6 +389,10 @@ class Unit:
     def has_gradients(self) -> bool:
         """Whether there are unsharded gradients."""
         return self._prepared and any(gradients.any() for gradients in self.gradients)
+
+    def has_partial(self) -> bool:
+        """Whether gradients are reduced over the shards, and not yet over the replicas."""
+        return self.replicated and any(gradients.has_partial for gradients in self.gradients)
 
     def accumulate(self) -> None:
         for gradients in self.gradients:
@@ -470,8 +458,3 @@ def _is_same(one: Layout, other: Layout) -> bool:
         (one.placements, one.shape, one.order) == (other.placements, other.shape, other.order)
         and one.mesh == other.mesh
     )
-
-
-def _without_history(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory, written to without anybody's version counter."""
-    return [t.data for t in tensors]
