@@ -72,6 +72,7 @@ def make_run(folder: Path) -> Page:
     with CheckpointManager(folder, keep=KeepLast(2) | KeepEvery(40), best="loss") as manager:
         for step in range(20, 121, 20):
             manager.save(step, {"w": torch.ones(1000)}, {"loss": loss_at(step)})
+        manager.wait()
         at = manager.records()[-1].saved
     history = History(folder)
     history.add(Happened("started", at - 2))

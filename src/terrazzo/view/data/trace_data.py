@@ -63,7 +63,7 @@ def spans_of(timeline: Timeline) -> list[Span]:
     >>> from terrazzo.fsdp import Done, Timeline
     >>> times = {"gather": (0.0, 1.0), "copy out": (3.0, 4.0), "use": (4.0, 4.0), "free": (6.0, 7.0)}
     >>> done = [Done(kind, (0,), "compute", 0, *when, False, 8, 8) for kind, when in times.items()]
-    >>> found = spans_of(Timeline(0, 2, 0.0, False, ["w"], ["dp"], [""], 8, 16, done))
+    >>> found = spans_of(Timeline(0, 2, 0.0, False, ["w"], ["dp"], [""], 8, 16, operations=done))
     >>> [(span.lane, span.begin, span.end) for span in found]
     [('gathers', 0.0, 4.0), ('waits', 3.0, 4.0), ('compute', 4.0, 6.0), ('other', 6.0, 7.0)]
     """
