@@ -325,3 +325,10 @@ class RunConfigError(TerrazzoError, ValueError):
 
 class DemoError(TerrazzoError, RuntimeError):
     """The demo did not go as it should."""
+
+
+# ------------------------------------------------------------------ the viewer
+
+
+class ViewError(TerrazzoError, ValueError):
+    """Something that the viewer cannot show, or a page that cannot be made here."""

@@ -20,6 +20,7 @@ from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.engine import ResumableSampler
 from terrazzo.engine.config import Batch
 from terrazzo.launch import read_run
+from terrazzo.launch.history import read_history
 from terrazzo.launch.torchrun import torchrun_line
 from warm_python import warm_python
 
@@ -96,6 +97,11 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     expected = losses_alone()
     for step, loss in said:
         assert loss == pytest.approx(expected[step - 1], rel=1e-5)
+    history = read_history(tmp_path / "checkpoints")
+    (went_on,) = [each for each in history if each.what == "went on"]
+    assert sum(went_on.seconds.values()) == pytest.approx(total, abs=0.1)
+    assert {each.what for each in history} == {"started", "went on", "ended"}
+    assert all(each.status == 0 for each in history)
 
 
 def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):

@@ -26,6 +26,7 @@ class _Commands(LazyGroup):
         "show": Lazy("terrazzo.cli.inspect:show", "CHECKPOINT NAME", "one value: shape, dtype, parts, some numbers"),
         "verify": Lazy("terrazzo.cli.inspect:verify_checkpoint", "CHECKPOINT", "is every byte the one that was saved?"),
         "diff": Lazy("terrazzo.cli.inspect:diff", "ONE OTHER", "what differs"),
+        "view": Lazy("terrazzo.cli.view:view", "CHECKPOINT ...", "as one page; layouts, steps and runs, too"),
         "convert": Lazy("terrazzo.cli.convert:convert", "FROM TO", "to another format"),
         "ops": Lazy("terrazzo.cli.ops:ops", "[NAME]", "how operations on distributed tensors run, and where"),
         "train": Lazy("terrazzo.cli.train:train", "RUN.toml", "start a script on all ranks, again when it crashes"),

@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from terrazzo.checkpoint import Checkpoint, LazyTensor, verify
-from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.manager.listing import steps_at
 from terrazzo.checkpoint.native.collector import paused_collector
-from terrazzo.checkpoint.native.manifest import Manifest
-from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.tools.compare import Difference, compare
+from terrazzo.checkpoint.tools.describe import about, files_of, row
 from terrazzo.checkpoint.tools.lazy import in_order
 from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown
-from terrazzo.cli.steps import list_steps, steps_at
+from terrazzo.cli.steps import list_steps
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
@@ -46,23 +45,23 @@ def list_values(
         said: dict[int, dict[str, Any]] = {}  # by entry, of which many names share one
         rows = []
         for name in in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern))):
-            about = said.get(id(entries[name]))
-            if about is None:
-                about = said[id(entries[name])] = _row(opened, name)
-            rows.append(about | {"name": name})
-        total = sum(row["bytes"] or 0 for row in rows)
+            known = said.get(id(entries[name]))
+            if known is None:
+                known = said[id(entries[name])] = row(opened, name)
+            rows.append(known | {"name": name})
+        total = sum(each["bytes"] or 0 for each in rows)
         if json:
-            print_json({"checkpoint": str(checkpoint), **_about(opened), "bytes": total, "values": rows})
+            print_json({"checkpoint": str(checkpoint), **about(opened), "bytes": total, "values": rows})
             return
-        if len(rows) > _LAID_OUT:  # laying out a table would take longer than everything else
-            cells = {number: "  ".join(_cells(about)[1:]) for number, about in said.items()}
-            typer.echo("\n".join(f"{shown(row['name'])}  {cells[id(entries[row['name']])]}" for row in rows))
+        if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
+            cells = {number: "  ".join(_cells(known)[1:]) for number, known in said.items()}
+            typer.echo("\n".join(f"{shown(each['name'])}  {cells[id(entries[each['name']])]}" for each in rows))
         else:
             table = Table("name", "dtype", "shape", box=None, header_style="bold")
             table.add_column("size", justify="right")
             table.add_column("parts", justify="right")
-            for row in rows:
-                table.add_row(*map(Text, _cells(row)))
+            for each in rows:
+                table.add_row(*map(Text, _cells(each)))
             OUT.print(table)
         OUT.print(f"{len(rows)} values, {human_size(total)}")
 
@@ -89,7 +88,7 @@ def show(
         parts = _parts(opened, value)
         first = _first_numbers(value)
         if json:
-            print_json(_row(opened, name) | {"chunks": parts, "first": first})
+            print_json(row(opened, name) | {"chunks": parts, "first": first})
             return
         say(f"{name}: {value.dtype}, shape {list(value.shape)}, {human_size(value.nbytes)}")
         rounded = [float(f"{number:.5g}") if isinstance(number, float) else number for number in first]
@@ -138,42 +137,16 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-def _row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """What `ls` prints for one value."""
-    entry = checkpoint.metadata.state_dict_metadata[name]
-    if not isinstance(entry, TensorStorageMetadata):
-        return {"name": name, "dtype": None, "shape": None, "bytes": None, "parts": None}
-    return {
-        "name": name,
-        "dtype": str(entry.properties.dtype).removeprefix("torch."),
-        "shape": list(entry.size),
-        "bytes": checkpoint.nbytes(name),
-        "parts": len(entry.chunks),
-    }
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(said: dict[str, Any]) -> list[str]:
     """A row of the list, as text."""
-    shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"])) or "scalar"
-    size = "" if row["bytes"] is None else human_size(row["bytes"])
-    return [shown(row["name"]), row["dtype"] or "object", shape, size, str(row["parts"] or "")]
-
-
-def _about(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the manifest says about the save as a whole, if there is a manifest."""
-    manifest = checkpoint.metadata.storage_data
-    if not isinstance(manifest, (Manifest, Root)):
-        return {}
-    head = manifest.head
-    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
+    shape = "" if said["shape"] is None else " x ".join(map(str, said["shape"])) or "scalar"
+    size = "" if said["bytes"] is None else human_size(said["bytes"])
+    return [shown(said["name"]), said["dtype"] or "object", shape, size, str(said["parts"] or "")]
 
 
 def _parts(checkpoint: Checkpoint, tensor: LazyTensor) -> list[dict[str, Any]]:
-    """Each stored part of a tensor: which slice it is, and which file has it."""
-    manifest = checkpoint.metadata.storage_data
-    files: list[str | None] = [None] * len(tensor.chunks)
-    if isinstance(manifest, (Manifest, Root)):
-        files = list(manifest.files_of(tensor.name))
+    """Each stored part of a tensor: which slice it is, and in which file it lies."""
+    files = files_of(checkpoint, tensor.name)
     return [
         {"slice": _slice_text(box), "offsets": box.offsets, "lengths": box.lengths, "file": file}
         for box, file in zip(tensor.chunks, files, strict=True)

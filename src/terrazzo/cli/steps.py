@@ -1,50 +1,21 @@
-"""What `terrazzo ls` prints for the folder of a run: its steps, their metrics, and why they are kept."""
+"""How `terrazzo ls` prints the folder of a run: its steps, their metrics, and what keeps them."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
 
 from rich.filesize import decimal as human_size
 from rich.table import Table
 from rich.text import Text
 
-from terrazzo.checkpoint import Checkpoint
-from terrazzo.checkpoint.manager.records import Catalog, Record, read_reasons
-from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.names import name_of_step, named_by_latest
-from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.manager.listing import latest_of, rows_of
+from terrazzo.checkpoint.manager.records import Record
 from terrazzo.cli.screen import OUT, print_json, shown
-from terrazzo.errors import CheckpointFormatError
-
-
-def steps_at(path: str) -> list[Record]:
-    """The steps that the folder of a run has, in order; none if it is another folder, or itself a checkpoint."""
-    place = Place(path)
-    if place.local is not None and not place.local.is_dir():
-        return []
-    if (place / MANIFEST).is_file():
-        return []
-    return sorted(Catalog(place).read(), key=lambda record: record.step)
 
 
 def list_steps(path: str, records: list[Record], *, json: bool) -> None:
-    """Print the steps."""
-    place = Place(path)
-    reasons = read_reasons(place)
-    latest = _latest(place)
-    rows: list[dict[str, Any]] = [
-        {
-            "step": record.step,
-            "name": name_of_step(record.step),
-            "saved": record.saved,
-            "bytes": Checkpoint(place / name_of_step(record.step)).total_bytes(),
-            "metrics": record.metrics,
-            "kept": reasons.get(record.step, []),
-            "latest": name_of_step(record.step) == latest,
-        }
-        for record in records
-    ]
+    """Print them."""
+    rows, latest = rows_of(path, records), latest_of(path)
     if json:
         print_json({"run": path, "latest": latest, "steps": rows})
         return
@@ -60,11 +31,3 @@ def list_steps(path: str, records: list[Record], *, json: bool) -> None:
         table.add_row(*map(Text, [row["name"], saved, human_size(row["bytes"]), *values, shown(why)]))
     OUT.print(table)
     OUT.print(f"{len(rows)} steps; latest is {shown(latest or 'none')}", markup=False)
-
-
-def _latest(place: Place) -> str | None:
-    """The step that `latest` names."""
-    try:
-        return next((folder.name for folder in named_by_latest(place)), None)
-    except CheckpointFormatError:
-        return None

@@ -24,6 +24,8 @@ def train(
     On several hosts, give the same command on each.  The exit status is that of the rank that failed.
     """
     from terrazzo.launch.config import Run, read_run
+    from terrazzo.launch.history import History
+    from terrazzo.launch.recovery import Recovery
     from terrazzo.launch.torchrun import start, torchrun_line
 
     with errors():
@@ -36,7 +38,15 @@ def train(
             return
         latest = run.latest()
         _say(f"{run.checkpoints}: " + ("no checkpoint yet" if latest is None else f"the latest checkpoint is {latest}"))
-        ending = start(run, lambda recovery: _say(f"went on: {recovery}"))
+        history = History(run.checkpoints)
+
+        def tell(recovery: Recovery) -> None:
+            _say(f"went on: {recovery}")
+            history.went_on(recovery)
+
+        history.started()
+        ending = start(run, tell)
+        history.ended(ending.status, ending.why)
         _say(f"{ending.why or 'done'}; the latest checkpoint is {run.latest() or 'none'}")
     raise typer.Exit(ending.status)
 

@@ -14,12 +14,14 @@ from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.report import GroupReport, Report, report
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
+from terrazzo.fsdp.timeline import Done, Timeline, timeline
 from terrazzo.fsdp.trace import Trace, TraceEvent, trace
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Done",
     "FSDPMeshInfo",
     "FSDPModule",
     "GroupReport",
@@ -32,6 +34,7 @@ __all__ = [
     "ReduceScatter",
     "Report",
     "ShardPlacementResult",
+    "Timeline",
     "Trace",
     "TraceEvent",
     "UnshardHandle",
@@ -41,5 +44,6 @@ __all__ = [
     "register_fsdp_pipeline_stage",
     "report",
     "share_comm_ctx",
+    "timeline",
     "trace",
 ]

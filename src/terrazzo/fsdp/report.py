@@ -8,6 +8,8 @@ optimizer holds what it holds per element of the shards.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 from torch import nn
 
@@ -16,6 +18,9 @@ from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.units import Sizes, Spec
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.unit import Unit
+from terrazzo.layout.drawing import table_html
+
+_TITLES: Final = ("group", "held", "unsharded", "reduce", "moved", "")
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -87,8 +92,21 @@ class Report(msgspec.Struct, frozen=True):
         return moments
 
     def __str__(self) -> str:
-        rows = [
-            ("group", "held", "unsharded", "reduce", "moved", ""),
+        rows = [_TITLES, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = []
+        for name, *sizes, remark in rows:
+            cells = [size.rjust(width) for size, width in zip(sizes, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *cells, remark]).rstrip())
+        return "\n".join([*lines, *self._together()])
+
+    def _repr_html_(self) -> str:
+        return table_html(
+            _TITLES, self._rows(), header="fully_shard: bytes of a rank", caption="; ".join(self._together())
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             *[
                 (
                     group.name,
@@ -102,14 +120,10 @@ class Report(msgspec.Struct, frozen=True):
             ],
             ("all", _size(self.held), "", "", _size(self.moved), f"peak {_size(self.peak)}"),
         ]
+
+    def _together(self) -> list[str]:
         joined = [group for group in _joined(self.groups) if len(group.together) > 1]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = []
-        for name, *sizes, remark in rows:
-            cells = [size.rjust(width) for size, width in zip(sizes, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *cells, remark]).rstrip())
-        lines += [f"in one message, up to {_size(self.coalesce_bytes)}: {', '.join(g.together)}" for g in joined]
-        return "\n".join(lines)
+        return [f"in one message, up to {_size(self.coalesce_bytes)}: {', '.join(g.together)}" for g in joined]
 
 
 def _joined(groups: list[GroupReport]) -> list[GroupReport]:

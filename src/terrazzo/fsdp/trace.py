@@ -12,17 +12,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 
 import msgspec
-import torch.distributed as dist
 from torch import nn
 
 from terrazzo._torch.autograd import in_backward
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.operations import Kind, Operation
+from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.root import root_of
+from terrazzo.fsdp.timeline import Timeline, done, frame_of
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
@@ -53,19 +54,23 @@ _SHOWN = {
 class Trace:
     """Events in the order in which they began on this rank's host, and the operations of the plan that they were."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, frame: Timeline, spec: Spec) -> None:
         self.events: list[TraceEvent] = []
         self.operations: list[Operation] = []
-        self._names = names
+        self._times: list[tuple[float, float, bool]] = []  # of the operations
+        self._frame = msgspec.structs.replace(frame, began=time(), planned=False)
+        self._spec = spec
         self._zero = perf_counter()
 
     def ran(self, operation: Operation, began: float) -> None:
         """Called when the operation was done."""
+        begin, end, backward = began - self._zero, perf_counter() - self._zero, in_backward()
         self.operations.append(operation)
+        self._times.append((begin, end, backward))
         kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
         if kind is not None:
-            name, now = ", ".join([self._names[unit] for unit in operation.units]), perf_counter() - self._zero
-            self.events.append(TraceEvent(kind, name, operation.moves, began - self._zero, now, in_backward()))
+            name = ", ".join([self._frame.groups[unit] for unit in operation.units])
+            self.events.append(TraceEvent(kind, name, operation.moves, begin, end, backward))
 
     def total_bytes(self) -> int:
         """What a rank sent, on average."""
@@ -81,9 +86,12 @@ class Trace:
             lines.append(f"{e.begin * 1e3:9.3f}  {took:8.3f}  {phase:8}  {e.kind:9}  {e.group:{width}}  {size:>13}")
         return "\n".join(lines)
 
+    def timeline(self) -> Timeline:
+        """All operations with their times, and the memory that they came to, as `terrazzo view` shows them."""
+        return msgspec.structs.replace(self._frame, operations=done(self.operations, self._times, self._spec))
+
     def chrome(self) -> bytes:
-        """The trace in the format of trace viewers: one row per kind, one process per rank."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        """The trace in the format of trace viewers: one row per kind, one process per rank; and the timeline."""
         events = [
             {
                 "name": f"{event.kind} {event.group}",
@@ -91,13 +99,14 @@ class Trace:
                 "ph": "X",
                 "ts": event.begin * 1e6,
                 "dur": (event.end - event.begin) * 1e6,
-                "pid": rank,
+                "pid": self._frame.rank,
                 "tid": event.kind,
                 "args": {"bytes": event.bytes},
             }
             for event in self.events
         ]
-        return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": self.timeline()}
+        return msgspec.json.encode(document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `chrome()` to a file."""
@@ -115,7 +124,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     if group is None:
         raise FSDPError(f"{type(model).__name__} was not sharded: trace takes a module that fully_shard was called on")
     root = root_of(group)
-    found = Trace([unit.name for unit in root.units])
+    found = Trace(frame_of(root), root.spec())
     before, root.executor.observers = root.executor.observers, (found,)
     try:
         yield found

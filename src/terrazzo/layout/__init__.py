@@ -9,6 +9,7 @@ from terrazzo.layout.cells import (
     replicas,
 )
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
+from terrazzo.layout.grid import Grid, grid_of
 from terrazzo.layout.layout import Layout
 from terrazzo.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from terrazzo.layout.transition import moved_bytes, plan_transition
@@ -16,6 +17,7 @@ from terrazzo.layout.transition import moved_bytes, plan_transition
 __all__ = [
     "REDUCE_OPS",
     "Box",
+    "Grid",
     "Layout",
     "Partial",
     "Placement",
@@ -27,6 +29,7 @@ __all__ = [
     "chunk_span",
     "coordinates_of_all_shapes",
     "first_holders",
+    "grid_of",
     "leaves_a_rank_empty",
     "moved_bytes",
     "plan_transition",

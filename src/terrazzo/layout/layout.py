@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,8 @@ import torch
 from terrazzo.errors import LayoutError, PlacementsError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
+from terrazzo.layout.drawing import caption_of, grid_html
+from terrazzo.layout.grid import Grid, grid_of
 from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, check_placement
 
 
@@ -120,6 +123,28 @@ class Layout:
         for m in mesh_dims:
             sizes = tuple(part for whole in sizes for part in chunk_sizes(whole, self.mesh_shape[m]))
         return sizes
+
+    def boxes(self, ranks: Sequence[int] | None = None) -> dict[int, Box]:
+        """What everyone holds: by position in the mesh, or by the numbers that `ranks` gives to the positions."""
+        coordinates = list(product(*(range(n) for n in self.mesh_shape)))
+        numbers = range(len(coordinates)) if ranks is None else ranks
+        return {number: self.box(coord) for number, coord in zip(numbers, coordinates, strict=True)}
+
+    def grid(self, ranks: Sequence[int] | None = None) -> Grid:
+        """The cells that it cuts the tensor into, and who holds each, numbered as `boxes` numbers them."""
+        found = grid_of(tuple(self.shape), self.boxes(ranks))
+        assert found is not None, "a layout cuts its tensor into a grid"
+        return found
+
+    def html(self, ranks: Sequence[int] | None = None, header: str = "", device: str = "") -> str:
+        """Who holds what, as a table for a notebook."""
+        idle = [number for number, box in self.boxes(ranks).items() if box.is_empty]
+        names = getattr(self.mesh, "mesh_dim_names", None)
+        caption = caption_of(self.shape, self.mesh_shape, names, self.placements, idle)
+        return grid_html(self.grid(ranks), header=header, caption=caption, device=device)
+
+    def _repr_html_(self) -> str:
+        return self.html(header="positions in the mesh")
 
     def __repr__(self) -> str:
         marks = ", ".join(str(p) for p in self.placements)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -38,8 +37,7 @@ class Transfer:
 
 def boxes_by_rank(layout: Layout) -> dict[int, Box]:
     """For each global rank the box that it holds."""
-    coordinates = product(*(range(n) for n in layout.mesh_shape))
-    return {rank: layout.box(coord) for rank, coord in zip(ranks_of(layout.mesh), coordinates, strict=True)}
+    return layout.boxes(ranks_of(layout.mesh))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ from terrazzo._torch.dispatching import without_subclass_functions
 from terrazzo._torch.tensors import is_view
 from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
+from terrazzo.comm.mesh import ranks_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
 from terrazzo.tensor.dispatch.keys import (
@@ -340,6 +341,9 @@ class DTensor(NoRawAccess, torch.Tensor):
         return f"DTensor(local_tensor={self._local!r}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return self._layout.html(ranks_of(self._layout.mesh), f"DTensor, {self.dtype}", self._layout.mesh.device_type)
 
     def __format__(self, spec: str) -> str:
         if self._layout.ndim == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -21,10 +21,21 @@ _TOGETHER: Final = 5000  # names
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A name, and what is not the same under it."""
+    """A name, and what is not the same under it.
+
+    Attributes:
+        name: of the value.
+        what: in words.
+        differing: of tensors whose shapes and dtypes agree, how many elements differ.
+        elements: how many they have.
+        largest: the largest difference of two elements; 0 where they are no numbers.
+    """
 
     name: str
     what: str
+    differing: int | None = field(default=None, repr=False)
+    elements: int | None = field(default=None, repr=False)
+    largest: float | None = field(default=None, repr=False)
 
 
 def compare(
@@ -59,17 +70,17 @@ def compare(
                 yield Difference(name, "only in the first")
                 continue
             if name in left:
-                what = _difference([(left[name], right[name])], tolerance, progress)
+                found = _difference(name, [(left[name], right[name])], tolerance, progress)
             else:
                 a, b = one[name], other[name]
                 if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
-                    what = _tensors(a, b, tolerance, progress)
+                    found = _tensors(a, b, tolerance, progress)
                 elif isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
-                    what = "a tensor in one, an object in the other"
+                    found = Difference(name, "a tensor in one, an object in the other")
                 else:
-                    what = _objects(a, b)
-            if what is not None:
-                yield Difference(name, what)
+                    found = _objects(name, a, b)
+            if found is not None:
+                yield found
     yield from (Difference(name, "only in the second") for name in in_order(name for name in other if name not in one))
 
 
@@ -100,18 +111,18 @@ def _alike(one: Checkpoint, other: Checkpoint, name: str) -> bool:
     return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
 
 
-def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[[int], None]) -> str | None:
+def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[[int], None]) -> Difference | None:
     if a.shape != b.shape:
-        return f"shapes {list(a.shape)} and {list(b.shape)}"
+        return Difference(a.name, f"shapes {list(a.shape)} and {list(b.shape)}")
     if a.dtype != b.dtype:
-        return f"dtypes {a.dtype} and {b.dtype}"
+        return Difference(a.name, f"dtypes {a.dtype} and {b.dtype}")
     boxes = row_major_windows(a.shape, max(_WINDOW // a.dtype.itemsize, 1))
-    return _difference(((a.read(box), b.read(box)) for box in boxes), tolerance, progress)
+    return _difference(a.name, ((a.read(box), b.read(box)) for box in boxes), tolerance, progress)
 
 
 def _difference(
-    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
-) -> str | None:
+    name: str, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
+) -> Difference | None:
     """What differs between two tensors, of which all pieces are given."""
     differing, largest, numel = 0, 0.0, 0
     for left, right in pieces:
@@ -123,21 +134,24 @@ def _difference(
             differing += int((as_bytes(left) != as_bytes(right)).sum())
             continue
         wide = torch.complex128 if left.is_complex() else torch.float64
-        gap = (left.to(wide) - right.to(wide)).abs().nan_to_num(0.0)
+        gap = (left.to(wide) - right.to(wide)).abs().nan_to_num(nan=0.0, posinf=float("inf"))
         different = (gap > tolerance) | (left.to(wide).isnan() != right.to(wide).isnan())
         if not left.is_floating_point() and not left.is_complex() and tolerance == 0:
             different = left != right  # float64 cannot tell large integers apart
         differing += int(different.sum())
         largest = max(largest, float(gap.max()))
-    return f"{differing} of {numel} elements differ, by up to {largest:g}" if differing else None
+    if not differing:
+        return None
+    what = f"{differing} of {numel} elements differ, by up to {largest:g}"
+    return Difference(name, what, differing, numel, largest)
 
 
-def _objects(a: Any, b: Any) -> str | None:
+def _objects(name: str, a: Any, b: Any) -> Difference | None:
     try:
         same = encode(a) == encode(b)
     except UnsupportedValueError:
         same = a == b
-    return None if same else f"{_short(a)} and {_short(b)}"
+    return None if same else Difference(name, f"{_short(a)} and {_short(b)}")
 
 
 def _short(value: Any) -> str:

@@ -26,8 +26,10 @@ from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
+from terrazzo.layout.drawing import table_html
 
 _LONGEST_NUMBER: Final = 20  # digits
+_SHOWN: Final = 50  # values in a notebook
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -148,6 +150,19 @@ class Checkpoint(Mapping[str, Any]):
 
     def _read(self, items: list[ReadItem], planner: _Catcher) -> None:
         self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+    def _repr_html_(self) -> str:
+        names, rows = in_order(self), []
+        for name in names[:_SHOWN]:
+            tensor = self.tensor(name)
+            if tensor is None:
+                rows.append([name, "object", "", "", ""])
+                continue
+            kind, shape = str(tensor.dtype).removeprefix("torch."), " x ".join(map(str, tensor.shape)) or "scalar"
+            rows.append([name, kind, shape, f"{tensor.nbytes:,}", str(tensor.parts)])
+        more = f" (the first {_SHOWN} are shown)" if len(names) > _SHOWN else ""
+        caption = f"{len(names):,} values{more}, {self.total_bytes():,} bytes"
+        return table_html(["name", "dtype", "shape", "bytes", "parts"], rows, header="Checkpoint", caption=caption)
 
     def close(self) -> None:
         """Nothing is held between reads; for use as a context manager."""

@@ -1,15 +1,13 @@
 """`visualize_sharding`: which rank holds which part of a tensor, as a table in a terminal or a notebook.
 
 On any mesh the parts of a tensor form a grid, because the cuts of one tensor dim do not depend on those of another.
-Each cell of the grid is a box, and shows the ranks that hold it.
+`terrazzo.layout` makes and draws the grid, here and for the viewer; each cell is a box, and shows which ranks hold it.
 """
 
 from __future__ import annotations
 
-import html
 import importlib
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,7 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Box, Layout, Partial
+from terrazzo.layout import grid_of
+from terrazzo.layout.drawing import caption_of, cells_html, groups_of, span_text
+from terrazzo.layout.grid import Span
 from terrazzo.tensor.cross_mesh import boxes_by_rank
 from terrazzo.tensor.dtensor import DTensor
 
@@ -33,8 +33,8 @@ class ShardingPicture:
 
     header: str
     caption: str
-    rows: tuple[tuple[int, int], ...]  # (start, stop) along the first of two dims
-    columns: tuple[tuple[int, int], ...]
+    rows: tuple[Span, ...]  # (start, stop) along the first of two dims
+    columns: tuple[Span, ...]
     cells: dict[tuple[int, int], tuple[int, ...]]
     device: str
     ndim: int
@@ -56,41 +56,34 @@ class ShardingPicture:
     def _table(self) -> Table:
         table = Table(show_lines=True)
         table.add_column("")
-        for column in self.columns:
-            table.add_column(_span(column) if self.ndim > 0 else "value")
+        for title in self._titles(self.columns, self.ndim > 0, "value"):
+            table.add_column(title)
         colors = self._groups()
-        for i, row in enumerate(self.rows):
+        for i, title in enumerate(self._titles(self.rows, self.ndim == 2)):
             cells = [
                 Text(self._ranks(i, j), style=_COLORS[colors[self.cells[i, j]] % len(_COLORS)])
                 for j in range(len(self.columns))
             ]
-            table.add_row(_span(row) if self.ndim == 2 else "", *cells)
+            table.add_row(title, *cells)
         return table
 
     def _repr_html_(self) -> str:
-        colors = self._groups()
-        cell = 'style="border:1px solid #8888;padding:4px 10px;text-align:center'
-        lines = ['<table style="border-collapse:collapse">']
-        if self.header:
-            lines.append(f"<caption>{html.escape(self.header)}</caption>")
-        titles = [_span(column) if self.ndim > 0 else "value" for column in self.columns]
-        lines.append("<tr><th></th>" + "".join(f'<th {cell}">{title}</th>' for title in titles) + "</tr>")
-        for i, row in enumerate(self.rows):
-            tds = []
-            for j in range(len(self.columns)):
-                hue = colors[self.cells[i, j]] * 137 % 360  # the golden angle: neighbours differ
-                tds.append(f'<td {cell};background:hsl({hue},60%,80%);color:#000">{self._ranks(i, j)}</td>')
-            lines.append(f'<tr><th {cell}">{_span(row) if self.ndim == 2 else ""}</th>{"".join(tds)}</tr>')
-        span = len(self.columns) + 1
-        lines.append(f'<tr><td colspan="{span}"><small>{html.escape(self.caption)}</small></td></tr></table>')
-        return "\n".join(lines)
+        groups, width = self._groups(), range(len(self.columns))
+        return cells_html(
+            self._titles(self.rows, self.ndim == 2),
+            self._titles(self.columns, self.ndim > 0, "value"),
+            [[self._ranks(i, j) for j in width] for i in range(len(self.rows))],
+            [[groups[self.cells[i, j]] for j in width] for i in range(len(self.rows))],
+            header=self.header,
+            caption=self.caption,
+        )
+
+    @staticmethod
+    def _titles(spans: tuple[Span, ...], shown: bool, otherwise: str = "") -> list[str]:
+        return [span_text(span) if shown else otherwise for span in spans]
 
     def _groups(self) -> dict[tuple[int, ...], int]:
-        """Sets of ranks, numbered in the order in which they appear."""
-        found: dict[tuple[int, ...], int] = {}
-        for ranks in self.cells.values():
-            found.setdefault(ranks, len(found))
-        return found
+        return groups_of(self.cells.values())
 
     def _ranks(self, i: int, j: int) -> str:
         return ", ".join(f"{self.device}:{rank}" for rank in self.cells[i, j])
@@ -105,19 +98,16 @@ def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
             "of it, such as x[0]"
         )
     boxes = boxes_by_rank(layout)
-    held = {rank: box for rank, box in boxes.items() if not box.is_empty}
-    # Treated as rows x columns: a vector is one row, a scalar one cell.
-    as_pairs = {rank: _as_rectangle(box) for rank, box in held.items()}
-    rows = tuple(sorted({pair[0] for pair in as_pairs.values()}))
-    columns = tuple(sorted({pair[1] for pair in as_pairs.values()}))
-    cells = {
-        (i, j): tuple(rank for rank, pair in as_pairs.items() if pair == (row, column))
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    }
-    idle = [rank for rank in boxes if rank not in held]
-    caption = _caption(layout, idle)
-    return ShardingPicture(header, caption, rows, columns, cells, layout.mesh.device_type, layout.ndim)
+    grid = grid_of(tuple(layout.shape), boxes)
+    assert grid is not None, "a layout cuts its tensor into a grid"
+    # Seen as rows x columns: a vector is one row, a scalar one cell.
+    spans = [tuple(grid.spans(dim)) for dim in range(layout.ndim)]
+    rows, columns = [((0, 1),)] * (2 - layout.ndim) + spans
+    cells = {(number // len(columns), number % len(columns)): ranks for number, ranks in enumerate(grid.holders)}
+    idle = [rank for rank, box in boxes.items() if box.is_empty]
+    mesh = layout.mesh
+    caption = caption_of(layout.shape, layout.mesh_shape, mesh.mesh_dim_names, layout.placements, idle)
+    return ShardingPicture(header, caption, rows, columns, cells, mesh.device_type, layout.ndim)
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
@@ -146,28 +136,3 @@ def _show_in_notebook(picture: ShardingPicture) -> bool:
         return False
     importlib.import_module("IPython.display").display(picture)
     return True
-
-
-def _as_rectangle(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-    spans = [(offset, offset + length) for offset, length in zip(box.offsets, box.lengths, strict=True)]
-    whole = [(0, 1)] * (2 - len(spans)) + spans
-    return whole[0], whole[1]
-
-
-def _span(span: tuple[int, int]) -> str:
-    start, stop = span
-    return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
-
-
-def _caption(layout: Layout, idle: Sequence[int]) -> str:
-    names = layout.mesh.mesh_dim_names or tuple(str(m) for m in range(len(layout.mesh_shape)))
-    placed = ", ".join(f"{name}: {p}" for name, p in zip(names, layout.placements, strict=True))
-    notes = [f"shape {list(layout.shape)}, mesh {list(layout.mesh_shape)}, {placed}"]
-    terms = [
-        f"{p.reduce_op} over {name}" for name, p in zip(names, layout.placements, strict=True) if isinstance(p, Partial)
-    ]
-    if terms:
-        notes.append(f"partial: the ranks of a cell hold terms of {', '.join(terms)}")
-    if idle:
-        notes.append(f"empty shards on ranks {', '.join(map(str, idle))}")
-    return "; ".join(notes)

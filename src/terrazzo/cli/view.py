@@ -1,0 +1,163 @@
+"""`terrazzo view`: a checkpoint, two of them, a layout, a step or a run as one page."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint.manager.listing import steps_at
+from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.stores.places import is_url
+from terrazzo.cli.screen import errors, progress, say
+from terrazzo.errors import ViewError
+from terrazzo.launch.config import read_run
+from terrazzo.layout import Layout, Replicate
+from terrazzo.view.data.checkpoint_data import checkpoint_data
+from terrazzo.view.data.diff_data import diff_data
+from terrazzo.view.data.layout_data import layout_data, mesh_of, placements_of, shape_of
+from terrazzo.view.data.run_data import data_of_run, run_data
+from terrazzo.view.data.trace_data import read_timeline, trace_data
+from terrazzo.view.page import Page
+from terrazzo.view.perfetto import perfetto as perfetto_of
+from terrazzo.view.server import Viewer
+
+_Objects = tuple[Page, list[Checkpoint]]
+
+
+def view(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A checkpoint, or two to compare; traces of ranks; the folder or the file of a run.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve it on this machine, with statistics on demand.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="To serve on; 0: one that is free.")] = 0,
+    browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    tolerance: Annotated[float, typer.Option(help="Of two checkpoints, numbers this close are equal.")] = 0.0,
+    losses: Annotated[Path | None, typer.Option(help="Of a run, the CSV file of its monitor.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write traces as JSON for Perfetto.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="A layout instead: the mesh, as dp=64,tp=8.")] = None,
+    shape: Annotated[str, typer.Option(help="Of its tensor, as 4096,4096.")] = "",
+    placements: Annotated[str, typer.Option(help='Of its tensor, as "S(0),S(1)".')] = "",
+    dtype: Annotated[str, typer.Option(help="Of its tensor.")] = "float32",
+) -> None:
+    """Show a checkpoint, what differs between two, who holds what, a step, or a run, as one page of HTML.
+
+    The page needs no network. Without --out and --serve it is written to terrazzo-view.html.
+    """
+    with errors():
+        page, checkpoints = _page(what or [], mesh, shape, placements, dtype, tolerance, losses, perfetto)
+        if out is not None or not serve:
+            target = Path("terrazzo-view.html") if out is None else out
+            page.save(target)
+            say(f"{page.title}: {target}")
+            if browser and not serve:
+                webbrowser.open(target.absolute().as_uri())
+        if serve:
+            _serve(page, checkpoints, port, browser)
+
+
+def _serve(page: Page, checkpoints: list[Checkpoint], port: int, browser: bool) -> None:
+    viewer = Viewer(page, checkpoints, port)
+    say(f"{page.title}: {viewer.url} (until Ctrl-C)")
+    if browser:
+        webbrowser.open(viewer.url)
+    try:
+        viewer.serve_forever()
+    except KeyboardInterrupt:
+        say("ended")
+    finally:
+        viewer.close()
+
+
+def _page(
+    what: list[str],
+    mesh: str | None,
+    shape: str,
+    placements: str,
+    dtype: str,
+    tolerance: float,
+    losses: Path | None,
+    perfetto: Path | None,
+) -> _Objects:
+    """The page of what is asked for, and the checkpoints whose values it can ask for."""
+    if mesh is not None:
+        if what:
+            raise ViewError("--mesh shows a layout of its own: give no checkpoint beside it")
+        return Page(_layout(mesh, shape, placements, dtype)), []
+    if not what:
+        raise ViewError("name a checkpoint, a trace or a run; or a layout, by --mesh, --shape and --placements")
+    if all(map(_is_trace, what)):
+        return Page(_traces(what, perfetto)), []
+    if perfetto is not None:
+        raise ViewError("--perfetto writes traces, and these are none")
+    if len(what) > 2:
+        raise ViewError(f"{len(what)} checkpoints cannot be compared at once: name one or two")
+    if len(what) == 2:
+        return _difference(what[0], what[1], tolerance)
+    return _one(what[0], losses)
+
+
+def _layout(mesh: str, shape: str, placements: str, dtype: str) -> dict[str, Any]:
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ViewError(f"{dtype!r} is no dtype of torch: write bfloat16, float32, ...")
+    sketched, size = mesh_of(mesh), shape_of(shape)
+    placed = placements_of(placements) if placements else (Replicate(),) * len(sketched.shape)
+    layout = Layout.of(sketched, placed, size)
+    words = ", ".join(map(str, placed))
+    return layout_data(layout, itemsize=kind.itemsize, title=f"{dtype} {list(size)} on {mesh}: {words}")
+
+
+def _is_trace(path: str) -> bool:
+    if is_url(path) or not path.endswith(".json") or not Path(path).is_file():
+        return False
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(document, dict) and "traceEvents" in document
+
+
+def _traces(paths: list[str], target: Path | None) -> dict[str, Any]:
+
+    timelines = [read_timeline(path) for path in paths]
+    ranks = [each.rank for each in timelines]
+    if len(set(ranks)) < len(ranks):
+        raise ViewError(f"of one rank there are several traces: these are of the ranks {ranks}")
+    if target is not None:
+        target.write_bytes(perfetto_of(timelines))
+        say(f"for https://ui.perfetto.dev: {target}")
+    return trace_data(timelines, Path(paths[0]).name if len(paths) == 1 else f"{len(paths)} ranks")
+
+
+def _difference(one: str, other: str, tolerance: float) -> _Objects:
+
+    with paused_collector():
+        both = [Checkpoint(one), Checkpoint(other)]
+        with progress("comparing", both[0].total_bytes()) as advance:
+            data = diff_data(both[0], both[1], (one, other), tolerance=tolerance, progress=advance)
+    return Page(data), both
+
+
+def _one(path: str, losses: Path | None) -> _Objects:
+
+    if not is_url(path) and Path(path).suffix in (".toml", ".json") and Path(path).is_file():
+        return Page(data_of_run(read_run(path), losses)), []
+    if steps_at(path):
+        return Page(run_data(path, losses=losses)), []
+    with paused_collector():
+        opened = Checkpoint(path)
+        return Page(checkpoint_data(opened, path)), [opened]

@@ -1,0 +1,163 @@
+"""A step of `fully_shard` as data that viewers draw: what was done when, for whom, and how much memory it took.
+
+Of a step that ran (`trace`), times are seconds on this rank's host; of one that is planned (`timeline`), which may be
+that of ranks that do not exist, they are the operations' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch.distributed as dist
+from torch import nn
+
+from terrazzo.comm.axis import Axis
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.check import sizes_of
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
+from terrazzo.fsdp.plan.step import plan_steps
+from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.report import report
+from terrazzo.fsdp.run.root import Root, root_of
+
+
+class Done(msgspec.Struct, frozen=True):
+    """One operation of the plan, as it was done.
+
+    Attributes:
+        kind: what, in the words of `explain`.
+        groups: the numbers of the groups for which it was done.
+        stream: on which.
+        bytes: that a rank sends, on average.
+        begin: when the host asked for it.
+        end: when the host went on.
+        backward: whether backward was running.
+        memory: bytes of parameters, gradients and buffers, beside shards and their gradients, while it was done.
+        after: when it was done.
+        inner: whether it was among the ranks of the smaller mesh that `reshard_after_forward` names.
+    """
+
+    kind: str
+    groups: tuple[int, ...]
+    stream: str
+    bytes: int
+    begin: float
+    end: float
+    backward: bool
+    memory: int
+    after: int
+    inner: bool = False
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """What one rank did, or will do.
+
+    Attributes:
+        rank: whose it is.
+        world: how many ranks there are.
+        began: seconds since 1970 at time 0; 0 of a plan.
+        planned: whether times are numbers of operations.
+        groups: their names.
+        shards: for each group the mesh dims whose ranks shard it.
+        replicas: those whose ranks replicate it; nothing where there are none.
+        held: bytes of shards and their gradients.
+        bound: the most bytes at once, by `report`.
+        further: bytes that may on CPU be gathered further ahead and be reduced beside that, which `report` leaves out.
+        operations: in the order in which the host asked for them.
+    """
+
+    rank: int
+    world: int
+    began: float
+    planned: bool
+    groups: list[str]
+    shards: list[str]
+    replicas: list[str]
+    held: int
+    bound: int
+    further: int = 0
+    operations: list[Done] = []
+
+
+def frame_of(root: Root) -> Timeline:
+    """All but the operations."""
+    # Of a group whose parameters are on several meshes, all of them.
+    meshes = [[unit.settings.mesh, *(bucket.settings.mesh for bucket in unit.buckets)] for unit in root.units]
+    said = report(root.groups[0].modules[0])
+    spec = root.spec()
+    initialized = dist.is_initialized()
+    return Timeline(
+        rank=dist.get_rank() if initialized else 0,
+        world=dist.get_world_size() if initialized else 1,
+        began=0.0,
+        planned=True,
+        groups=[unit.name for unit in root.units],
+        shards=[_distinct(mesh.shard for mesh in each) for each in meshes],
+        replicas=[_distinct(mesh.replicate for mesh in each) for each in meshes],
+        held=said.held,
+        bound=said.peak,
+        further=0 if spec.streams else 2 * spec.overlapped,
+    )
+
+
+def _distinct(axes: Iterable[Axis | None]) -> str:
+    """Their names, each once."""
+    return ", ".join(dict.fromkeys(axis.name for axis in axes if axis is not None))
+
+
+def timeline(model: nn.Module) -> Timeline:
+    """The step that `explain` plans, as data for the viewer.
+
+    Args:
+        model: The root module.
+    """
+    group = group_of(model)
+    if group is None:
+        raise FSDPError(
+            f"{type(model).__name__} was not sharded: timeline takes a module that fully_shard was called on"
+        )
+    root = root_of(group)
+    plan = plan_steps(root.spec())
+    backward, times = False, []
+    for number, each in enumerate(plan.operations):
+        backward = (backward or _is_backward(each)) and each.kind is not Kind.WRITE
+        times.append((float(number), float(number + 1), backward))
+    return msgspec.structs.replace(frame_of(root), operations=done(plan.operations, times, plan.spec))
+
+
+def _is_backward(operation: Operation) -> bool:
+    """Whether only backward does this."""
+    return operation.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in operation.takes)
+
+
+def done(operations: Iterable[Operation], times: Sequence[tuple[float, float, bool]], spec: Spec) -> list[Done]:
+    """Operations with their begin, end and whether backward ran, and the memory that they come to."""
+    sizes = sizes_of(spec)
+    live: set[Buffer] = set()
+    held, found = 0, []
+    for each, (begin, end, backward) in zip(operations, times, strict=True):
+        taken = set(each.takes) - live
+        live |= taken
+        held += sum(sizes.get(buffer, 0) for buffer in taken)
+        most = held
+        given = live.intersection(each.gives)
+        live -= given
+        held -= sum(sizes.get(buffer, 0) for buffer in given)
+        inner = each.kind is Kind.GATHER and any(buffer.kind == "kept" for buffer in each.reads)
+        found.append(
+            Done(
+                kind=each.kind.value,
+                groups=tuple(unit for unit in each.units if unit >= 0),
+                stream=each.stream.value,
+                bytes=each.moves,
+                begin=begin,
+                end=end,
+                backward=backward,
+                memory=most,
+                after=held,
+                inner=inner,
+            )
+        )
+    return found

@@ -1,0 +1,10 @@
+"""The viewer: checkpoints, differences, layouts, steps and runs as one page, which fetches nothing.
+
+`terrazzo view` makes such pages from files; `page_of` from objects.
+"""
+
+from terrazzo.view.api import page_of
+from terrazzo.view.page import Page
+from terrazzo.view.server import Viewer
+
+__all__ = ["Page", "Viewer", "page_of"]

@@ -1,0 +1,23 @@
+"""Numbers as JSON knows them."""
+
+from __future__ import annotations
+
+import math
+
+
+def plain(value: float | None) -> float | str | None:
+    """A number; what JSON cannot say of it as text.
+
+    >>> plain(1.5), plain(float("nan")), plain(float("-inf"))
+    (1.5, 'nan', '-inf')
+    """
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def or_none(value: float | None) -> float | None:
+    """A number that a chart can draw, or a gap.
+
+    >>> or_none(float("nan")) is None
+    True
+    """
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,115 @@
+"""A run for the page: its checkpoints, its starts and restarts, and the loss across them.
+
+From the run's folder come the checkpoints with their metrics, and what `terrazzo train` has written of its starts;
+from a monitor's CSV file the loss after each step. Every process that writes there begins with the names of the
+columns, so the file itself says where a run went on.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from terrazzo.checkpoint.manager.listing import latest_of, rows_of, steps_at
+from terrazzo.engine.config import read_config
+from terrazzo.errors import ViewError
+from terrazzo.launch.config import Run
+from terrazzo.launch.history import Happened, read_history
+from terrazzo.view.data.numbers import or_none, plain
+
+_LOSS = "Train_Samples_train_loss.csv"
+
+
+def segments_of(lines: Iterable[str], source: str) -> list[list[tuple[float, float]]]:
+    """The points of a CSV file of a monitor, one list for each process that has written.
+
+    >>> segments_of(["step,train_loss", "8,2.5", "16,2.25", "step,train_loss", "16,2.25"], "loss.csv")
+    [[(8.0, 2.5), (16.0, 2.25)], [(16.0, 2.25)]]
+    """
+    found: list[list[tuple[float, float]]] = []
+    for number, row in enumerate(csv.reader(lines), 1):
+        if not row:
+            continue
+        if row[0] == "step":
+            found.append([])
+            continue
+        try:
+            point = float(row[0]), float(row[1])
+        except (ValueError, IndexError) as error:
+            raise ViewError(f"{source}, line {number}: {row} is no step with a number") from error
+        if not found:
+            found.append([])
+        found[-1].append(point)
+    return [segment for segment in found if segment]
+
+
+def run_data(
+    folder: str | os.PathLike[str],
+    *,
+    losses: str | os.PathLike[str] | None = None,
+    samples_per_step: int | None = None,
+    title: str = "",
+) -> dict[str, Any]:
+    """What the page shows of a run.
+
+    Args:
+        folder: of its checkpoints.
+        losses: a CSV file of a monitor.
+        samples_per_step: what one step counts in that file; None: it is not known, and the file is drawn by samples.
+        title: of the page.
+    """
+    path = os.fspath(folder)
+    rows = rows_of(path, steps_at(path))
+    history = read_history(path) if Path(path).is_dir() else []
+    segments: list[list[tuple[float, float]]] = []
+    if losses is not None:
+        try:
+            with open(losses, newline="", encoding="utf-8") as file:
+                segments = segments_of(file, os.fspath(losses))
+        except UnicodeDecodeError as error:
+            raise ViewError(f"{os.fspath(losses)} is no CSV file: {error}") from error
+    if not rows and not history and not segments:
+        raise ViewError(f"{path} is no folder of a run: it has neither checkpoints of numbered steps nor a history")
+    return {
+        "kind_of_page": "run",
+        "title": title or path,
+        "latest": latest_of(path) if rows else None,
+        "steps": [_of_step(row) for row in rows],
+        "history": [_shown(each) for each in history],
+        "by_step": samples_per_step is not None,
+        "losses": [[[at / (samples_per_step or 1), or_none(value)] for at, value in segment] for segment in segments],
+    }
+
+
+def _of_step(row: dict[str, Any]) -> dict[str, Any]:
+    metrics = {name: plain(value) for name, value in row["metrics"].items()}
+    return row | {"saved": or_none(row["saved"]), "metrics": metrics}
+
+
+def _shown(happened: Happened) -> dict[str, Any]:
+    return {
+        "what": happened.what,
+        "at": happened.at,
+        "seconds": happened.seconds,
+        "status": happened.status,
+        "why": happened.why,
+        "host": happened.host,
+    }
+
+
+def data_of_run(run: Run, losses: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """What the page shows of the run that a file describes; the loss is found where its `csv_monitor` has put it."""
+    config = read_config(run.engine)[0] if run.engine else None
+    monitor = None if config is None else config.csv_monitor
+    if losses is None and monitor is not None and monitor.enabled:
+        file = Path(monitor.output_path) / monitor.job_name / _LOSS
+        losses = next((each for each in (file, run.path.parent / file) if each.is_file()), None)
+    return run_data(
+        run.checkpoints,
+        losses=losses,
+        samples_per_step=None if config is None else config.train_batch_size,
+        title=str(run.path),
+    )

@@ -1,0 +1,163 @@
+"""A step's timeline for the page: what each rank gathers, reduces, computes and waits for, and what that takes.
+
+A gather is under way from when the host asks for it until the parameters are in their place; a reduction until its
+gradients are finished. What the host does between two operations after a module's parameters are there is the module's
+computation. Times are those of hosts: on an accelerator they say when work was asked for, not when it ran.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from terrazzo.errors import ViewError
+from terrazzo.fsdp import Done, Timeline
+
+LANES: Final = ("compute", "waits", "gathers", "reductions", "other")
+_WAITS: Final = frozenset({"copy out", "settle"})
+_ENDS: Final = {"gather": ("copy out", "discard"), "reduce": ("finish", "store"), "all-reduce": ("finish",)}
+_LANE: Final = {"gather": "gathers", "reduce": "reductions", "all-reduce": "reductions"}
+_SILENT: Final = frozenset({"use", "write", "queued", "follow"})  # the host does nothing for them
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Something that lasts: `lane` is one of `LANES`."""
+
+    lane: str
+    what: str
+    groups: str
+    begin: float
+    end: float
+    bytes: int
+    backward: bool
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A file of `Trace.save`, as far as it is read here."""
+
+    terrazzo: Timeline | None = None
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """The timeline in a file that `Trace.save` has written."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=_File).terrazzo
+    except msgspec.MsgspecError as error:
+        raise ViewError(f"{os.fspath(path)} is no trace: {error}") from error
+    if found is None:
+        raise ViewError(f"{os.fspath(path)} is a trace without a timeline: save one with `terrazzo.fsdp.trace`")
+    for each in found.operations:
+        if not all(0 <= group < len(found.groups) for group in each.groups):
+            raise ViewError(f"{os.fspath(path)}: an operation is for a group that is not there")
+    return found
+
+
+def spans_of(timeline: Timeline) -> list[Span]:
+    """What lasts how long.
+
+    >>> from terrazzo.fsdp import Done, Timeline
+    >>> times = {"gather": (0.0, 1.0), "copy out": (3.0, 4.0), "use": (4.0, 4.0), "free": (6.0, 7.0)}
+    >>> done = [Done(kind, (0,), "compute", 0, *when, False, 8, 8) for kind, when in times.items()]
+    >>> found = spans_of(Timeline(0, 2, 0.0, False, ["w"], ["dp"], [""], 8, 16, operations=done))
+    >>> [(span.lane, span.begin, span.end) for span in found]
+    [('gathers', 0.0, 4.0), ('waits', 3.0, 4.0), ('compute', 4.0, 6.0), ('other', 6.0, 7.0)]
+    """
+    found = []
+    operations = timeline.operations
+    ends = _ends(operations)
+    used: Done | None = None
+    for number, each in enumerate(operations):
+        names = _names(timeline, each)
+        if each.kind == "use" and timeline.planned:
+            found.append(Span("compute", "compute", names, each.begin, each.end, 0, each.backward))
+        elif each.kind in _LANE:
+            end = max(each.end, ends.get(number, each.end))
+            found.append(Span(_LANE[each.kind], each.kind, names, each.begin, end, each.bytes, each.backward))
+        elif each.kind not in _SILENT:
+            lane = "waits" if each.kind in _WAITS else "other"
+            found.append(Span(lane, each.kind, names, each.begin, each.end, each.bytes, each.backward))
+        used = each if each.kind == "use" else used
+        if used is not None and not timeline.planned and number + 1 < len(operations):
+            gap = operations[number + 1].begin
+            if gap > each.end:
+                backward = operations[number + 1].backward
+                found.append(Span("compute", "compute", _names(timeline, used), each.end, gap, 0, backward))
+    return found
+
+
+def _ends(operations: Sequence[Done]) -> dict[int, float]:
+    """When what an operation has begun is there."""
+    waiting: dict[tuple[str, int], int] = {}  # by what ends it, and for which group
+    found: dict[int, float] = {}
+    for number, each in enumerate(operations):
+        for group in each.groups:
+            begun = waiting.pop((each.kind, group), None)
+            if begun is not None:
+                found[begun] = max(found.get(begun, 0.0), each.end)
+            for kind in _ENDS.get(each.kind, ()):
+                waiting[kind, group] = number
+    return found
+
+
+def _names(timeline: Timeline, done: Done) -> str:
+    return ", ".join(timeline.groups[group] for group in done.groups)
+
+
+def moved_bytes(timeline: Timeline) -> dict[tuple[str, str, str], int]:
+    """Bytes that a rank sends: by group (those that go together are one), mesh dims and kind."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for each in timeline.operations:
+        if each.bytes:
+            first = each.groups[0]
+            over = timeline.replicas[first] if each.kind == "all-reduce" else timeline.shards[first]
+            if each.inner:
+                over += ", neighbours"
+            found[_names(timeline, each), over, each.kind] += each.bytes
+    return dict(found)
+
+
+def memory_of(timeline: Timeline) -> list[tuple[float, int]]:
+    """Points of the memory that is held: bytes of shards, gradients and everything that comes and goes."""
+    points = [(0.0, timeline.held)]
+    for each in timeline.operations:
+        points += [(each.begin, timeline.held + each.memory), (each.end, timeline.held + each.after)]
+    return points
+
+
+def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
+    """What the page shows of a step on one rank or several."""
+    if len({each.planned for each in timelines}) != 1:
+        raise ViewError("steps that ran and steps that are planned have no common clock: show them apart")
+    start = min(each.began for each in timelines)
+    unit = 1.0 if timelines[0].planned else 1e3  # milliseconds
+    ranks = []
+    for each in sorted(timelines, key=lambda timeline: timeline.rank):
+        later = (each.began - start) * unit
+        moved = [[*key, nbytes] for key, nbytes in moved_bytes(each).items()]
+        ranks.append(
+            {
+                "rank": each.rank,
+                "world": each.world,
+                "held": each.held,
+                "bound": each.bound,
+                "further": each.further,
+                "spans": [
+                    [s.lane, s.what, s.groups, s.begin * unit + later, s.end * unit + later, s.bytes, s.backward]
+                    for s in spans_of(each)
+                ],
+                "memory": [[at * unit + later, nbytes] for at, nbytes in memory_of(each)],
+                "moved": moved,
+            }
+        )
+    return {
+        "kind_of_page": "trace",
+        "title": title,
+        "planned": timelines[0].planned,
+        "lanes": list(LANES),
+        "ranks": ranks,
+    }

@@ -1,0 +1,130 @@
+"""A page from its data: one file of HTML with styles, scripts and data in it, which fetches nothing.
+
+The data stand in an element that is no script, in which nothing can end that element; a policy in the page lets
+the scripts run that are known by their hash, and no others, and lets the page talk to nobody but who served it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from terrazzo.errors import ViewError
+
+# In the order in which they use each other.
+SCRIPTS: Final = (
+    "dom.js",
+    "list.js",
+    "tree.js",
+    "grid.js",
+    "drawing.js",
+    "charts.js",
+    "values.js",
+    "checkpoint.js",
+    "diff.js",
+    "layout.js",
+    "trace.js",
+    "run.js",
+    "main.js",
+)
+_WITH_CHARTS: Final = frozenset({"trace", "run"})
+_IMPORT: Final = re.compile(r'^import \{[^}]*\} from "\./[a-z]+\.js";\n', re.MULTILINE)
+_FRAME_HEIGHT: Final = 640
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the viewer shows, as data; `html` makes one file of it, and a notebook shows it in a frame.
+
+    Attributes:
+        data: plain values, as the functions of `terrazzo.view.data` make them.
+    """
+
+    data: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return str(self.data["title"])
+
+    def html(self, *, served: bool = False) -> str:
+        """The page.
+
+        Args:
+            served: whether there is a server that computes statistics; the page then asks it.
+        """
+        scripts = [_script()]
+        if served or self.data["kind_of_page"] in _WITH_CHARTS:
+            scripts.insert(0, _plotly())
+        # In JSON nothing but text has a "<", and there it may be written otherwise.
+        data = json.dumps(self.data | {"served": served}, allow_nan=False, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        )
+        kinds = ["text/javascript"] * (len(scripts) - 1) + ["module"]  # plotly is no module
+        return "\n".join(
+            [
+                '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+                f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                f'<link rel="icon" href="data:,">\n<title>{escape(self.title)} - terrazzo</title>',
+                f"<style>\n{_text('style.css')}</style>\n</head>\n<body>",
+                '<main id="page"><noscript>A script draws this page, and scripts are turned off.</noscript></main>',
+                f'<script type="application/json" id="data">{data}</script>',
+                *(f'<script type="{kind}">{text}</script>' for kind, text in zip(kinds, scripts, strict=True)),
+                "</body>\n</html>\n",
+            ]
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        frame = f'style="width:100%;height:{_FRAME_HEIGHT}px;border:0" sandbox="allow-scripts"'
+        return f'<iframe srcdoc="{escape(self.html())}" {frame}></iframe>'
+
+
+def _policy(scripts: list[str]) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def _script() -> str:
+    """Our modules as one: each uses those before it, so their imports are not needed."""
+    parts = []
+    for name in SCRIPTS:
+        text = _IMPORT.sub("", _text(name))
+        parts.append(re.sub(r"^export ", "", text, flags=re.MULTILINE))
+    return "\n".join(parts)
+
+
+@cache
+def _plotly() -> str:
+    try:
+        offline = import_module("plotly.offline")
+    except ImportError as error:
+        raise ViewError(
+            "charts are drawn with plotly, which cannot be imported: pip install 'terrazzo[view]'. Pages of "
+            "checkpoints, differences and layouts need it only when they are served"
+        ) from error
+    text: str = offline.get_plotlyjs()
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as a browser reads it, before it takes the hash
+
+
+def _text(name: str) -> str:
+    return (files("terrazzo.view") / "page" / name).read_text(encoding="utf-8")

@@ -1,0 +1,216 @@
+"""A step's timeline: what ran and what is planned, against the plan's own checker and report, and in a browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
+from ranks import run_ranks
+from terrazzo.errors import FSDPError, ViewError
+from terrazzo.fsdp import explain, fully_shard, report, timeline, trace
+from terrazzo.fsdp.plan.check import check
+from terrazzo.tensor import init_device_mesh
+from terrazzo.view import page_of
+from terrazzo.view.data.trace_data import memory_of, moved_bytes, read_timeline, spans_of, trace_data
+from terrazzo.view.perfetto import perfetto
+from view.chromium import chromium, opened, texts
+
+
+def check_what_ran(folder: str) -> None:
+    model = apart(shard_blocks(Model(), reshard_after_forward=True))
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    with trace(model) as steps:
+        loss_of(model, mine(x), mine(y)).backward()
+    steps.save(f"{folder}/rank-{dist.get_rank()}.json")
+    found = steps.timeline()
+    said = report(model)
+    assert (found.rank, found.world, found.planned) == (dist.get_rank(), 2, False)
+    assert found.groups == ["Model", "blocks.0", "blocks.1", "blocks.2"] and set(found.replicas) == {""}
+    # Memory: as the checker of plans has it, and below what report says.
+    most = max(each.memory for each in found.operations)
+    assert most == check(steps.operations, explain(model).spec)
+    assert found.held == said.held and found.bound == said.peak and found.further == 2 << 20
+    assert found.held + most <= found.bound + found.further
+    assert max(nbytes for _, nbytes in memory_of(found)) == found.held + most
+    assert found.operations[-1].after == 0, "all is given back"
+    # Bytes: in all what report says.
+    moved = moved_bytes(found)
+    assert sum(moved.values()) == steps.total_bytes() == said.moved
+    assert {over for _, over, _ in moved} == {"dim0"} and {kind for *_, kind in moved} == {"gather", "reduce"}
+    # Time: lanes in which the host does one thing after the other do not overlap.
+    spans = spans_of(found)
+    for lane in ("compute", "waits", "other"):
+        own = sorted((span.begin, span.end) for span in spans if span.lane == lane)
+        assert own and all(begin >= end for (_, end), (begin, _) in zip(own, own[1:], strict=False)), lane
+    assert {span.groups for span in spans if span.lane == "compute"} == set(found.groups)
+    gathers = [span for span in spans if span.what == "gather"]
+    assert len(gathers) == len([e for e in steps.events if e.kind in ("unshard", "prefetch")])
+    for span in gathers:
+        copied = [s for s in spans if s.what == "copy out" and s.groups == span.groups and s.begin >= span.begin]
+        assert span.end == min(copy.end for copy in copied)
+    assert [span.groups for span in spans if span.what == "reduce"] == ["blocks.2", "blocks.1", "blocks.0", "Model"]
+    assert any(span.backward for span in spans) and not spans[0].backward
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("traces")
+    run_ranks(2, check_what_ran, str(folder))
+    return [folder / f"rank-{rank}.json" for rank in range(2)]
+
+
+def test_a_file_says_what_ran(traces):
+    timelines = [read_timeline(path) for path in traces]
+    data = trace_data(timelines, "step")
+    assert [each["rank"] for each in data["ranks"]] == [0, 1] and not data["planned"]
+    first = min(timelines, key=lambda each: each.began)
+    shift = [each["memory"][0][0] for each in data["ranks"]]
+    assert shift[timelines.index(first)] == 0 and all(later >= 0 for later in shift)
+    json.dumps(data, allow_nan=False)
+
+
+def test_perfetto_has_the_same(traces):
+    timelines = [read_timeline(path) for path in traces]
+    events = json.loads(perfetto(timelines))["traceEvents"]
+    for each in timelines:
+        own = [event for event in events if event["pid"] == each.rank]
+        assert {e["args"]["name"] for e in own if e["name"] == "process_name"} == {f"rank {each.rank} of 2"}
+        spans = spans_of(each)
+        assert len([e for e in own if e["ph"] == "X"]) == len(
+            [s for s in spans if s.lane in ("compute", "waits", "other")]
+        )
+        begun, ended = ([e for e in own if e["ph"] == kind] for kind in "be")
+        assert len(begun) == len(ended) == len([s for s in spans if s.lane in ("gathers", "reductions")])
+        assert {e["id"] for e in begun} == {e["id"] for e in ended} and len({e["id"] for e in begun}) == len(begun)
+        assert sum(e["args"]["bytes"] for e in begun) == sum(moved_bytes(each).values())
+        memory = [e["args"]["bytes"] for e in own if e["ph"] == "C"]
+        assert max(memory) == max(nbytes for _, nbytes in memory_of(each)) <= each.bound + each.further
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "no trace"), ("{", "no trace"), ('{"traceEvents": []}', "without a timeline")],
+)
+def test_other_files_are_refused(text, message, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ViewError, match=message):
+        read_timeline(tmp_path / "x.json")
+
+
+def test_a_group_that_is_not_there_is_refused(traces, tmp_path):
+    document = json.loads(traces[0].read_text())
+    document["terrazzo"]["operations"][0]["groups"] = [99]
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    with pytest.raises(ViewError, match="not there"):
+        read_timeline(tmp_path / "x.json")
+
+
+# ------------------------------------------------------------------ ranks that do not exist
+
+
+def planned_model() -> nn.Module:
+    """One of 512 simulated ranks, 8 replicas of 64 that shard."""
+    dist.init_process_group("fake", rank=3, world_size=512, store=FakeStore())
+    mesh = init_device_mesh("cpu", (8, 64), mesh_dim_names=("replicas", "shards"))
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=8)
+    return fully_shard(model, mesh=mesh)
+
+
+def test_a_plan_of_ranks_that_do_not_exist():
+    model = planned_model()
+    model.set_coalesce_bytes(0)
+    found, plan = timeline(model), explain(model)
+    assert (found.rank, found.world, found.planned) == (3, 512, True)
+    assert sum(moved_bytes(found).values()) == plan.moved
+    assert {over for _, over, _ in moved_bytes(found)} == {"shards", "shards, neighbours", "replicas"}
+    assert max(each.memory for each in found.operations) == check(plan.operations, plan.spec)
+    assert found.held + max(each.memory for each in found.operations) <= found.bound + found.further
+    begins = [each.begin for each in found.operations]
+    assert begins == list(range(len(plan.operations)))
+    backward = [each.backward for each in found.operations if each.kind != "write"]
+    assert backward == sorted(backward) and any(backward) and not all(backward)
+    reduces = [each.backward for each in found.operations if each.kind == "reduce"]
+    assert reduces and all(reduces)
+    with pytest.raises(FSDPError, match="not sharded"):
+        timeline(nn.Linear(1, 1))
+    with pytest.raises(ViewError, match="no common clock"):
+        page_of(found, _ran(found))
+
+
+def _ran(planned):
+    import msgspec
+
+    return msgspec.structs.replace(planned, planned=False)
+
+
+# ------------------------------------------------------------------ in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+def test_the_page_of_a_step(browser, traces, tmp_path):
+    pytest.importorskip("plotly")
+    timelines = [read_timeline(path) for path in traces]
+    page_of(*timelines, title="two ranks").save(tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", viewport={"width": 1200, "height": 1600}) as page:
+        charts = page.locator(".chart")
+        assert charts.count() == 2
+        bars = page.locator('[data-title="timeline"] .bars .point')
+        bars.first.wait_for(state="attached")
+        spans = sum(len(each["spans"]) for each in trace_data(timelines, "")["ranks"])
+        assert bars.count() == spans
+        lanes = texts(page, '[data-title="timeline"] .ytick')
+        assert "rank 0 gathers" in lanes and "rank 1 compute" in lanes
+        page.get_by_label("1", exact=True).uncheck()
+        assert "rank 1 compute" not in texts(page, '[data-title="timeline"] .ytick')
+        rows = texts(page, "table.moved tbody tr")
+        assert len(rows) == len({group for group, *_ in moved_bytes(timelines[0])}) + 1 and "over dim0" in texts(
+            page, "th"
+        )
+        point = page.evaluate(
+            """() => {
+              const place = document.querySelector('[data-title="timeline"]');
+              const trace = place.data.findIndex((each) => each.name === "compute");
+              place.emit("plotly_click", {points: [{customdata: place.data[trace].customdata[0]}]});
+              return place.data[trace].customdata[0];
+            }"""
+        )
+        assert texts(page, ".said") == [point] and point.startswith("rank 0: compute")
+
+
+def test_the_page_of_a_plan(browser, tmp_path):
+    pytest.importorskip("plotly")
+    page_of(planned_model()).save(tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html") as page:
+        assert "3 of 512" in page.locator(".facts").first.text_content()
+        assert {"over shards", "over replicas"} <= set(texts(page, "th"))
+        assert "has its number, not its time" in page.locator("#page").text_content()
+
+
+def test_names_of_modules_stay_text(browser, tmp_path):
+    pytest.importorskip("plotly")
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    model = nn.Module()
+    model.register_module("<img src=x onerror='window[`broken`]=1'><a href='http://evil'>", nn.Linear(64, 64))
+    for each in model.children():
+        fully_shard(each)
+    model.head = nn.Linear(64, 8)
+    fully_shard(model)
+    page_of(model).save(tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html") as page:
+        box = page.locator('[data-title="timeline"] .bars .point').first.bounding_box()
+        page.mouse.move(box["x"] + 1, box["y"] + 1)
+        assert page.locator("#page a, #page img").count() == 0
