@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -118,10 +118,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     return [outcome.value for outcome in outcomes]
 
 
-def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Outcome]:
+def run_fresh(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, awaited: Collection[int] | None = None
+) -> list[Outcome]:
     """Call `fn(*args)` on `world` new ranks, whose failures and deaths are results like any other.
 
-    Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds.
+    Returns one `Outcome` per rank. The survivors of a death may go on until `timeout` seconds. Where only some ranks
+    are `awaited`, the others have as long as these take, and count as hung if they are not done then.
 
     >>> import os
     >>> [outcome.exitcode for outcome in run_fresh(2, os._exit, 3)]
@@ -131,7 +134,7 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     request = Request.of(fn, args)
     ranks = _World(world, request)
     try:
-        return ranks.call(request, timeout, grace=timeout)
+        return ranks.call(request, timeout, timeout, awaited)
     finally:
         ranks.close()
 
@@ -183,10 +186,12 @@ class _World:
             self.close()
             raise
 
-    def call(self, request: Request, timeout: float, grace: float) -> list[Outcome]:
+    def call(
+        self, request: Request, timeout: float, grace: float, awaited: Collection[int] | None = None
+    ) -> list[Outcome]:
         for rank in self._ranks:
             rank.send(request)
-        return self._collect(timeout, grace)
+        return self._collect(timeout, grace, awaited)
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -194,11 +199,14 @@ class _World:
         self._ranks.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _collect(self, timeout: float, grace: float) -> list[Outcome]:
-        """Waits for every rank's reply or death, at most `timeout` seconds and at most `grace` after a failure."""
+    def _collect(self, timeout: float, grace: float, awaited: Collection[int] | None = None) -> list[Outcome]:
+        """Waits for every rank's (or every awaited one's) reply or death, at most `timeout` seconds and at most `grace`
+        after a failure."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         while pending := [rank for rank in self._ranks if rank.index not in outcomes]:
+            if awaited is not None and all(rank in outcomes for rank in awaited):
+                deadline = time.monotonic()
             ready = wait([source for rank in pending for source in rank.sources], deadline - time.monotonic())
             if not ready:
                 outcomes |= {outcome.rank: outcome for outcome in _dump_hung(pending)}
