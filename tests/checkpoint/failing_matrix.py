@@ -1,4 +1,7 @@
-"""Every trial of `test_failing_ranks`: `python -m tests.checkpoint.failing_matrix [--part 1/4] [--s3]`."""
+"""Every trial of `test_failing_ranks`: `python -m tests.checkpoint.failing_matrix [--part 1/4] [--s3]`.
+
+`--only "finish raise rank 3 of 4" --times 20` does those of these words, so often.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="1/1", help="which part of the trials, of how many")
     parser.add_argument("--s3", action="store_true", help="on an S3 server instead of the disk")
+    parser.add_argument("--only", default="", help="what the trials' names contain, as failures show them")
+    parser.add_argument("--times", type=int, default=1, help="how often each trial is done")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
     trials = test_failing_ranks.matrix()
     random.Random(0).shuffle(trials)
-    trials = trials[part - 1 :: parts]
+    trials = [trial for trial in trials[part - 1 :: parts] if given.only in test_failing_ranks.name_of(*trial)]
+    trials *= given.times
     server = s3_server.S3Server().start() if given.s3 else None
     environment = {} if server is None else server.environment()
     os.environ.update(environment)

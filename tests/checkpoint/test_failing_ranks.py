@@ -222,6 +222,11 @@ def values_at(path: str) -> float:
     return float(target["w"][0])
 
 
+def name_of(world: int, how: str, victim: int, stage: str, kind: str, connected: bool) -> str:
+    """A trial in words."""
+    return f"{how} {stage} {kind} rank {victim} of {world}" + ("" if connected else " unconnected")
+
+
 def check_trial(
     place: str | Path,
     world: int,
@@ -233,22 +238,25 @@ def check_trial(
     environment: dict[str, str] | None = None,
 ) -> None:
     """Carry out a trial in a place: a folder, or a URL with what the ranks' environment has to say of it."""
-    case = f"{how} {stage} {kind} rank {victim} of {world}"
+    case = name_of(world, how, victim, stage, kind, connected)
     path = f"{place}/{case.replace(' ', '-')}"
     saved(path)
-    limit = 25 if kind == "stop" else 40  # a rank that is stopped is waited for until then
-    outcomes = run_fresh(world, attempt, how, path, victim, stage, kind, connected, environment or {}, timeout=limit)
     only_coordinator = stage in ("global", "finish", "commit")
-    if only_coordinator and victim != 0:
-        assert all(outcome.value[0] == "" for outcome in outcomes), case
+    befalls = victim == 0 or not only_coordinator
+    awaited = [rank for rank in range(world) if rank != victim or not (kind == "stop" and befalls)]
+    arguments = (how, path, victim, stage, kind, connected, environment or {})
+    outcomes = run_fresh(world, attempt, *arguments, timeout=40, awaited=awaited)
+    if not befalls:
+        assert all(outcome.ok and outcome.value[0] == "" for outcome in outcomes), "\n".join(
+            [case, *map(str, outcomes)]
+        )
         return
     others = [outcome for outcome in outcomes if outcome.rank != victim]
     assert all(outcome.ok for outcome in others), "\n".join([case, *map(str, others)])
     # The last message may have been heard before the coordinator was gone.
     if stage == "commit" and kind in ("kill", "stop") and all(outcome.value[0] == "" for outcome in others):
         return
-    # Who comes when others have given up already finds no connections, and says that.
-    texts = {text.splitlines()[0] if stage == "before" else text for text in (outcome.value[1] for outcome in others)}
+    texts = {outcome.value[1] for outcome in others}
     assert len(texts) == 1, f"{case}: {texts}"
     for outcome in others:
         name, text, failures, _, seconds = outcome.value

@@ -201,6 +201,38 @@ def test_a_rank_that_never_connects_is_named() -> None:
     assert [outcome.value for outcome in outcomes] == [(1,), ()]
 
 
+def come_too_late(connected: bool) -> tuple[str, str, float]:
+    """Ranks 0 and 1 give up before rank 2 has begun what they began, because of rank 3; then all but that try again."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=60))
+    plane = ControlPlane.for_group(timeout=timedelta(seconds=60)) if connected else None
+    if rank == 3:
+        os._exit(3)
+    store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=1)
+    if rank == 2:
+        store.wait(["given up 0", "given up 1"], timedelta(seconds=60))
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        (plane.renewed(limit) if plane is not None else ControlPlane.for_group(timeout=limit)).barrier()
+    waited = time.monotonic() - started
+    store.set(f"given up {rank}", "")
+    ControlPlane.for_group(group).barrier()
+    with pytest.raises(CommError) as again:  # not the old failure once more: new connections are tried
+        ControlPlane.for_group(timeout=limit).renewed().barrier()
+    assert "connecting among ranks" in str(again.value)
+    return type(caught.value).__name__, str(caught.value), waited
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_who_begins_when_others_have_given_up_hears_the_same(connected: bool) -> None:
+    outcomes = run_fresh(4, come_too_late, connected, timeout=60)
+    assert all(outcome.ok for outcome in outcomes[:3]), "\n".join(map(str, outcomes))
+    told = [outcome.value for outcome in outcomes[:3]]
+    assert len({text for _, text, _ in told}) == len({kind for kind, _, _ in told}) == 1, told
+    missing = "ranks [3] died" if connected else "no word from ranks [2, 3]"  # who never came cannot be looked up
+    assert missing in told[0][1] and told[2][2] < 30
+
+
 def recover() -> None:
     plane = ControlPlane.for_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:

@@ -194,6 +194,8 @@ def _failure_of(error: BaseException, rank: int) -> RankFailure:
 _lock = threading.Lock()
 _shared: weakref.WeakKeyDictionary[ProcessGroup, Link | Echo] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+# Links by name that this rank has begun to connect: one that failed is what the next attempt goes on from.
+_begun: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Link | Echo]] = weakref.WeakKeyDictionary()
 
 
 def time_limit_of(group: ProcessGroup) -> timedelta:
@@ -211,28 +213,33 @@ def _replace_shared(old: Link | Echo | None, new: Link) -> None:
 
 def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link | Echo:
     with _lock:
-        link = _shared.get(group)
-    if link is not None and not link.broken:
-        return link
-    link = link.living(timeout) if link is not None else _new_link(group, ranks, "plane", timeout)
-    with _lock:
-        _shared[group] = link
+        known = _shared.get(group)
+        if known is None:
+            known = _shared[group] = _new_link(group, ranks, "plane")
+    link = known.connected(timeout)  # without the lock: connecting may take as long as the slowest rank
+    if isinstance(link, Link) and link is not known:
+        _replace_shared(known, link)
     return link
 
 
-def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
+def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str) -> Link | Echo:
     if is_simulated(group):
         return Echo(len(ranks), group.rank())
-    return Link(group.get_group_store(), group.rank(), ranks, name, timeout)
+    return Link(group.get_group_store(), group.rank(), ranks, name)
 
 
 def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
     """A new link that is not shared, also if others have the same name."""
     with _lock:
-        number = _made.setdefault(group, Counter())[name]
+        numbers = _made.setdefault(group, Counter())
+        begun = _begun.setdefault(group, {})
+        if name not in begun:
+            begun[name] = _new_link(group, ranks, f"plane/{name}/{numbers[name]}")
+        link = begun[name]
     # Outside the lock: connecting may take as long as the slowest rank.  Counted after it succeeded, because a rank
     # that could not connect tries again under the same name.
-    link = _new_link(group, ranks, f"plane/{name}/{number}", timeout)
+    link = link.connected(timeout)
     with _lock:
-        _made[group][name] += 1
+        numbers[name] += 1
+        begun.pop(name, None)
     return link

@@ -9,10 +9,14 @@ store: each writes there what it saw, and reads what the others saw.  The first 
 and all of them raise that same error.  A silent rank on the same host is looked up in the process table, which says
 whether it died, was stopped, or is only late.  The link stays broken, because gloo has closed its connections; `living`
 makes a new one on all ranks.
+
+A late rank, which starts an operation (connecting is one) that the others have given up, raises the same error once, at
+once: it does not wait for ranks that will not come.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,44 +53,80 @@ class _Verdict(msgspec.Struct, array_like=True, frozen=True):
 class Link:
     """The connections.  All ranks of the group create it, and use it in the same order, as with collectives."""
 
-    def __init__(
-        self, store: Store, index: int, ranks: Sequence[int], name: str, timeout: timedelta, generation: int = 0
-    ) -> None:
-        """`name` tells apart the links of one group; `index` is this rank's position in `ranks`, the global ranks."""
+    def __init__(self, store: Store, index: int, ranks: Sequence[int], name: str, generation: int = 0) -> None:
+        """`name` tells apart the links of one group; `index` is this rank's position in `ranks`, the global ranks.
+
+        It is not connected yet: `connected` and `living` do that.
+        """
         self.index = index
         self.ranks = tuple(ranks)
         self.broken: str | None = None
         self._group_store = store
         self._name = name
         self._gloo: _Gloo | None = None
+        self._done = 0  # how many operations this rank has completed; connecting is one
+        self._lock = threading.Lock()  # while connecting
         self._identities = [""] * len(self.ranks)
         self._links: Store = PrefixStore(f"terrazzo/{name}", store)
         # Shared by all links of the group: a rank that never connects to this one may have connected to another.
         self._processes: Store = PrefixStore("terrazzo/processes", store)
-        with _store_needed(self.ranks):
-            while self._links.check([f"broken/{generation}"]):
-                generation += 1
         self._generation = generation
         self._store: Store = PrefixStore(str(generation), self._links)
-        with self._explained("connecting", timeout):
-            self._processes.set(str(self.index), own_identity().decode())
-            self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), self.index, len(self.ranks), timeout)
-            # Also sent over the connections: the store may be gone when the identities are needed.
-            frames = _all_to_all(self._gloo, [_frame(own_identity())] * len(ranks), [_FRAME] * len(ranks), timeout)
-            self._identities = [bytes(_body(frame)).decode() for frame in frames]
 
     def close(self) -> None:
         """Close the connections."""
         self.broken = self.broken or "it was closed"
         self._gloo = None
 
+    def connected(self, timeout: timedelta) -> Link:
+        """This link, with connections; or, where it is known here to be broken, a new one in its place."""
+        with self._lock:
+            if self._gloo is None and self.broken is None:
+                self._connect(timeout)
+        return self if self.broken is None else self._next(timeout)
+
     def living(self, timeout: timedelta) -> Link:
-        """This link, or a new one if it broke on this rank or on another."""
-        with _store_needed(self.ranks):
-            if self.broken is None and not self._links.check([f"broken/{self._generation}"]):
-                return self
+        """As `connected`; and a new link if this one broke on another rank, in an operation that this rank completed.
+
+        If it broke in an operation that this rank has not started, that is an error here too.
+        """
+        if self._gloo is None:
+            return self.connected(timeout)
+        failed = self._failed_in()
+        if failed is None:
+            return self
+        if failed > self._done:
+            with self._explained("an operation", timeout):
+                raise RuntimeError("the others have given up")
         self._break("it failed on another rank")
-        return Link(self._group_store, self.index, self.ranks, self._name, timeout, self._generation)
+        return self._next(timeout)
+
+    def _connect(self, timeout: timedelta) -> None:
+        with _store_needed(self.ranks):
+            self._processes.set(str(self.index), own_identity().decode())
+            failed = self._failed_in()
+        with self._explained("connecting", timeout):
+            if failed is not None:
+                raise RuntimeError("the others have given up")
+            self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), self.index, len(self.ranks), timeout)
+            # Also sent over the connections: the store may be gone when the identities are needed.
+            n = len(self.ranks)
+            frames = _all_to_all(self._gloo, [_frame(own_identity())] * n, [_FRAME] * n, timeout)
+            self._identities = [bytes(_body(frame)).decode() for frame in frames]
+
+    def _next(self, timeout: timedelta) -> Link:
+        """A link in place of this one, which is broken: the first that no rank has given up."""
+        generation = self._generation + 1
+        with _store_needed(self.ranks):
+            while self._links.check([f"broken/{generation}"]):
+                generation += 1
+        return Link(self._group_store, self.index, self.ranks, self._name, generation).connected(timeout)
+
+    def _failed_in(self) -> int | None:
+        """The number of the operation in which the first rank that gave up did so; None if none has."""
+        key = f"broken/{self._generation}"
+        with _store_needed(self.ranks):
+            return int(self._links.get(key)) if self._links.check([key]) else None
 
     def abandon(self, why: str) -> None:
         """Break the link, and write the reason to the store for the ranks that will notice."""
@@ -173,6 +213,7 @@ class Link:
         """Turn errors of gloo and of the store into one that says what happened to the other ranks."""
         try:
             yield
+            self._done += 1
         except RuntimeError as error:
             text = str(error).lower()
             timed_out = "timed out" in text or "timeout" in text
@@ -190,7 +231,7 @@ class Link:
         self.broken = self.broken or why
         self._gloo = None  # closes the connections, so that ranks that still wait notice
         try:
-            self._links.set(f"broken/{self._generation}", "")
+            self._links.compare_set(f"broken/{self._generation}", "", str(self._done + 1))  # the first rank's number counts
         except RuntimeError:
             pass  # without the store there will not be a new link either
 

@@ -39,9 +39,11 @@ class Echo:
     def close(self) -> None:
         """Nothing to close."""
 
-    def living(self, timeout: timedelta) -> Echo:
+    def connected(self, timeout: timedelta) -> Echo:
         """This object: it cannot break."""
         return self
+
+    living = connected
 
     def abandon(self, why: str) -> None:
         """Does nothing: no rank is waiting."""

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.run.coordination import Place
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
-from terrazzo.publish.delta import Change, changes_from, sums_of, total_bytes, written
+from terrazzo.publish.delta import Difference, differences, sums_of, total_bytes, written
 from terrazzo.publish.parts import RESERVED, About
 from terrazzo.publish.snapshot import Snapshot, Window
 from terrazzo.publish.versions import Published, Version, Versions
@@ -27,8 +27,6 @@ RECORD: Final = f"{RESERVED}record"
 CHANGES: Final = f"{RESERVED}changes/"  # and the rank's position
 DATA: Final = f"{RESERVED}data/"
 _TRIES: Final = 5
-
-_Changes = list[tuple[Window, Change]]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -92,7 +90,7 @@ class StoreSender:
         windows = new.windows()
         sums = [] if self._policy.sparse or self._policy.anchor_every == 1 else sums_of(new, windows)
         before, self._sums = self._sums, sums
-        changes: _Changes | None = None
+        changes: list[Difference] | None = None
         if base is not None and self._since_full + 1 < self._policy.anchor_every:
             changes = self._changes(place, new, old if self._policy.sparse else None, windows, before)
         if changes is None:
@@ -101,7 +99,7 @@ class StoreSender:
             nbytes = new.nbytes
         else:
             assert base is not None
-            state = self._delta(place, Record(number, base.id), changes, new, old if self._policy.sparse else None)
+            state = self._delta(place, Record(number, base.id), changes, new)
             nbytes = total_bytes(changes)
         at, save_id = self._save(place, state)
         self._last = self._listed(place, number, at, save_id, base, (nbytes, new.nbytes))
@@ -110,12 +108,12 @@ class StoreSender:
 
     def _changes(
         self, place: Place, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
-    ) -> _Changes | None:
+    ) -> list[Difference] | None:
         """What this rank has changed; None if all ranks together have changed so much that a full version is better."""
-        found: _Changes = []
+        found: list[Difference] = []
 
         def count() -> bytes:
-            found.extend(changes_from(new, windows, old, before, self._sums))
+            found.extend(differences(new, windows, old, before, self._sums))
             return msgspec.msgpack.encode((total_bytes(found), new.nbytes))
 
         with told():
@@ -136,16 +134,14 @@ class StoreSender:
             state[RECORD] = msgspec.json.encode(Record(number, None, self._aliases))
         return state
 
-    def _delta(
-        self, place: Place, record: Record, changes: _Changes, new: Snapshot, old: Snapshot | None
-    ) -> dict[str, Any]:
+    def _delta(self, place: Place, record: Record, changes: list[Difference], new: Snapshot) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if changes:
-            data = written(changes, new, old)
+            data = written(changes, new)
             box = Box.whole(data.shape)
             alone = Holders((place.global_rank,), frozenset(place.ranks))
             state[f"{DATA}{place.rank}"] = ChunkedTensor(data.shape, data.dtype, {box.offsets: (box, data)}, alone)
-            state[f"{CHANGES}{place.rank}"] = msgspec.msgpack.encode([change for _, change in changes])
+            state[f"{CHANGES}{place.rank}"] = msgspec.msgpack.encode([each.change for each in changes])
         if place.is_coordinator:
             state[RECORD] = msgspec.json.encode(record)
         return state

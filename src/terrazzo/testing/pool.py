@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -119,10 +119,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     return [outcome.value for outcome in outcomes]
 
 
-def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Outcome]:
+def run_fresh(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, awaited: Collection[int] | None = None
+) -> list[Outcome]:
     """Call `fn(*args)` on `world` new ranks; a rank that fails or dies is a result, not an error.
 
-    Returns one `Outcome` per rank. After a death the other ranks may go on until `timeout` seconds.
+    Returns one `Outcome` per rank. After a death the other ranks may go on until `timeout` seconds. If only some ranks
+    are `awaited`, the others are ended when these are done, and count as hung if they are not done by then.
 
     >>> import os
     >>> [outcome.exitcode for outcome in run_fresh(2, os._exit, 3)]
@@ -132,7 +135,7 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     request = Request.of(fn, args)
     ranks = _World(world, request)
     try:
-        return ranks.call(request, timeout, grace=timeout)
+        return ranks.call(request, timeout, timeout, awaited)
     finally:
         ranks.close()
 
@@ -184,10 +187,12 @@ class _World:
             self.close()
             raise
 
-    def call(self, request: Request, timeout: float, grace: float) -> list[Outcome]:
+    def call(
+        self, request: Request, timeout: float, grace: float, awaited: Collection[int] | None = None
+    ) -> list[Outcome]:
         for rank in self._ranks:
             rank.send(request)
-        return self._collect(timeout, grace)
+        return self._collect(timeout, grace, awaited)
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -195,11 +200,14 @@ class _World:
         self._ranks.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _collect(self, timeout: float, grace: float) -> list[Outcome]:
-        """Waits for every rank's reply or death, at most `timeout` seconds and at most `grace` after a failure."""
+    def _collect(self, timeout: float, grace: float, awaited: Collection[int] | None = None) -> list[Outcome]:
+        """Waits for every rank's (or every awaited one's) reply or death, at most `timeout` seconds and at most `grace`
+        after a failure."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         while pending := [rank for rank in self._ranks if rank.index not in outcomes]:
+            if awaited is not None and all(rank in outcomes for rank in awaited):
+                deadline = time.monotonic()
             ready = wait([source for rank in pending for source in rank.sources], deadline - time.monotonic())
             if not ready:
                 outcomes |= {outcome.rank: outcome for outcome in _dump_hung(pending)}

@@ -11,7 +11,6 @@ are somewhere; of several, the one that was committed last.
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.run.coordination import find_place
 from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.comm.addresses import own_address
 from terrazzo.errors import CheckpointError, CheckpointManagerError, ConflictError
 
 _MARK: Final = "host-"
@@ -275,10 +275,12 @@ class Connected:
 
     Attributes:
         store: the local folders of all of them as one.
+        leads: whether this rank acts for its host.
     """
 
-    def __init__(self, store: HostsStore, server: PeerServer | None) -> None:
+    def __init__(self, store: HostsStore, server: PeerServer | None, leads: bool) -> None:
         self.store = store
+        self.leads = leads
         self._server = server
 
     def close(self) -> None:
@@ -329,7 +331,7 @@ def connect(
             return b""
         own.delete(seen - set(marks))  # of runs that were killed
         if any(mark not in seen for mark in marks):
-            server = PeerServer(own, _own_address(), _PATIENCE, send_on)
+            server = PeerServer(own, own_address(), _PATIENCE, send_on)
         return msgspec.msgpack.encode(_Home(rank, None if server is None else server.address))
 
     def gather(parts: list[bytes]) -> bytes:
@@ -350,16 +352,4 @@ def connect(
     others = tuple(PeerStore(address, _PATIENCE) for address in addresses if address is not None)
     if not 0 <= replicas:
         raise CheckpointManagerError(f"replicas={replicas}: on how many other hosts each file is as well, 0 or more")
-    return Connected(HostsStore(Hosts(own, others, replicas)), server)
-
-
-def _own_address() -> str:
-    """By which other hosts reach this one: that from which it reaches the first."""
-    master = os.environ.get("MASTER_ADDR", "")
-    for name in filter(None, (master, socket.gethostname())):
-        with suppress(OSError):
-            family, _, _, _, address = socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # sends nothing: it only chooses a route
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return Connected(HostsStore(Hosts(own, others, replicas)), server, home == rank)

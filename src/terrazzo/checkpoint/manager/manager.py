@@ -35,6 +35,7 @@ from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
+from terrazzo.checkpoint.manager.restoring import Loading
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.manager.tiers import Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
@@ -309,11 +310,13 @@ class CheckpointManager:
         """Load a step, the "latest" or the "best" into a state dict, in place; returns the step.
 
         The latest is the newest whole one.  What is being read is not removed.  All ranks load the same, or all raise
-        the same error.  An optimizer that has not stepped yet gets the state that it had.
+        the same error.  An optimizer that has not stepped yet gets the state that it had.  Of a local file that is
+        damaged another host's copy is read, or else the copy of the checkpoint in the root, with a warning.
 
         Args:
             step: Which.
-            state: As for `terrazzo.checkpoint.load`; or a function that is given the checkpoint's store, and loads.
+            state: As for `terrazzo.checkpoint.load`; or a function that is given the checkpoint's store, and loads; it
+                is called again with another store where the first one's files are damaged.
             planner: As for `terrazzo.checkpoint.load`.
         """
         self._check_open()
@@ -332,25 +335,26 @@ class CheckpointManager:
         try:
             told = self._reduce(f"restoring {step} from {self.root}", ready, take)
             chosen, number, self._records = msgspec.msgpack.decode(told, type=tuple[int, int, list[Record]])
-            store = self._tiers.all[number].catalog.store_of(chosen)
-            if callable(state):
-                self._together(f"restoring {step} from {self.root}", partial(state, store))
-            else:
-                load(
-                    state,
-                    store=store,
-                    planner=planner,
-                    process_group=self._group,
-                    timeout=self._timeout,
-                    together=True,
-                )
+            (record,) = [each for each in self._records if each.step == chosen]
+            loading = Loading(self._tiers, record, partial(self._load, state, planner), self._group, self._timeout)
+            damaged = loading.load_from(self._tiers.all[number], leases)
         finally:
             for lease in leases:
                 lease.release()
+        if damaged:
+            loading.discard_local()
         self._last = self._settled = chosen
         self._went_back = self._trains = True
         self._since = time.monotonic()
         return chosen
+
+    def _load(
+        self, state: STATE_DICT_TYPE | Callable[[Store], object], planner: LoadPlanner | None, store: Store
+    ) -> None:
+        if callable(state):
+            self._together(f"restoring from {store.location}", partial(state, store))
+            return
+        load(state, store=store, planner=planner, process_group=self._group, timeout=self._timeout, together=True)
 
     @contextmanager
     def hold(self, step: Which) -> Iterator[Store]:

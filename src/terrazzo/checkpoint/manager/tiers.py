@@ -76,6 +76,11 @@ class Tiers:
             self._hosts.close()
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank acts for its host."""
+        return self._hosts is not None and self._hosts.leads
+
+    @property
     def fast(self) -> Tier:
         """Where a step is saved."""
         return self.local or self.root

@@ -69,8 +69,8 @@ def named_by_latest(folder: Place) -> list[Place]:
             text = data.decode()
         except UnicodeDecodeError as error:
             raise CheckpointFormatError(f"{file} does not hold the name of a folder ({error})") from error
-        # As it is, or as DeepSpeed reads it: a tag may begin and end with white space.
-        tags = [tag for tag in dict.fromkeys((text.removesuffix("\n"), text.strip())) if tag]
+        # As other programs write it, as it is, or as DeepSpeed reads it: a tag may begin and end with white space.
+        tags = [tag for tag in dict.fromkeys((text.removesuffix("\n"), text, text.strip())) if tag]
         if not tags or not all("/" not in tag and is_plain_name(tag) for tag in tags):
             raise CheckpointFormatError(f"{file} holds {text[:100]!r}, which is not the name of a folder beside it")
         folders = [folder / tag for tag in tags]

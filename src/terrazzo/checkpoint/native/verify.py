@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -42,8 +42,13 @@ class Damage:
         return f"{self.file}{where}{tensor}: {self.what}"
 
 
-def verify_store(store: Store, progress: Callable[[int], None] = lambda nbytes: None) -> list[Damage]:
-    """All damage of the checkpoint in a store; none if it is whole.  `progress` hears of bytes as they are checked."""
+def verify_store(
+    store: Store, progress: Callable[[int], None] = lambda nbytes: None, only: Collection[str] | None = None
+) -> list[Damage]:
+    """All damage of the checkpoint in a store; none if it is whole.  `progress` hears of bytes as they are checked.
+
+    With `only`, of the data files those of these names are read, and of no other it is said whether they are whole.
+    """
     try:
         manifest = read_manifest(store)
     except FileNotFoundError as error:
@@ -58,6 +63,8 @@ def verify_store(store: Store, progress: Callable[[int], None] = lambda nbytes: 
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
     for entry in _files(manifest):
+        if only is not None and entry.name not in only:
+            continue
         damage += _File(store, entry, progress).damage(_joined(stored.get(entry.name, [])))
     return damage
 

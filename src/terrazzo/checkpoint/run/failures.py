@@ -56,7 +56,9 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         for name in _NAMES
         if isinstance(value := getattr(error, name, None), tuple) and all(isinstance(item, str) for item in value)
     }
-    kind = "CheckpointException" if isinstance(error, CheckpointException) else type(error).__name__
+    kind = type(error).__name__
+    if isinstance(error, CheckpointException):  # of a save or load inside: what all its failures are
+        kind = getattr(error, "_told", ("",))[0] or "CheckpointException"
     return Failure(rank, kind, message, [(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames], names)
 
 

@@ -26,6 +26,7 @@ from terrazzo.checkpoint.run.failures import Failure
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, carve, layout_of, put_together, take_apart
 from terrazzo.checkpoint.stores import Store
+from terrazzo.comm.addresses import own_address
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointError
@@ -90,7 +91,7 @@ class ProcessSaver:
 
         def host_store(hosts: list[bytes]) -> bytes:
             loopback = len(set(hosts)) == 1 and hosts[0] != b""
-            address = "127.0.0.1" if loopback else _own_address()
+            address = "127.0.0.1" if loopback else own_address()
             # Bound here, because a store would bind to all interfaces.
             listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
             port = listening.getsockname()[1]
@@ -159,24 +160,6 @@ class ProcessSaver:
             self._process.terminate()
             self._process.join()
         self._memory = HostMemory(shared=True)
-
-
-def _own_address() -> str:
-    """An address of this host that the other ranks can reach: the one from which it would reach the master.
-
-    The host's name is no help: on many systems it stands for a loopback address.
-    """
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise CheckpointError(
-            f"MASTER_ADDR {master!r} cannot be resolved or reached ({error}), so this rank does not know at which of "
-            f"its addresses the saving processes of the other ranks can reach it"
-        ) from error
 
 
 def _serve(

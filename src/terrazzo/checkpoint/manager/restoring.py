@@ -1,0 +1,103 @@
+"""Loading a step where local files may be damaged: from other hosts' copies of them, or else from the root's copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from terrazzo.checkpoint.manager.committing import do_together, reduce_over
+from terrazzo.checkpoint.manager.hosts import HostsStore
+from terrazzo.checkpoint.manager.mending import Found, may_be_damage, mend
+from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.removing import remove, take_to_read
+from terrazzo.checkpoint.manager.tiers import Tier, Tiers
+from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.stores import Lease, Store
+from terrazzo.errors import CheckpointError, CheckpointException
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+
+_MENDS: Final = 2  # the second, for what can be looked at only when the first has brought an index back
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A checkpoint that all ranks load; its methods are collective.
+
+    Attributes:
+        tiers: where it may be.
+        record: which it is.
+        load: loads it from a store, or raises the same `CheckpointException` on all ranks.
+    """
+
+    tiers: Tiers
+    record: Record
+    load: Callable[[Store], object]
+    group: Any = None
+    timeout: timedelta | None = None
+
+    def load_from(self, tier: Tier, leases: list[Lease]) -> bool:
+        """Load from a tier; returns whether its files are damaged for good, and the root's were loaded.
+
+        Leases of what is read besides are added to `leases`.
+        """
+        for number in range(_MENDS + 1):
+            try:
+                self.load(tier.catalog.store_of(self.record.step))
+                return False
+            except CheckpointException as error:
+                if number == _MENDS or tier is not self.tiers.local or not may_be_damage(error):
+                    raise
+                try:
+                    found = self._mended(tier)
+                    in_root = bool(found.lost) and self._held_in_root(leases)
+                except CheckpointError as failed:
+                    raise error from failed
+                if not found.mended and not in_root:
+                    raise
+            if in_root:
+                root = self.tiers.root
+                LOGGER.warning(
+                    "%s; step %s is read from %s", "; ".join(found.lost.values()), self.record.step, root.root
+                )
+                self.load(root.catalog.store_of(self.record.step))
+                return True
+        raise AssertionError("the last attempt returns or raises")
+
+    def discard_local(self) -> None:
+        """Remove what is damaged locally, and whole in the root: no save builds on it, and nobody reads it again."""
+        local = self.tiers.local
+        assert local is not None
+
+        def discard() -> None:
+            if not find_place(self.group, alone=True).is_coordinator:
+                return
+            if not remove(local.catalog, self.record.step):
+                where = local.catalog.store_of(self.record.step).location
+                LOGGER.warning("%s is damaged and stays, for somebody reads it", where)
+
+        do_together(
+            f"removing the damaged step {self.record.step} from {local.root}", discard, self.group, self.timeout
+        )
+
+    def _mended(self, tier: Tier) -> Found:
+        store = tier.catalog.store_of(self.record.step)
+        assert isinstance(store, HostsStore)
+        doing = f"looking for damage at {store.location}"
+        return mend(store, self.tiers.leads, doing, self.group, self.timeout)
+
+    def _held_in_root(self, leases: list[Lease]) -> bool:
+        """Whether the root has this very checkpoint, not one of another save of the step; if so it is held."""
+
+        def take(_: list[bytes]) -> bytes:
+            catalog = self.tiers.root.catalog
+            if self.record not in catalog.read():
+                return b""
+            leases.append(take_to_read(catalog, self.record.step))
+            return b"held"
+
+        doing = f"looking for step {self.record.step} in {self.tiers.root.root}"
+        return bool(reduce_over(doing, lambda: b"", take, self.group, self.timeout))
