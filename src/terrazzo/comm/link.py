@@ -231,7 +231,7 @@ class Link:
         self.broken = self.broken or why
         self._gloo = None  # closes the connections, so that ranks that still wait notice
         try:
-            self._links.compare_set(f"broken/{self._generation}", "", str(self._done + 1))  # the first rank's number counts
+            self._links.compare_set(f"broken/{self._generation}", "", str(self._done + 1))  # the first counts
         except RuntimeError:
             pass  # without the store there will not be a new link either
 
