@@ -229,7 +229,7 @@ def test_who_begins_when_others_have_given_up_hears_the_same(connected: bool) ->
     assert all(outcome.ok for outcome in outcomes[:3]), "\n".join(map(str, outcomes))
     told = [outcome.value for outcome in outcomes[:3]]
     assert len({text for _, text, _ in told}) == len({kind for kind, _, _ in told}) == 1, told
-    missing = "ranks [3] died" if connected else "no word from ranks [2, 3]"  # who never came cannot be looked up
+    missing = "ranks [3] died" if connected else "no answer from ranks [2, 3]"  # who never came cannot be looked up
     assert missing in told[0][1] and told[2][2] < 30
 
 
