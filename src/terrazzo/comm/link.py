@@ -231,7 +231,8 @@ class Link:
         self.broken = self.broken or why
         self._gloo = None  # closes the connections, so that ranks that still wait notice
         try:
-            self._links.compare_set(f"broken/{self._generation}", "", str(self._done + 1))  # the first counts
+            # The number of the first rank that breaks the link counts.
+            self._links.compare_set(f"broken/{self._generation}", "", str(self._done + 1))
         except RuntimeError:
             pass  # without the store there will not be a new link either
 
