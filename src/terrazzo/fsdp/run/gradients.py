@@ -196,7 +196,7 @@ class Gradients:
             (wholes, reached), self._unpacked = self._unpacked, None
             division = self.decide(wholes[0], self._in_place.plan)
             if division.before is not None:
-                wholes = torch._foreach_div(wholes, division.before)
+                wholes = list(torch._foreach_div(wholes, division.before))
             op = division.shards
             assert isinstance(op, str)
             self._pending = self._in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
