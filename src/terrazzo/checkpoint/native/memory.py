@@ -10,20 +10,18 @@ _EMPTY = memoryview(bytearray())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable.  The caller keeps the tensor alive.
+    """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive.
 
     >>> tensor = torch.tensor([65, 66], dtype=torch.uint8)
     >>> bytes(bytes_of(tensor))
     b'AB'
     """
-    return address_range(tensor.data_ptr(), tensor.nbytes)
-
-
-def address_range(address: int, nbytes: int) -> memoryview:
-    """`nbytes` of this process's memory, writable.  The caller keeps them alive."""
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return _EMPTY
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # views are of `memory`, whoever has them
+    return memoryview(memory).cast("B")
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -104,7 +104,7 @@ class Pump:
     def flush(self) -> None:
         """Write what is waiting."""
         if self._waiting:
-            self._file.write(self._written, self._waiting)
+            self._file.give(self._written, self._waiting)
             self._written += self._waiting_bytes
             self._waiting, self._kept, self._waiting_bytes = [], [], 0
 
@@ -120,10 +120,11 @@ class Pump:
                 self._add_frame(memoryview(bytes(frame)), chunk)
             return
         sums = BlockSums(chunk.block)
+        self.flush()
         for piece in self._through_buffers(tensor):
             sums.update(piece)
-            self._queue(piece, tensor)
-            self.flush()
+            self._file.write(self._written, [piece])  # the buffer will be used again
+            self._written += len(piece)
         self.sums += sums.finish()
 
     def _through_buffers(self, tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -91,6 +91,10 @@ class Upload(abc.ABC):
         Threads may write at once.  The buffers may be used for something else afterwards.
         """
 
+    def give(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """As `write`, of buffers that stay as they are until the file is finished or aborted: they need no copy."""
+        self.write(offset, buffers)
+
     def truncate(self, size: int) -> None:  # noqa: B027  # most files end where the last write did
         """The file will have `size` bytes, fewer than were announced."""
 
@@ -127,6 +131,54 @@ class MemoryUpload(Upload):
 
     def abort(self) -> None:
         """Nothing is there before `finish`."""
+
+
+class ScatteredUpload(Upload):
+    """A file that is sent from where its parts lie in memory; `send` is given all of them, in order.
+
+    Only what will not stay as it is, and what is too small to be worth a place of its own, is copied.
+    """
+
+    _SMALL: Final = 16 << 10
+
+    def __init__(self, send: Callable[[Sequence[memoryview]], object]) -> None:
+        self._parts: list[tuple[int, memoryview]] = []
+        self._send = send
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._parts.append((offset, memoryview(b"".join(buffers))))
+
+    def give(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        small: list[memoryview] = []
+        for buffer in buffers:
+            if len(buffer) < self._SMALL:
+                small.append(buffer)
+                continue
+            offset = self._join(offset, small)
+            self._parts.append((offset, buffer))
+            offset += len(buffer)
+            small = []
+        self._join(offset, small)
+
+    def _join(self, offset: int, small: Sequence[memoryview]) -> int:
+        """Small buffers as one part; where the next one begins."""
+        if small:
+            joined = memoryview(b"".join(small))
+            self._parts.append((offset, joined))
+            offset += len(joined)
+        return offset
+
+    def finish(self) -> None:
+        parts, self._parts = sorted(self._parts, key=lambda part: part[0]), []
+        end = 0
+        for offset, buffer in parts:
+            if offset != end:
+                raise ValueError(f"byte {end} of the file was to come next, but what was written begins at {offset}")
+            end += len(buffer)
+        self._send([buffer for _, buffer in parts])
+
+    def abort(self) -> None:
+        self._parts = []
 
 
 class GrowingUpload(Upload):
@@ -246,6 +298,7 @@ class Store(abc.ABC):
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         """Carry out requests, several at once where that helps; each is yielded when its buffers are full.
 
+        They may be yielded in another order; not with `in_flight_bytes=0`, which also takes the next one only then.
         `in_flight_bytes` bounds the memory that requests need beside their own buffers.
         """
 

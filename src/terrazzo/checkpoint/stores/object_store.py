@@ -19,13 +19,13 @@ import copy
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 import obstore
 from obstore import exceptions
 from obstore.store import from_url
@@ -37,8 +37,8 @@ from terrazzo.checkpoint.stores.base import (
     Capabilities,
     Entry,
     GrowingUpload,
-    MemoryUpload,
     Request,
+    ScatteredUpload,
     Store,
     Upload,
     Version,
@@ -48,6 +48,7 @@ from terrazzo.errors import ConflictError
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
+_LARGE_COPY: Final = 64 << 10
 _TRIES: Final = 5  # beside those that the client makes
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class ObjectStore(Store):
     's3://bucket/run/step-100'
     """
 
-    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=4 << 20, gap=512 << 10, depth=8)
+    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=8 << 20, gap=512 << 10, depth=8)
 
     def __init__(self, url: str, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
@@ -103,32 +104,33 @@ class ObjectStore(Store):
         return _Told(file, partial(self._fail, key))
 
     def upload(self, key: str, size: int) -> Upload:
-        def send(data: memoryview) -> None:
+        def send(data: Sequence[memoryview]) -> None:
             try:
-                self.put(key, data, only_if=ABSENT)
+                self._put(key, data, ABSENT)
             except ConflictError as error:
                 raise FileExistsError(f"{self._url}/{key} exists already") from error
 
-        return MemoryUpload(size, send)
+        return ScatteredUpload(send)
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
-        under_way: deque[tuple[Request, Future[None]]] = deque()
+        if in_flight_bytes <= 0:
+            for request in requests:
+                self._fetch(request)
+                yield request
+            return
+        under_way: dict[Future[None], Request] = {}
         held = 0
-        depth = self.caps.depth if in_flight_bytes > 0 else 1
-        pool = ThreadPoolExecutor(depth, thread_name_prefix="terrazzo-read")
+        pool = ThreadPoolExecutor(self.caps.depth, thread_name_prefix="terrazzo-read")
         try:
             for request in requests:
-                while under_way and (len(under_way) >= depth or held + request.size > in_flight_bytes):
-                    done, future = under_way.popleft()
-                    future.result()
-                    held -= done.size
-                    yield done
+                while under_way and (len(under_way) >= self.caps.depth or held + request.size > in_flight_bytes):
+                    for done in _arrived(under_way):
+                        held -= done.size
+                        yield done
                 held += request.size
-                under_way.append((request, pool.submit(self._fetch, request)))
+                under_way[pool.submit(self._fetch, request)] = request
             while under_way:
-                done, future = under_way.popleft()
-                future.result()
-                yield done
+                yield from _arrived(under_way)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -143,7 +145,7 @@ class ObjectStore(Store):
             raise EOFError(f"{self._url}/{request.key} ends at byte {request.start + len(data)}; more was expected")
         position = 0
         for buffer in request.buffers:
-            buffer[:] = data[position : position + len(buffer)]
+            _copy(buffer, data[position : position + len(buffer)])
             position += len(buffer)
 
     def get(self, key: str) -> tuple[bytes, Version]:
@@ -154,6 +156,11 @@ class ObjectStore(Store):
         return self._tried(key, read)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        return self._put(key, data, only_if)
+
+    def _put(
+        self, key: str, data: bytes | memoryview | Sequence[memoryview], only_if: Absent | Version | None
+    ) -> Version:
         if only_if is None:
             mode: Any = "overwrite"
         else:
@@ -175,12 +182,12 @@ class ObjectStore(Store):
             time.sleep(0.1 * 2**attempt)  # another conditional put was under way
         raise AssertionError
 
-    def _version_if_ours(self, key: str, data: bytes | memoryview) -> Version | None:
+    def _version_if_ours(self, key: str, data: bytes | memoryview | Sequence[memoryview]) -> Version | None:
         try:
             present, version = self.get(key)
         except FileNotFoundError:
             return None
-        return version if present == data else None
+        return version if present == (data if isinstance(data, (bytes, memoryview)) else b"".join(data)) else None
 
     def list(self, prefix: str = "") -> list[Entry]:
         start = len(self._path(""))
@@ -287,6 +294,23 @@ class _Told(Upload):
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+def _arrived(under_way: dict[Future[None], Request]) -> list[Request]:
+    """Those that are done, at least one, in the order in which they were asked for; they are under way no longer."""
+    finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
+    done = [future for future in under_way if future in finished]
+    for future in done:
+        future.result()
+    return [under_way.pop(future) for future in done]
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Large ones by NumPy, which lets other threads run meanwhile."""
+    if len(source) < _LARGE_COPY:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _rebuilt(url: str, lease_seconds: float, settings: dict[str, Any]) -> ObjectStore:

@@ -1,0 +1,118 @@
+"""Files that are sent from where their parts lie, and requests that are answered as they arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.checkpoint import NativeReader, NativeWriter, async_save, load, save
+from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.writer import WriteOptions
+from terrazzo.checkpoint.stores import MemoryStore, Request, ScatteredUpload, Upload
+from terrazzo.checkpoint.stores.object_store import ObjectStore
+
+
+def sent(write: Any) -> list[memoryview]:
+    found: list[Sequence[memoryview]] = []
+    upload = ScatteredUpload(found.append)
+    write(upload)
+    upload.finish()
+    return list(found[0])
+
+
+def test_what_stays_is_sent_from_where_it_lies_and_what_does_not_is_copied() -> None:
+    large, small, passing = bytearray(b"a" * 100_000), bytearray(b"b" * 10), bytearray(b"c" * 100_000)
+
+    def write(upload: Upload) -> None:
+        upload.give(5, [memoryview(large), memoryview(small), memoryview(small)])
+        upload.write(100_025, [memoryview(passing)])
+        upload.write(0, [memoryview(b"head ")])  # the header comes last if it depends on what was written
+        passing[:] = b"x" * 100_000
+
+    parts = sent(write)
+    assert b"".join(parts) == b"head " + b"a" * 100_000 + b"b" * 20 + b"c" * 100_000
+    assert [part.obj is large for part in parts] == [False, True, False, False]
+
+
+def test_a_hole_is_no_file() -> None:
+    upload = ScatteredUpload(lambda parts: pytest.fail("it was sent"))
+    upload.write(0, [memoryview(b"abc")])
+    upload.give(4, [memoryview(b"e")])
+    with pytest.raises(ValueError, match="byte 3"):
+        upload.finish()
+
+
+def test_memory_of_a_tensor_keeps_it_alive() -> None:
+    """What a client still holds when a request has failed must not be somebody else's by then."""
+    tensor = torch.arange(1000, dtype=torch.int64)
+    expected = tensor.numpy().tobytes()
+    view = bytes_of(tensor)[8:]
+    del tensor
+    others = [torch.full((1000,), -1) for _ in range(50)]
+    assert bytes(view) == expected[8:] and others
+
+
+class ScatteredStore(MemoryStore):
+    """A store in memory whose files are sent from where their parts lie, as those of an object store are."""
+
+    caps = ObjectStore.caps
+
+    def upload(self, key: str, size: int) -> Upload:
+        return ScatteredUpload(lambda parts: self.put(key, b"".join(parts)) and None)
+
+
+@pytest.mark.parametrize("compression", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_saved_from_where_it_lies(compression: bool, in_background: bool) -> None:
+    state = {f"t{n}": torch.randn(n * 37 + 1, 60) for n in range(100)}
+    state |= {"turned": torch.randn(300, 500).t(), "large": torch.randn(2500, 2500), "none": torch.empty(0, 3)}
+    store = ScatteredStore()
+    writer = NativeWriter(store, WriteOptions(compression=compression))
+    if in_background:
+        async_save(state, storage_writer=writer, no_dist=True).result(60)
+    else:
+        save(state, storage_writer=writer, no_dist=True)
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    load(found, storage_reader=NativeReader(store), no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+class Slow(ObjectStore):
+    """A store that never answers the first request before the ones after it."""
+
+    def __init__(self) -> None:
+        super().__init__("s3://bucket/prefix", region="nowhere")
+        self.others = threading.Semaphore(0)
+        self.began: list[str] = []
+
+    def _fetch(self, request: Request) -> None:
+        self.began.append(request.key)
+        if request.key == "0" and request.owner:
+            for _ in range(request.owner):
+                assert self.others.acquire(timeout=30)
+        else:
+            self.others.release()
+
+
+def test_a_slow_answer_holds_up_no_other_request() -> None:
+    count = 3 * Slow.caps.depth
+    requests = [Request(str(n), 0, [memoryview(bytearray(1))], count - 1 if n == 0 else None) for n in range(count)]
+    done = [request.key for request in Slow().read(iter(requests))]
+    assert sorted(done, key=int) == [str(n) for n in range(count)]
+    assert done.index("0") >= count - Slow.caps.depth  # the last ones were under way when it was answered
+
+
+def test_one_at_a_time_takes_the_next_request_when_the_last_was_answered() -> None:
+    store, taken = Slow(), []
+
+    def requests() -> Any:
+        for n in range(4):
+            taken.append(str(n))
+            yield Request(str(n), 0, [memoryview(bytearray(1))])
+
+    for request in store.read(requests(), in_flight_bytes=0):
+        assert taken[-1] == request.key == store.began[-1]
