@@ -134,7 +134,7 @@ def check_refused() -> None:
     owners = Owners([sharded, whole])
     with pytest.raises(OptimError, match="tensor 0"):
         owners.gather([distribute_tensor(whole, mesh, [Shard(1)]), whole])
-    with pytest.raises(OptimError, match="1 tensors"):
+    with pytest.raises(OptimError, match="2 tensors, but 1"):
         owners.gather([sharded])
     mixed = Owners([sharded, sharded])
     with pytest.raises(OptimError, match="dtype"):

@@ -19,7 +19,7 @@ from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.marks import mark
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
-from terrazzo.engine.placing import ParallelRanks
+from terrazzo.engine.placing import Ranks
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 from terrazzo.errors import EngineConfigError
 
@@ -96,10 +96,10 @@ def initialize(
                 "pipeline, loss_fn and tied are for pipelines, but model is not a PipelineStage: pass stages as the "
                 "model, or leave these arguments out"
             )
-        ranks = ParallelRanks.of(mesh, data_dim, None, checked.zero_optimization)
+        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization)
         trained = model
     else:
-        ranks = ParallelRanks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
+        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     backend = "inductor" if compile is True else compile or None
     if backend is not None and isinstance(trained, Pipeline):
@@ -124,7 +124,7 @@ def _pipeline(
     stages: list[Stage],
     make: ScheduleFactory | None,
     loss_fn: LossFunction | None,
-    ranks: ParallelRanks,
+    ranks: Ranks,
     tied: Mapping[str, str],
 ) -> Pipeline:
     if make is None or loss_fn is None:

@@ -33,7 +33,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelRanks:
+class Ranks:
     """Which ranks see different data, which hold the other stages of a pipeline, and how many hold parts of a model."""
 
     mesh: DeviceMesh  # for `fully_shard`
@@ -42,7 +42,7 @@ class ParallelRanks:
     model_parallel: int  # ranks that hold parts of one model, over all stages
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> ParallelRanks:
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
         """From the user's mesh, whose dims have these names; None: all ranks, as one data-parallel dim."""
         if not dist.is_initialized():
             _initialise()
@@ -75,7 +75,7 @@ class ParallelRanks:
             )
         hybrid = zero.stage == 0 or sharding < data.size
         shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
-        return ParallelRanks(shard_mesh, data, pipeline, mesh.size() // data.size)
+        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
@@ -109,7 +109,7 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 def shard_model(
     model: nn.Module,
     config: EngineConfig,
-    ranks: ParallelRanks,
+    ranks: Ranks,
     ignored: set[nn.Parameter],
     init_weights: Callable[[nn.Module], Any] | None = None,
 ) -> None:

@@ -11,7 +11,7 @@ from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import LossScale
 from terrazzo.engine.lr import Scheduler
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import ParallelRanks
+from terrazzo.engine.placing import Ranks
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.sparse import SparseEmbeddings
@@ -32,7 +32,7 @@ class Trained(Protocol):
     shared_params: dict[str, str]
     config: EngineConfig
     batch: Batch
-    ranks: ParallelRanks
+    ranks: Ranks
     stage: Any
     dtype: torch.dtype
     micro_steps: int

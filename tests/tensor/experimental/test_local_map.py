@@ -68,7 +68,7 @@ def check_redistribution_and_errors():
         local_map(lambda t: t, None)(x)
     with pytest.raises(AssertionError, match="returned 2 values"):
         local_map(lambda t: (t, t), [Shard(0)])(x)
-    with pytest.raises(AssertionError, match="is no tensor"):
+    with pytest.raises(AssertionError, match="not a tensor"):
         local_map(lambda t, n: t, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 3)
     with pytest.raises(AssertionError, match="None for it"):
         local_map(lambda t, n: t, [Shard(0)], (None, None))(x, 3)
