@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import terrazzo.checkpoint as ours
 from benchmarks.cases import Implementations, Prepared
 
 
-def async_blocks(state: dict[str, Any], where: str | Path) -> Implementations:
-    """The two implementations, for a state of DTensors and a place to save it to."""
+def async_blocks(
+    state: dict[str, Any], where: str | Path, others: Mapping[str, Callable[[], Any]] | None = None
+) -> Implementations:
+    """Ours and a copy, for a state of DTensors and a place to save it to; and what else begins a save of as much."""
     sources = [value.to_local() for value in state.values()]
     copies = [torch.empty_like(source).fill_(0) for source in sources]
     saving: list[Future[Any]] = []
@@ -24,12 +27,16 @@ def async_blocks(state: dict[str, Any], where: str | Path) -> Implementations:
             saving.pop().result()
         dist.barrier()
 
-    def save() -> None:
-        saving.append(ours.async_save(state, checkpoint_id=where))
+    def begins(begin: Callable[[], Any]) -> Prepared:
+        return Prepared(lambda: saving.append(begin()), wait)
 
     def copy() -> None:
         for target, source in zip(copies, sources, strict=True):
             target.copy_(source)
 
-    save()
-    return {"terrazzo": Prepared(save, wait), "copy": Prepared(copy, wait)}
+    def save() -> Any:
+        return ours.async_save(state, checkpoint_id=where)
+
+    saving.append(save())
+    made = {"terrazzo": begins(save), "copy": Prepared(copy, wait)}
+    return made | {name: begins(begin) for name, begin in (others or {}).items()}

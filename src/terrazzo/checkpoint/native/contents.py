@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
@@ -73,11 +74,15 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         key = (tensor.dtype, tensor.shape, tensor.layout)
         entry = self._alike.get(key)
         if entry is None:
-            entry = self._alike[key] = self._tensor(name)
+            entry = self._alike[key] = self._entry(manifest.dtype(tensor), tensor.shape, manifest.chunks(tensor))
         return entry
 
     def _tensor(self, name: str) -> TensorStorageMetadata:
-        dtype, shape, chunks = self._manifest.describe(name)
+        return self._entry(*self._manifest.describe(name))
+
+    def _entry(
+        self, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]
+    ) -> TensorStorageMetadata:
         properties = self._properties.get(dtype)
         if properties is None:
             properties = self._properties[dtype] = TensorProperties(dtype)

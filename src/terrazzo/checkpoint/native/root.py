@@ -190,7 +190,7 @@ class Root:
     def _chunk_table(self, tensor: StoredTensor) -> Chunks:
         layout, ndim = self.head.layouts[tensor.layout], len(tensor.shape)
         if isinstance(layout, tuple):
-            if len(layout) != ndim or min(layout, default=1) < 1 or min(tensor.shape, default=0) < 0:
+            if len(layout) != ndim or min(layout, default=1) < 1:  # the shape has been checked
                 raise CheckpointCorruptError(f"{self.source}: the layout of {tensor.name!r} does not fit its shape")
             return GridChunks(tensor.shape, layout)
         if not ndim or len(layout) % (16 * ndim):

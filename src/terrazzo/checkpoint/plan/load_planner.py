@@ -11,7 +11,7 @@ import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,6 @@ _SEES_ITEMS: Final = (
     "transform_tensor",
     "commit_tensor",
 )
-
-# By entry, shape and dtype: the entry, which is kept so that its number stays its own, and why it does not fit.
-_Fits: TypeAlias = dict[tuple[int, torch.Size, torch.dtype], tuple[TensorStorageMetadata, str | None]]
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -159,7 +156,6 @@ class DefaultLoadPlanner(LoadPlanner):
         targets: list[Target] = []
         values: list[Value] = []
         view, overlaps = Viewer().view, Overlaps()
-        fits: _Fits = {}
         for name, value in self.state_dict.items():
             entry = stored.get(name)
             source: str | None = name
@@ -183,12 +179,9 @@ class DefaultLoadPlanner(LoadPlanner):
             elif not is_tensor_entry(entry):
                 faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
             else:
-                key = (id(entry), value.size(), value.dtype)
-                fit = fits.get(key)
-                if fit is None:
-                    fit = fits[key] = entry, self._fault(key[1], key[2], entry)
-                if fit[1] is not None:
-                    faults.mismatched.append(f"{name}: {fit[1]}")
+                fault = self._fault(value.size(), value.dtype, entry)
+                if fault is not None:
+                    faults.mismatched.append(f"{name}: {fault}")
                     continue
                 for number, (box, tensor) in enumerate(local_chunks(name, value, view).chunks):
                     parts = _parts(source, box, entry, overlaps)

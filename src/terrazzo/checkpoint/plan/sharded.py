@@ -58,8 +58,8 @@ class Viewer:
     """Makes views, and remembers what is the same for all tensors of one mesh, placements and shape."""
 
     def __init__(self) -> None:
-        self._holders: dict[tuple[int, tuple[Any, ...]], Holders] = {}
-        self._boxes: dict[tuple[Any, ...], tuple[Box, Holders]] = {}
+        # By kind, mesh and placements: who holds the same, and this rank's box of tensors of each shape.
+        self._groups: dict[tuple[type[Any], int, tuple[Any, ...]], tuple[Holders, dict[torch.Size, Box]]] = {}
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
@@ -69,20 +69,22 @@ class Viewer:
         if mesh is None:
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
         placements, size = tuple(value.placements), value.size()
+        key = (type(value), id(mesh), placements)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _holders_of(name, mesh, placements), {}
+        holders, boxes = group
         # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
-        key = (type(value), id(mesh), placements, size)
-        known = self._boxes.get(key)
-        if known is not None:
-            box, holders = known
+        box = boxes.get(size)
+        if box is not None:
             local = value.to_local()
             if local.shape == box.lengths and not is_sharded(local):
                 return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
-        holders = self._holders_of(name, mesh, placements)
         if not holders.ranks:  # this rank is not in the mesh
             return ShardView(size, value.dtype, (), holders)
         shards = _shards(name, value)
         if len(shards) == 1 and not shards[0][0].is_empty:
-            self._boxes[key] = shards[0][0], holders
+            boxes[size] = shards[0][0]
         return self._view_shards(name, value, shards, holders)
 
     def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
@@ -105,26 +107,22 @@ class Viewer:
                 chunks.append((box, _detached(local)))
         return ShardView(value.size(), value.dtype, tuple(chunks), holders)
 
-    def _holders_of(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
-        key = (id(mesh), placements)
-        holders = self._holders.get(key)
-        if holders is None:
-            if any(placement.is_partial() for placement in placements):
-                raise UnsupportedValueError(
-                    f"{name!r} has placements {placements}: partial values are not the tensor's values; "
-                    f"redistribute it to Replicate or Shard before saving"
-                )
-            ranks: list[int] = []
-            coordinate = mesh.get_coordinate()
-            if coordinate is not None:
-                index = tuple(
-                    slice(None) if placement.is_replicate() else position
-                    for placement, position in zip(placements, coordinate, strict=True)
-                )
-                ranks = sorted(mesh.mesh[index].reshape(-1).tolist())
-            holders = Holders(tuple(ranks), frozenset(mesh.mesh.reshape(-1).tolist()))
-            self._holders[key] = holders
-        return holders
+
+def _holders_of(name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedValueError(
+            f"{name!r} has placements {placements}: partial values are not the tensor's values; "
+            f"redistribute it to Replicate or Shard before saving"
+        )
+    ranks: list[int] = []
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        index = tuple(
+            slice(None) if placement.is_replicate() else position
+            for placement, position in zip(placements, coordinate, strict=True)
+        )
+        ranks = sorted(mesh.mesh[index].reshape(-1).tolist())
+    return Holders(tuple(ranks), frozenset(mesh.mesh.reshape(-1).tolist()))
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
