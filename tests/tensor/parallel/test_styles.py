@@ -224,7 +224,7 @@ def plans() -> None:
         warnings.simplefilter("always")
         parallelize_module(model, mesh, {"0.sideways": ColwiseParallel(), "?.a": Doubled()})
         parallelize_module(model, mesh)
-    assert [str(w.message).split(" names")[0] for w in said] == [
+    assert [str(w.message).split(" matches")[0] for w in said] == [
         "parallelize_plan: '0.sideways'",
         "parallelize_plan: '?.a'",
         "parallelize_module without a parallelize_plan does nothing",
