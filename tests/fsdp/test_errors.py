@@ -84,7 +84,9 @@ def check_mistakes() -> None:
         model.forward(x)
 
     model.reshard()
-    with pytest.raises(DTensorArgumentError, match=r"given a FSDPModel whose 'embed.weight' is a DTensor"):
+    with pytest.raises(
+        DTensorArgumentError, match=r"cannot replicate 'embed.weight' of this FSDPModel, because it is a DTensor"
+    ):
         DistributedDataParallel(model)
     plain = nn.Linear(2, 2)
     DistributedDataParallel(plain)(torch.ones(1, 2)).sum().backward()

@@ -42,8 +42,8 @@ def begin_trainer(address, dtype, bucket, limit=worlds.LIMIT):
     worlds.begin_trainer(Channel(address, bucket_bytes=bucket), dtype=dtype, limit=limit)
 
 
-def begin_receiver(address, dtype, bucket, lossy=False):
-    worlds.begin_receiver(Channel(address, bucket_bytes=bucket), dtype, allow_lossy_dtype=lossy)
+def begin_receiver(address, dtype, bucket, lossy=False, limit=worlds.LIMIT):
+    worlds.begin_receiver(Channel(address, bucket_bytes=bucket), dtype, allow_lossy_dtype=lossy, limit=limit)
 
 
 @pytest.mark.parametrize("published", [torch.bfloat16, torch.float32])
@@ -205,7 +205,7 @@ def test_a_publisher_dies_and_another_goes_on(address):
 
 
 def receive_and_die(address):
-    begin_receiver(address, torch.float32, 1 << 10)
+    begin_receiver(address, torch.float32, 1 << 10, limit=SHORT)  # the other waits so long for the dead
     die_in_the_middle_of("receive", 1)
     try:
         worlds.receive()

@@ -105,9 +105,11 @@ def end_trainer() -> None:
     publisher.close()
 
 
-def begin_receiver(source: Any, dtype: torch.dtype, *, tied: bool = True, **settings: Any) -> None:
+def begin_receiver(
+    source: Any, dtype: torch.dtype, *, tied: bool = True, limit: timedelta = LIMIT, **settings: Any
+) -> None:
     model = tensor_parallel(dtype, tied=tied)
-    KEPT["receiver"] = model, Receiver(source, model, timeout=LIMIT, **settings)
+    KEPT["receiver"] = model, Receiver(source, model, timeout=limit, **settings)
 
 
 def receive() -> tuple[int | None, dict[str, torch.Tensor], int]:
