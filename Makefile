@@ -31,7 +31,7 @@ deepspeed: $(READY)
 torchtitan: $(READY)
 	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 
-# Half a gigabyte with what it needs: only `make libraries` and `make proofs` install it.
+# Half a gigabyte with what it needs: only `make proofs` installs it.
 ray: $(READY)
 	$(PIP) install --retries 2 --timeout 30 -c constraints.txt -e '.[ray]'
 
@@ -44,8 +44,9 @@ $(VENV)/.tried-%: $(READY)
 test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Programs of other people that take long: torchtitan, Ray, Kubeflow and the like.  CI runs these after the tests.
-libraries: setup $(TRIED_RAY)
+# Programs of other people that take long: torchtitan, Lightning, Transformers, and Ray where it is installed.  CI runs
+# these after the tests.
+libraries: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --proofs -m proof tests/integrations $(ARGS)
 
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
