@@ -19,6 +19,10 @@ def test_programs_are_as_on_one_device():
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = v0.T.exp()", "v1.contiguous().zero_()")),
+    ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = v0.T + v0.T", "v1.reshape(-1).zero_()")),
+    ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = torch.copysign(v0.T, v0[0, 0])", "v1.flatten().neg_()")),
+    ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0), grad=True)", "v1 = v0.T.relu() * 2", "v1.contiguous().mul_(3)")),
     (
         (2, 2),
         (

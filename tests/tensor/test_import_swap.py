@@ -7,6 +7,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -53,6 +54,25 @@ def test_calls_take_what_pytorchs_take():
             assert takes.get(parameter) == found, f"{name}: {parameter} is {takes.get(parameter)} instead of {found}"
         more = takes.keys() - parameters_of(theirs[name]).keys()
         assert not parameters_of(theirs[name]) or all(takes[p][1] != repr(inspect.Parameter.empty) for p in more), name
+
+
+def check_words_of_errors(package: str) -> None:
+    t = names_of(package)
+    mesh, other = t.init_device_mesh("cpu", (1, 1)), t.init_device_mesh("cpu", (1,))
+    x = t.distribute_tensor(torch.ones(2, 2), mesh, [t.Shard(0), t.Shard(1)])
+    with pytest.raises(ValueError, match="to a different device mesh"):
+        t.distribute_tensor(x, other, [t.Shard(0)])
+    with pytest.raises(ValueError, match="to a different placements"):
+        t.distribute_tensor(x, mesh, [t.Shard(0), t.Replicate()])
+    cut = [t.Shard(0), t.Shard(1)]
+    both = t.local_map(torch.add, out_placements=cut, in_placements=(cut, None))
+    with pytest.raises(AssertionError, match="expects placements"):
+        both(x, x)
+
+
+@pytest.mark.parametrize("package", ["torch.distributed.tensor", "terrazzo.tensor"])
+def test_errors_have_the_words_that_programs_look_for(package: str) -> None:
+    run_ranks(1, check_words_of_errors, package)
 
 
 class MLP(nn.Module):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,6 +119,18 @@ def being_traced() -> bool:
 def under_fake_tensors() -> bool:
     """Whether operations create fake tensors, which have no values."""
     return _mode_of(_FAKE) is not None
+
+
+_WITHOUT = "strides are asked of meta tensors, which no mode should see"
+_without_dispatch: Any = private("torch._C._DisableTorchDispatch", _WITHOUT)
+_without_functions: Any = private("torch._C.DisableTorchFunction", _WITHOUT)
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """A block in which no mode sees what is computed on plain tensors."""
+    with _without_dispatch(), _without_functions():
+        yield
 
 
 real_values: Any = private(

@@ -48,13 +48,13 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise DTensorArgumentError(
-                f"distribute_tensor was given a DTensor on {tensor.device_mesh} and a different device mesh, {mesh}: "
-                "use tensor.redistribute(mesh, placements) to move it"
+                f"distribute_tensor cannot move a DTensor on {tensor.device_mesh} to a different device mesh, {mesh}: "
+                "use tensor.redistribute(mesh, placements)"
             )
         if tensor._layout is not Layout.of(mesh, placed, tensor.shape):
             raise DTensorArgumentError(
-                f"distribute_tensor was given a DTensor placed {list(tensor.placements)} and different placements, "
-                f"{list(placed)}: use tensor.redistribute(placements=...) to change them"
+                f"distribute_tensor cannot move a DTensor placed {list(tensor.placements)} to a different placements "
+                f"list, {list(placed)}: use tensor.redistribute(placements=...)"
             )
         return tensor
     refuse_torch_dtensor("distribute_tensor", tensor)

@@ -21,8 +21,8 @@ from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.planner import Choice, choices, make_plan
-from terrazzo.tensor.dispatch.routes import get_at
 from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.structure import get_at
 from terrazzo.tensor.ops.forms import form_of
 from terrazzo.tensor.ops.table import apply_rule, operation
 

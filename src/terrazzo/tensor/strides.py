@@ -60,6 +60,22 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
 
 
+def shows_order(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """`local`, a new tensor, with strides for its single rows that show the memory order that global `strides` have.
+
+    C++ gives the result of an operation any stride along a dim of one row.
+
+    >>> shows_order(torch.empty(1, 6).t().exp(), (6, 2), (1, 6)).stride()
+    (1, 6)
+    """
+    wanted, step = list(local.stride()), 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if local.shape[d] == 1:
+            wanted[d] = step
+        step = wanted[d] * max(local.shape[d], 1)
+    return local if tuple(wanted) == local.stride() else local.as_strided(local.shape, wanted)
+
+
 def _lacks_strides(local: torch.Tensor) -> bool:
     """Whether the strides are only those that C++ gives a new tensor without elements, or a view of one."""
     return not local.numel() and 0 in base_of(local).stride()

@@ -15,9 +15,8 @@ import torch
 
 from terrazzo.layout import coordinates_of_all_shapes, leaves_a_rank_empty
 from terrazzo.tensor.dispatch.planner import CallPlan
-from terrazzo.tensor.dispatch.routes import get_at, put_at
 from terrazzo.tensor.dispatch.spec import Spec
-from terrazzo.tensor.dispatch.structure import map_tensors
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 
 
 def takes_empty_shards(

@@ -7,6 +7,7 @@ route that later calls with the same key use without this check.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from terrazzo.tensor.copied_view import CopiedView, check_no_leaf, check_writabl
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
+from terrazzo.tensor.dispatch.single_rows import has_single_row, showing_order
 from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
-from terrazzo.tensor.dispatch.structure import map_tensors
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
 from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin, order_in_memory, with_strides_of
@@ -45,26 +47,6 @@ def cast_memoised(source: DTensor, local: torch.Tensor, dims: tuple[int, ...], m
 
 def cast_fresh(local: torch.Tensor, dims: tuple[int, ...], mesh: Any) -> torch.Tensor:
     return cast(local, axis_of(mesh, dims))
-
-
-def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:
-    value = kwargs[path[0]] if type(path[0]) is str else args[path[0]]
-    for step in path[1:]:
-        value = value[step]
-    return value
-
-
-def put_at(loc: list[Any], kw: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
-    holder: Any = kw if type(path[0]) is str else loc
-    holder[path[0]] = _replaced(holder[path[0]], path[1:], value)
-
-
-def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    copy = list(value)
-    copy[path[0]] = _replaced(copy[path[0]], path[1:], new)
-    return tuple(copy) if type(value) is tuple else copy
 
 
 def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
@@ -132,6 +114,8 @@ def first_run(
 ) -> tuple[Any, Route]:
     """Run the plan with checks; return the result and the route for later calls."""
     mesh = plan.operands[0].src.mesh
+    if not spec.is_view and any(map(has_single_row, plan.outs)):
+        plan = replace(plan, local=showing_order(name, plan.local, plan.operands, plan.outs))
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
     if alias_of(name) == "same" and not spec.is_view and plan.operands[0].path == (0,):

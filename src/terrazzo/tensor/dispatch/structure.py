@@ -1,8 +1,8 @@
-"""Results of operations as trees: tensors in tuples, lists, named tuples and dicts."""
+"""Arguments and results of operations as trees: tensors in tuples, lists, named tuples and dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,3 +31,23 @@ def of_one_element(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor of the same dtype and number of dims with one element, which as an index is in bounds."""
     make = torch.ones if tensor.is_floating_point() else torch.zeros
     return make((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+
+
+def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:
+    value = kwargs[path[0]] if type(path[0]) is str else args[path[0]]
+    for step in path[1:]:
+        value = value[step]
+    return value
+
+
+def put_at(loc: list[Any], kw: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    holder: Any = kw if type(path[0]) is str else loc
+    holder[path[0]] = _replaced(holder[path[0]], path[1:], value)
+
+
+def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = list(value)
+    copy[path[0]] = _replaced(copy[path[0]], path[1:], new)
+    return tuple(copy) if type(value) is tuple else copy

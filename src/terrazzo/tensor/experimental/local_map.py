@@ -162,7 +162,7 @@ def _placed(x: Any, need: PlacementType, redistribute: bool, position: int, chec
     if need is None:
         if check:
             raise LocalMapError(
-                f"local_map: argument {position} is a DTensor, but in_placements has None for it: give its placements"
+                f"local_map: argument {position} is a DTensor and expects placements, but in_placements has None for it"
             )
         return x
     layout = x._layout
