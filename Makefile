@@ -11,8 +11,9 @@ READY := $(VENV)/.ready
 TRIED_DEEPSPEED := $(VENV)/.tried-deepspeed
 TRIED_TORCHTITAN := $(VENV)/.tried-torchtitan
 TRIED_RAY := $(VENV)/.tried-ray
+TRIED_KUBEFLOW := $(VENV)/.tried-kubeflow
 
-.PHONY: setup deepspeed torchtitan ray test libraries proofs demo docs site wheel try-wheel bench lint types format clean
+.PHONY: setup deepspeed torchtitan ray kubeflow test long proofs demo docs site wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
@@ -35,6 +36,10 @@ torchtitan: $(READY)
 ray: $(READY)
 	$(PIP) install --retries 2 --timeout 30 -c constraints.txt -e '.[ray]'
 
+# The SDK of Kubeflow's Trainer, whose local processes run a job in a test: only `make proofs` installs it.
+kubeflow: $(READY)
+	$(PIP) install --retries 2 --timeout 30 -c constraints.txt 'kubeflow>=0.5'
+
 $(VENV)/.tried-%: $(READY)
 	$(MAKE) --no-print-directory $* || echo "NOTE: $* could not be installed (see above), so the tests that run it will be" \
 	    "skipped; 'make $*' tries again" >&2
@@ -44,15 +49,15 @@ $(VENV)/.tried-%: $(READY)
 test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Programs of other people that take long: torchtitan, Lightning, Transformers, and Ray where it is installed.  CI runs
-# these after the tests.
-libraries: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --proofs -m proof tests/integrations $(ARGS)
+# What says little more than a test, at length: on more ranks, through other people's programs (torchtitan, Lightning,
+# Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests.
+long: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long -m long $(ARGS)
 
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
 # a rank to fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
-proofs: setup $(TRIED_RAY)
-	$(BIN)/python -m pytest --proofs -m proof
+proofs: setup $(TRIED_RAY) $(TRIED_KUBEFLOW)
+	$(BIN)/python -m pytest --proofs -m "long or proof"
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
 	$(BIN)/python -m tests.checkpoint.failing_matrix

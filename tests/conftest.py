@@ -1,5 +1,5 @@
 """What all tests share: ranks end with the session, what needs a GPU runs only where there is one, and what says little
-more than another test, at length, runs in `make proofs` (`--proofs`)."""
+more than another test, at length, runs in `make long` (`--long`) or `make proofs` (`--proofs`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ hypothesis.settings.load_profile("terrazzo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--proofs", action="store_true", help="Also run what is marked as a proof.")
+    parser.addoption("--long", action="store_true", help="Also run what is marked as long.")
+    parser.addoption("--proofs", action="store_true", help="Also run what is marked as long or as a proof.")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--proofs"):
-        proofs = [item for item in items if item.get_closest_marker("proof")]
-        config.hook.pytest_deselected(items=proofs)
-        items[:] = [item for item in items if item not in proofs]
+    proofs = config.getoption("--proofs")
+    left_out = [] if proofs else ["proof"] if config.getoption("--long") else ["long", "proof"]
+    deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+    items[:] = [item for item in items if item not in deselected]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -294,7 +294,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", [pytest.param("return", marks=pytest.mark.proof), "SIGKILL"])
+@pytest.mark.parametrize("end", [pytest.param("return", marks=pytest.mark.long), "SIGKILL"])
 def test_ranks_die_with_the_session(tmp_path, end):
     """Also a rank that hangs, and reads no end of file, when the session is killed."""
     program = tmp_path / "session.py"

@@ -73,6 +73,7 @@ def test_every_module_is_looked_at():
     assert modules == set(terrazzo._torch.__all__) | late
 
 
+@pytest.mark.long
 def test_the_table_is_printed():
     done = subprocess.run([sys.executable, "-m", "terrazzo._torch"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -34,6 +34,9 @@ def run(*args):
     return json.loads(line.removeprefix("FOUND "))
 
 
+pytestmark = pytest.mark.long  # a program of two minutes of CPU time, twice
+
+
 @pytest.fixture(scope="module")
 def found():
     with ThreadPoolExecutor() as pool:

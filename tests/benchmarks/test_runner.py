@@ -94,6 +94,7 @@ def case_with(budget: Budget | None) -> Case:
 # ------------------------------------------------------------------ running
 
 
+@pytest.mark.long
 def test_timed_implementations_get_the_repetitions_asked_for(register):
     result = one("tiny.timed")
     assert {name: len(samples) for name, samples in result.samples.items()} == dict.fromkeys(
@@ -107,6 +108,7 @@ def test_quick_takes_few_repetitions(register):
     assert len(one("tiny.timed", quick=True).samples["plain"]) == 3
 
 
+@pytest.mark.long
 def test_ranks_take_turns_and_the_largest_value_counts(register):
     result = one("tiny.values")
     assert result.samples["terrazzo"] == [11, 11, 11, 11]

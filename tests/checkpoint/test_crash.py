@@ -79,7 +79,7 @@ def run_crash_lab(old: str, folder: Path) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("overwriting", [True, False])
+@pytest.mark.parametrize("overwriting", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_rank_is_killed_at_every_operation(old: Path, tmp_path: Path, overwriting: bool) -> None:
     trials = run_crash_lab(str(old) if overwriting else "-", tmp_path)
     assert {trial["victim"] for trial in trials} == {0, 1} and len(trials) > 20

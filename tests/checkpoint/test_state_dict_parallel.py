@@ -226,7 +226,7 @@ def check_against_torch(parallelism: Any, make: Any) -> None:
             assert_same(ours[1], theirs[1], f"{choice} optimizer")
 
 
-@pytest.mark.parametrize(("world", "make"), [pytest.param(2, adamw, marks=pytest.mark.proof), (4, adamw), (4, sgd)])
+@pytest.mark.parametrize(("world", "make"), [pytest.param(2, adamw, marks=pytest.mark.long), (4, adamw), (4, sgd)])
 def test_equal_to_torchs_own(world: int, make: Any) -> None:
     for parallelism in of_world(world):
         if parallelism is fsdp1_flat and make is sgd:
@@ -252,7 +252,7 @@ def losses_after(parallelism: Any, make: Any, states: Any, options: StateDictOpt
     return train(model, optimizer, parallelism, steps=2, seed=2)
 
 
-@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.long)])
 def test_training_goes_on_under_another_parallelism(make: Any) -> None:
     def usable(parallelism: Any) -> bool:
         return not (parallelism is fsdp1_flat and make is sgd)
@@ -281,7 +281,7 @@ def sharded_round_trip(parallelism: Any, make: Any, flat: bool) -> None:
     assert train(*resumed, parallelism, steps=2, seed=2) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.proof), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_sharded_state_goes_round(world: int) -> None:
     for parallelism in of_world(world):
         for flat in (False, True):

@@ -151,12 +151,12 @@ def movements() -> None:
         collectives._ONE_ROUND_BYTES = limit
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_reductions(world: int) -> None:
     run_ranks(world, reductions)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_movements(world: int) -> None:
     run_ranks(world, movements)
 

@@ -50,7 +50,7 @@ def on_all_ranks() -> None:
     plane.barrier()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_bytes_arrive(world: int) -> None:
     run_ranks(world, on_all_ranks)
 
@@ -223,7 +223,7 @@ def come_too_late(connected: bool) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), waited
 
 
-@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("connected", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_who_begins_when_others_have_given_up_hears_the_same(connected: bool) -> None:
     outcomes = run_fresh(4, come_too_late, connected, timeout=60)
     assert all(outcome.ok for outcome in outcomes[:3]), "\n".join(map(str, outcomes))

@@ -35,7 +35,7 @@ def check_theirs(names: list[str], folder: str) -> dict[str, list[float]]:
     return scripts.run(theirs, names, Path(folder))
 
 
-@pytest.mark.proof
+@pytest.mark.long
 @pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
 def test_groups_of_neighbours_see_the_same(tmp_path):
     """On four ranks, where two are neighbours."""

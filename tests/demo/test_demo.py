@@ -24,6 +24,7 @@ from warm_python import warm_python
 STEPS = 18
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_while_saving_ends_as_one_that_was_not(tmp_path):
     folder = tmp_path / "out"
     done = subprocess.run(

@@ -123,6 +123,7 @@ def assert_close(found: list[float], expected: list[float], case: str) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_goes_on_with_deepspeeds_losses(runs, case):
     precision = parsed(case)[1]
@@ -133,6 +134,7 @@ def test_the_engine_goes_on_with_deepspeeds_losses(runs, case):
 
 
 @needs_deepspeed
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_goes_on_with_the_engines_losses(runs, case):
     assert_close(runs.losses[f"{case}@ours-{case}"], runs.expected[case], case)
@@ -143,6 +145,7 @@ def test_deepspeed_goes_on_with_the_engines_losses(runs, case):
 
 
 @needs_deepspeed
+@pytest.mark.long
 @pytest.mark.parametrize("case", CONVERTED.values())
 def test_deepspeed_goes_on_from_what_was_converted(runs, case):
     assert_close(runs.losses[f"{case}@converted-{case}"], runs.expected[case + "@"], case)
@@ -175,6 +178,7 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_zero_to_fp32(runs, case, tmp_path):
     assert_weights_of_zero_to_fp32(runs.folder, case, int(case[0]))
@@ -185,6 +189,7 @@ def test_weights_are_those_of_zero_to_fp32(runs, case, tmp_path):
 
 
 @needs_deepspeed
+@pytest.mark.long
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_universal_checkpoints(runs, case, tmp_path):
     for tag in (case, f"ours-{case}"):
@@ -206,6 +211,7 @@ def resume_pipeline(folder: str, stage: int) -> list[float]:
 
 
 @needs_deepspeed
+@pytest.mark.long
 def test_a_pipeline(runs, tmp_path):
     for world, stage in ((1, 0), (2, 2)):
         for losses in run_ranks(world, resume_pipeline, str(runs.folder), stage):
@@ -215,6 +221,7 @@ def test_a_pipeline(runs, tmp_path):
 
 
 @needs_deepspeed
+@pytest.mark.long
 def test_a_checkpoint_that_lacks_a_file(runs, tmp_path):
     source = runs.folder / next(iter(CASES))
     for file in source.iterdir():

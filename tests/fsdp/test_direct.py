@@ -211,6 +211,6 @@ def check_training() -> None:
         assert all(map(torch.equal, usual, found)), "bit for bit"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_training_with_groups_that_travel_in_place(world):
     run_ranks(world, check_training)

@@ -254,6 +254,7 @@ def check_absent_from_a_grid() -> str:
     return name_who_is_absent(model, 3)
 
 
+@pytest.mark.long
 def test_other_replicas_name_it_too():
     for outcome in run_fresh(4, check_absent_from_a_grid)[:3]:
         assert outcome.ok, outcome

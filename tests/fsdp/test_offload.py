@@ -73,7 +73,7 @@ def check_state_only() -> None:
         offload.to_device, offload.to_host = before
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_state_is_brought_for_each_step(world):
     run_ranks(world, check_state_only)
 
@@ -103,7 +103,7 @@ def check_plain() -> None:
         assert all(p.device.type == "cpu" for p in model.parameters())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_offloading_from_cpu_to_cpu(world):
     run_ranks(world, check_plain)
 

@@ -113,7 +113,7 @@ def check_training(folder: str) -> None:
     save({"model": state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/saved")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_partly_used_parameters_train_as_on_one_process(tmp_path, world):
     run_ranks(world, check_training, str(tmp_path))
 

@@ -63,7 +63,7 @@ def check_arithmetic(reduce_dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_half_precision_computes_and_single_steps(world, reduce_dtype):
     run_ranks(world, check_arithmetic, reduce_dtype)
 

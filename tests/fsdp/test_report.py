@@ -162,7 +162,7 @@ def check_memory(framed: bool) -> list[tuple[float, float]]:
 GROUP = 2 * WIDE * WIDE * 4  # bytes
 
 
-@pytest.mark.parametrize("framed", [pytest.param(False, marks=pytest.mark.proof), True])
+@pytest.mark.parametrize("framed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_memory_is_what_the_report_promises(framed):
     for outcome in run_fresh(2, check_memory, framed):
         assert outcome.ok, outcome

@@ -181,8 +181,8 @@ def check_models() -> None:
     assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
-@pytest.mark.parametrize("what", [check_ways, check_users, check_models])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", [check_ways, pytest.param(check_users, marks=pytest.mark.long), check_models])
 def test_numbers_are_those_of_groups_that_go_alone(world, what):
     run_ranks(world, what)
 

@@ -198,8 +198,6 @@ def check_writer(name: str) -> None:
             assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_stale(world):
     run_ranks(world, check_writers)

@@ -82,12 +82,13 @@ def check_all(folder: str) -> None:
     check_trainer(folder)
 
 
+@pytest.mark.long
 def test_accelerate_peft_and_the_trainer(tmp_path):
     outcomes = run_fresh(2, check_all, str(tmp_path), timeout=400)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
-@pytest.mark.proof
+@pytest.mark.long
 def test_accelerate_with_whole_checkpoints(tmp_path):
     outcomes = run_fresh(2, check_accelerate, str(tmp_path), LONG, timeout=400)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))

@@ -207,6 +207,7 @@ def test_who_imported_before_is_named(monkeypatch):
     terrazzo.uninstall()
 
 
+@pytest.mark.long
 def test_started_by_the_command_and_by_the_variable(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LIBRARY)

@@ -142,7 +142,7 @@ def check_jobs(folder: str) -> None:
     assert step(engine, next(iter(engine.training_dataloader))) == pytest.approx(expected[-1], rel=1e-5)
 
 
-@pytest.mark.proof
+@pytest.mark.long
 def test_a_job_that_is_submitted_again_goes_on(tmp_path):
     [outcome] = run_fresh(1, check_jobs, str(tmp_path), timeout=3 * LIMIT)
     assert outcome.ok, str(outcome)

@@ -186,6 +186,7 @@ def run_all(world: int, check, *args: str) -> None:
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
+@pytest.mark.long
 def test_the_strategy_trains_like_one_process_and_resumes_anywhere(tmp_path):
     run_all(2, check_strategy, str(tmp_path / "of two"))
     run_all(1, check_one_process, str(tmp_path))
@@ -201,7 +202,7 @@ def check_not_parallel() -> None:
         trainer(2, 1, strategy=FullyShardStrategy(tensor_parallel_size=2)).fit(Net(), loader(2, 2))
 
 
-@pytest.mark.proof  # `make libraries` runs it, and CI
+@pytest.mark.long
 def test_tensor_parallel_modules(tmp_path):
     two, four, whole = (str(tmp_path / name) for name in ("two.ckpt", "four.ckpt", "whole.ckpt"))
     run_all(4, check_tensor_parallel, four)

@@ -48,7 +48,7 @@ def check_ray(folder: str) -> tuple[str, dict, list[float]]:
     return result.checkpoint.path, result.metrics, losses_alone(STEPS)
 
 
-@pytest.mark.proof  # `make proofs` installs Ray and runs it
+@pytest.mark.long
 def test_a_worker_dies_and_fewer_go_on(tmp_path):
     [outcome] = run_fresh(1, check_ray, str(tmp_path), timeout=900)
     assert outcome.ok, outcome

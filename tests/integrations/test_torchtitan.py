@@ -247,7 +247,7 @@ def values(world: int, function: Any, *args: Any) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.proof  # `make libraries` runs it, and CI
+@pytest.mark.long
 def test_the_debug_model(tmp_path: Path):
     folder = str(tmp_path)
     losses = values(4, check, folder)

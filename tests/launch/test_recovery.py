@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from terrazzo.engine.marks import FILE, Mark, mark, read_marks
 from terrazzo.launch.recovery import Recovery, Watch, recovery_of
 
@@ -45,6 +47,7 @@ def test_half_a_line_is_read_later(tmp_path: Path, monkeypatch):
     assert [each.what for each in read_marks(data[:-5])] == list(POINTS[:-1]) and read_marks(b"") == []
 
 
+@pytest.mark.long
 def test_processes_that_end_are_seen(tmp_path: Path):
     """Two ranks of which one dies, and two that go on; once more, of which nothing is known about loading."""
     told: list[Recovery] = []

@@ -213,6 +213,7 @@ def receive_and_die(address):
         return type(error).__name__
 
 
+@pytest.mark.long
 def test_receivers_die_and_others_come(address):
     run_ranks(4, begin_trainer, address, torch.float32, 1 << 10, SHORT)  # the dead are waited for so long
     run_ranks(4, worlds.publish, 0, 1.0, False)

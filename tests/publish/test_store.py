@@ -109,7 +109,7 @@ def test_a_receiver_reads_its_part():
     assert rows.equal(tensor[500:750])
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_hundred_versions_while_receivers_take_what_they_can(tmp_path, wait):
     settings = {"dtype": torch.bfloat16, "anchor_every": 7, "keep": 1}
     with ThreadPoolExecutor(2) as pool:

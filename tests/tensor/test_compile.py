@@ -125,7 +125,7 @@ def test_a_tensor_parallel_block_trains_as_the_eager_one_in_one_graph():
     run_ranks(2, train, "aot_eager", 1e-6, timeout=300)
 
 
-@pytest.mark.proof  # a minute of C++; the layers below are of the same kinds
+@pytest.mark.long  # a minute of C++; the layers below are of the same kinds
 def test_the_whole_block_by_inductor():
     run_ranks(2, train, "inductor", 1e-4, timeout=580)
 
@@ -240,6 +240,7 @@ def modules() -> None:
         same(fast.eval()(x), eager(x), 1e-6)
 
 
+@pytest.mark.long
 def test_buffers_dropout_recomputation_ties_and_copies():
     run_ranks(2, modules, timeout=240)
 

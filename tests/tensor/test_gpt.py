@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -151,10 +151,18 @@ def test_gpt_trains_as_on_one_device(name):
             assert norm < TOLERANCE
 
 
+# Of ways that are parts of another way, the rest of the tests takes the other one.
+LONG = ("data parallel", "tensor parallel", "tensor parallel, parallel loss", "sharded parameters")
+
+
+def ways(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
+
+
 UNEVEN = {"vocabulary": 61, "width": 24, "heads": 3, "length": 7}
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if "sequence" not in name and "plain" not in name])
+@pytest.mark.parametrize("name", ways(name for name in WAYS if "sequence" not in name and "plain" not in name))
 def test_uneven_words_heads_and_samples(name):
     """Three heads, 61 words and five samples do not divide among four ranks; one rank has no samples."""
     for rows in run_ranks(4, train_both, name, UNEVEN, 2, 5, timeout=120):
@@ -162,7 +170,7 @@ def test_uneven_words_heads_and_samples(name):
             assert max(loss, gradient, norm) < TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", list(WAYS)[1:])
+@pytest.mark.parametrize("name", ways(list(WAYS)[1:]))
 def test_tied_weights(name):
     for rows in run_ranks(4, train_both, name, {"tied": True}, 3, timeout=120):
         for loss, gradient, where, norm in rows:

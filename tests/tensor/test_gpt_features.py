@@ -391,7 +391,7 @@ def compiled(plain_activations: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("plain_activations", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("plain_activations", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_compiled_model_gives_the_same_gradients(plain_activations):
     run_ranks(2 if plain_activations else 4, compiled, plain_activations, timeout=240)
 

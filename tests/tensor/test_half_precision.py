@@ -287,17 +287,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 }  # fmt: skip
 
 
-# On four ranks, whose meshes are 1-D and 2 x 2, what the others rest on; the rest takes long and rarely says more.
-ON_FOUR = ("reductions", "losses")
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
-    [
-        pytest.param(name, world, marks=[pytest.mark.proof] if world == 4 and name not in ON_FOUR else [])
-        for world in MESHES
-        for name in CASES
-    ],
+    [pytest.param(name, world, marks=[pytest.mark.long] if world == 4 else []) for world in MESHES for name in CASES],
 )
 def test_as_accurate_as_one_device(name, world):
     run_ranks(world, check_named, name, world, timeout=300)

@@ -213,7 +213,13 @@ def test_convolutions(n):
 
 
 @pytest.mark.parametrize(
-    "check", [check_what_is_small, check_pools, check_second_order_and_terms, check_bytes_and_a_network]
+    "check",
+    [
+        pytest.param(check_what_is_small, marks=pytest.mark.long),
+        check_pools,
+        check_second_order_and_terms,
+        check_bytes_and_a_network,
+    ],
 )
 def test_halo(check):
     run_ranks(4, check, timeout=240)

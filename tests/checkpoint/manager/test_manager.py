@@ -456,6 +456,7 @@ def remove_slowly(root: str) -> list[int]:
     return manager.steps()
 
 
+@pytest.mark.long
 def test_a_removal_may_take_longer_than_the_time_limit(tmp_path: Path):
     assert run_ranks(2, remove_slowly, str(tmp_path)) == [[4], [4]]
     assert folders(tmp_path) == [4]

@@ -207,7 +207,7 @@ def test_of_two_that_convert_to_one_place_one_wins(s3: S3Server, tmp_path: Path)
         assert differences(tmp_path / "native", store) == []
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch_save", "deepspeed"])
+@pytest.mark.parametrize("to", ["dcp", "torch_save", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_any_request_fails_for_good(s3: S3Server, proxy: FaultProxy, tmp_path: Path, to: str) -> None:
     """What was there is there, or the new one; and nothing that a later conversion does not remove."""
     made.write(tmp_path, 2)

@@ -171,7 +171,7 @@ def choose(kind: str, amount: float, at: int, times: int = 1) -> Any:
 FAULTS = [("status", 503), ("status", 500), ("lost", 0), ("cut", 0), ("cut reply", 0), ("slow", 0.3)]
 
 
-@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("shift", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_any_request_fails_once(s3: S3Server, proxy: FaultProxy, shift: int) -> None:
     """It is tried again: nobody notices, whichever request it was and however it failed."""
     place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
@@ -190,7 +190,7 @@ def test_any_request_fails_once(s3: S3Server, proxy: FaultProxy, shift: int) -> 
         assert len(proxy.happened) == 1
 
 
-@pytest.mark.parametrize("status", [503, 409, 412])
+@pytest.mark.parametrize("status", [503, *(pytest.param(n, marks=pytest.mark.long) for n in (409, 412))])
 def test_any_request_fails_for_good(s3: S3Server, proxy: FaultProxy, status: int) -> None:
     """The save fails, and what was there before is there, or it succeeds; the next one tidies up."""
     place = f"s3://{BUCKET}/{uuid.uuid4().hex}"

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[3]
 SIZE, COUNT = (1024, 2048), 11  # with the optimizer's state 264 MiB
 MIB = 1 << 20
@@ -59,6 +61,7 @@ def measure(folder: Path) -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.long
 def test_memory_is_bounded(tmp_path):
     script = "import sys; from checkpoint.formats.deepspeed.test_memory import *; measure(Path(sys.argv[1]))"
     paths = [str(TESTS), str(TESTS.parent / "src")]
