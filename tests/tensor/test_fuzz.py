@@ -19,6 +19,16 @@ def test_programs_are_as_on_one_device():
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    (
+        (2,),
+        (
+            "v0 = leaf((1, 1, 3), 'float32', Shard(0))",
+            "v2 = v0[torch.Size([0])]",
+            "v3 = torch.reshape(v0, (-1, 1, 1, 3))",
+            "v3.unsqueeze_(0)",
+            "v3.data[-1, -1, 0, :0:3] = leaf((3,), 'float32', Replicate())",
+        ),
+    ),
     ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = v0.T.exp()", "v1.contiguous().zero_()")),
     ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = v0.T + v0.T", "v1.reshape(-1).zero_()")),
     ((2,), ("v0 = leaf((3, 6), 'float32', Shard(0))", "v1 = torch.copysign(v0.T, v0[0, 0])", "v1.flatten().neg_()")),

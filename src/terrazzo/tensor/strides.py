@@ -15,6 +15,9 @@ import torch
 
 from terrazzo._torch.tensors import base_of
 
+_HAS_STRIDES = "_has_strides"
+"""An attribute of some tensors without elements that are views of no tensor: their strides are those of one."""
+
 
 def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the global tensor, with its dims in the memory order of the local tensor.
@@ -78,14 +81,17 @@ def shows_order(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int
 
 def _lacks_strides(local: torch.Tensor) -> bool:
     """Whether the strides are only those that C++ gives a new tensor without elements, or a view of one."""
-    return not local.numel() and 0 in base_of(local).stride()
+    if local.numel():
+        return False
+    base = base_of(local)
+    return 0 in base.stride() and not hasattr(base, _HAS_STRIDES)
 
 
 def keeping_strides(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """`view` of all of `of`; if it has no elements, rebuilt so that its strides still show the order of its dims."""
-    if view.numel() or 0 not in view.stride() or _lacks_strides(of):
-        return view
-    return view.new_empty(1).as_strided(view.shape, view.stride())
+    """`view`, `of` detached; if it has no elements, it is noted that its strides show the order of its dims."""
+    if not view.numel() and 0 in view.stride() and not _lacks_strides(of):
+        setattr(view, _HAS_STRIDES, True)
+    return view
 
 
 def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
