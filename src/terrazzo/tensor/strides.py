@@ -66,16 +66,20 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
 def shows_order(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """`local`, a new tensor, with strides for its single rows that show the memory order that global `strides` have.
 
-    C++ gives the result of an operation any stride along a dim of one row.
+    C++ gives the result of an operation any stride along a dim of one row, and any strides if it has no elements.
 
     >>> shows_order(torch.empty(1, 6).t().exp(), (6, 2), (1, 6)).stride()
     (1, 6)
     """
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    if not local.numel():
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
     wanted, step = list(local.stride()), 1
-    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+    for d in reversed(order):
         if local.shape[d] == 1:
             wanted[d] = step
-        step = wanted[d] * max(local.shape[d], 1)
+        step = wanted[d] * local.shape[d]
     return local if tuple(wanted) == local.stride() else local.as_strided(local.shape, wanted)
 
 

@@ -23,7 +23,7 @@ from terrazzo.tensor.copied_view import CopiedView, check_no_leaf, check_writabl
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.single_rows import has_single_row, showing_order
+from terrazzo.tensor.dispatch.single_rows import showing_order, strides_say_little
 from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -114,7 +114,7 @@ def first_run(
 ) -> tuple[Any, Route]:
     """Run the plan with checks; return the result and the route for later calls."""
     mesh = plan.operands[0].src.mesh
-    if not spec.is_view and any(map(has_single_row, plan.outs)):
+    if not spec.is_view and any(map(strides_say_little, plan.outs)):
         plan = replace(plan, local=showing_order(name, plan.local, plan.operands, plan.outs))
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
@@ -335,7 +335,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     layout = plan.operands[0].src
     # Checked on every rank before communicating: otherwise ranks wait for one on which C++ raises later.
     looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
-    has_single_rows = 1 in layout.local_shape
+    strides_say_littles = 1 in layout.local_shape
     ignores = IGNORES_REPEATS.get(name)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -348,7 +348,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
-        if has_single_rows:
+        if strides_say_littles:
             for o in plan.operands[1:]:
                 put_at(loc, kw, o.path, with_strides_of(loc[0], get_at(loc, kw, o.path)))
         if local_function is None:

@@ -1,8 +1,9 @@
-"""Strides of results on a rank that holds one row along some dim.
+"""Strides of results on a rank that holds one row along some dim, or none.
 
 Whether a tensor is contiguous is read from the local tensor's strides (`tensor.strides`), and must be the same on every
-rank. But C++ gives a new tensor any stride along a dim of one row. So on such a rank the function also runs on meta
-tensors of the global shapes, once for each combination of strides, and the results get strides that show their order.
+rank. But C++ gives a new tensor any stride along a dim of one row, and any strides if it has no elements. So on such a
+rank the function also runs on meta tensors of the global shapes, once for each combination of strides, and the results
+get strides that show their order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dispatch.planner import OperandPlan
 from terrazzo.tensor.dispatch.spec import LocalFunction
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
-from terrazzo.tensor.strides import global_stride, is_contiguous, shows_order
+from terrazzo.tensor.strides import global_stride, is_contiguous, is_thin, shows_order
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -31,10 +32,9 @@ _STRIDES_OF_ADD = frozenset(
 """Elementwise functions that run in Python on meta tensors, and give them other strides than C++ gives real ones."""
 
 
-def has_single_row(layout: Layout) -> bool:
-    """Whether this rank has elements, and of some dim only one row of several."""
-    pairs = zip(layout.local_shape, layout.shape, strict=True)
-    return 0 not in layout.local_shape and any(n == 1 < m for n, m in pairs)
+def strides_say_little(layout: Layout) -> bool:
+    """Whether this rank has at most one row along a dim of several."""
+    return len(layout.local_shape) == layout.ndim and is_thin(layout.local_shape, layout.shape)
 
 
 def showing_order(
