@@ -19,6 +19,15 @@ def test_programs_are_as_on_one_device():
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    ((2,), ("v0 = leaf((8, 3), 'float32', Replicate())", "torch.unsafe_chunk(v0, 1)[0].detach_()")),
+    (
+        (2,),
+        (
+            "v4 = leaf((6,), 'float32', Replicate(), grad=True)",
+            "v7, v8, *_ = v4.split([4, 2], dim=-1)",
+            "with torch.no_grad(): torch.neg_(torch.unsafe_chunk(v7, 1)[0])",
+        ),
+    ),
     ((4,), ("v2 = leaf((2, 6, 4), 'float32', Shard(0))", "v2.swapaxes(-1, 1).roll(1, -1).view(2, 24).zero_()")),
     (
         (2,),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.tensors import is_view
+from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
@@ -386,8 +386,8 @@ def _parts(
 
 
 def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
-    """For `unsafe_split` and the like, whose parts have their own version counters in C++: as ordinary views, without
-    autograd, so that a write to one part is noticed by a copied view of another."""
+    """For `unsafe_split` and the like, whose parts have their own version counters in C++: without autograd they share
+    the input's, so that a write to one part is noticed by a copied view of another."""
     if not name.startswith("unsafe_"):
         return None
     counted = getattr(torch.Tensor, name.removeprefix("unsafe_"))
@@ -396,7 +396,13 @@ def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
         input = loc[0] if loc else kw["input"]
         if input.requires_grad and torch.is_grad_enabled():
             return func(*loc, **kw)
-        return counted(input, *loc[1:], **{k: v for k, v in kw.items() if k != "input"})
+        if input.requires_grad and is_one_of_several_views(input):
+            raise DTensorError(
+                f"{name}: this tensor requires a gradient and is one of several views that were created together. "
+                "Without autograd, a write to a part of it would make it unusable: take the parts of its detach()"
+            )
+        parts = counted(input, *loc[1:], **{k: v for k, v in kw.items() if k != "input"})
+        return tuple(part.detach() for part in parts)  # not views for autograd, as in C++
 
     return lambda chosen: run
 
