@@ -231,7 +231,8 @@ class Bucket:
 
     def _remember_shards(self) -> None:
         self._locals = [p.sharded._local for p in self.params]
-        self._pointers = [local.data_ptr() for local in self._locals]
+        # Of two parameters that users have tied since, one does not lie in its place: both are collected each time.
+        self._pointers = [view.data_ptr() for view in self.plan.own_views(self.shard)]
 
     def shards_intact(self) -> bool:
         """Whether the sharded parameters still are the views of the shard buffer that they were."""
