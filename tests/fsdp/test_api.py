@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.compare import (
+    OUTPUTS,
+    WIDTH,
     Block,
     Model,
     adamw,
@@ -19,6 +22,7 @@ from fsdp.compare import (
     mine,
     shard_blocks,
     train_alike,
+    train_beside,
 )
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, fully_shard
@@ -324,3 +328,35 @@ def check_optimizers() -> None:
 @WORLDS
 def test_optimizers(world):
     run_ranks(world, check_optimizers)
+
+
+class Words(nn.Module):
+    """Reads words and says which come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9, bias=False)
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embed(x[:, 0].abs().mul(5).long().clamp(max=8))))[:, :OUTPUTS]
+
+
+def check_tied_later() -> None:
+    """In one group, and in two."""
+    for several in (False, True):
+        torch.manual_seed(0)
+        model: Any = Words()
+        reference = copy.deepcopy(model)
+        if several:
+            fully_shard(model.head)
+        shard_blocks(model)
+        for each in (model, reference):
+            each.head.weight = each.embed.weight
+        train_beside(model, reference, adamw, 4, 0.5, 1e-5)
+        assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_that_are_tied_after_sharding(world):
+    run_ranks(world, check_tied_later)

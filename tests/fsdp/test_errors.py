@@ -13,7 +13,7 @@ import torch.distributed.tensor as torch_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.compare import Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
+from fsdp.compare import OUTPUTS, WIDTH, Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
 from terrazzo.errors import DivergedRanksError, DTensorArgumentError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
@@ -260,3 +260,42 @@ def test_other_replicas_name_it_too():
         assert outcome.ok, outcome
         assert "rank 3 does not wait for a collective of this model" in outcome.value
         assert all(f"rank {rank} was at event" in outcome.value for rank in (0, 1, 2))
+
+
+def check_unsharded_parameters() -> None:
+    """Which `model.parameters()` gives where a module is unsharded."""
+    model = shard_blocks(Model())
+    x, y = next(batches(1))
+    with torch.no_grad():
+        model(x)
+    optimizer = adamw(model)
+    loss_of(model, mine(x), mine(y)).backward()
+    for _ in range(2):
+        with pytest.raises(FSDPError, match=r"AdamW was built while 4 .*'embed.weight'.* were unsharded.*reshard\(\)"):
+            optimizer.step()
+    adamw(model).step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_of_unsharded_parameters(world):
+    run_ranks(world, check_unsharded_parameters)
+
+
+def check_added() -> None:
+    model = shard_blocks(Model(), ignored_params={(ignored := nn.Parameter(torch.ones(2)))})
+    model.ignored = ignored
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        adamw(model).step()
+    assert not remarks
+    model.head = nn.Linear(WIDTH, OUTPUTS)
+    loss_of(model, mine(x), mine(y)).backward()
+    optimizer = adamw(model)
+    with pytest.warns(UserWarning, match="'head.weight', 'head.bias'.* each rank trains its own"):
+        optimizer.step()
+
+
+def test_parameters_that_come_after_sharding():
+    run_ranks(2, check_added)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
+from terrazzo.checkpoint import load, save
 from terrazzo.fsdp import FSDPModule
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
@@ -88,7 +89,7 @@ def operations(model: Any, params: Params, seed: int) -> None:
         local.mul_(2)
 
 
-def load(assign: bool) -> Writer:
+def loaded(assign: bool) -> Writer:
     def writer(model: Any, params: Params, seed: int) -> None:
         values = values_for(model, seed)
         model.load_state_dict({name: like(values[name], p) for name, p in params.items()}, assign=assign)
@@ -136,8 +137,8 @@ WRITERS: dict[str, Writer] = {
     ".data =": other_data,
     "swapped .data": swap,
     "operations": operations,
-    "load_state_dict": load(False),
-    "load_state_dict(assign=True)": load(True),
+    "load_state_dict": loaded(False),
+    "load_state_dict(assign=True)": loaded(True),
     "into a state dict": into_state_dict,
     "to_empty": emptied,
     "double and float": there_and_back,
@@ -201,3 +202,112 @@ def check_writer(name: str) -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_stale(world):
     run_ranks(world, check_writers)
+
+
+# ------------------------------------------------------------------ while parameters are unsharded
+
+
+def evaluated(**options: Any) -> tuple[Any, nn.Module, Params, Tensor]:
+    """A model whose root an evaluation has left unsharded, what it was made of, and its sharded parameters."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model, **options)
+    params = dict(model.named_parameters())
+    x, _ = next(batches(1))
+    model(x)
+    assert type(model.head.weight) is nn.Parameter
+    return model, reference, params, x
+
+
+@torch.no_grad()
+def check_unsharded() -> None:
+    """What users write to `model.parameters()` counts, be they sharded or not at that moment."""
+    for options in ({}, {"reshard_after_forward": False}):
+        for reshard in (True, False):
+            model, reference, params, x = evaluated(**options)
+            for factor in (0.5, 3.0):
+                for module in (model, reference):
+                    for p in module.parameters():
+                        p.mul_(factor)
+                if reshard:
+                    model.state_dict()
+                torch.testing.assert_close(model(x), reference(x))
+            for p in params.values():  # a later write to the shards is the one that counts
+                p.zero_()
+            assert model(x).eq(0).all()
+
+
+def test_writes_to_unsharded_parameters():
+    run_ranks(2, check_unsharded)
+
+
+@torch.no_grad()
+def check_one_rank() -> None:
+    """Some row is on one rank, which alone writes it."""
+    for unshard in (False, True):
+        model, reference, params, x = evaluated()
+        if torch.distributed.get_rank() == 1:
+            params["head.bias"].to_local().fill_(7)
+        reference.head.bias[2] = 7  # of three elements two are on the first rank
+        if unshard:
+            model.unshard()
+            assert torch.equal(model.head.bias, reference.head.bias)
+        torch.testing.assert_close(model(x), reference(x))
+
+
+def test_a_write_on_one_rank_alone():
+    run_ranks(2, check_one_rank)
+
+
+@torch.no_grad()
+def check_loaded(path: str) -> None:
+    """Bytes that are read into memory count."""
+    model, reference, params, x = evaluated()
+    state = {name: p.detach() for name, p in params.items()}
+    save({name: value * 2 for name, value in state.items()}, checkpoint_id=path)
+    for p in reference.parameters():
+        p.mul_(2)
+    load(state, checkpoint_id=path)
+    torch.testing.assert_close(model(x), reference(x))
+
+
+def test_a_checkpoint_that_is_loaded_into_what_was_kept(tmp_path):
+    run_ranks(2, check_loaded, str(tmp_path / "saved"))
+
+
+def through_numpy(params: Params) -> None:
+    for p in params.values():
+        p.to_local().numpy()[...] = 0
+
+
+def through_a_collective(params: Params) -> None:
+    for p in params.values():
+        zeros = torch.zeros(p.to_local().shape)
+        lengths = [len(zeros) * (rank == torch.distributed.get_rank()) for rank in range(2)]
+        torch.distributed.all_to_all_single(p.to_local(), zeros, lengths, lengths)
+
+
+def through_old_data(params: Params, taken: dict[str, Any]) -> None:
+    for data in taken.values():
+        data.to_local().zero_()
+
+
+@torch.no_grad()
+def check_uncounted() -> None:
+    """What PyTorch does not count is seen once parameters are gathered again, and not while they stay unsharded."""
+    for writer in (through_numpy, through_a_collective, through_old_data):
+        model, _, params, x = evaluated()
+        taken = {name: p.data for name, p in params.items()}
+        model(x)
+        before = model.head.bias.clone()
+        writer(params, taken) if writer is through_old_data else writer(params)
+        model(x)
+        assert all(p.to_local().eq(0).all() for p in params.values())
+        assert torch.equal(model.head.bias, before) and before.ne(0).any(), "the border: docs/fully-shard.md names it"
+        model.reshard()
+        assert model(x).eq(0).all()
+
+
+def test_writes_that_pytorch_does_not_count():
+    run_ranks(2, check_uncounted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +59,11 @@ functorch_active: Callable[[], bool] = private(
 
 innermost_transform: Callable[[], Any] = private(
     "torch._C._functorch.peek_interpreter_stack", "operations inside torch.func's transforms keep the thread's state"
+)
+
+outside_transforms: Callable[[], AbstractContextManager[Any]] = private(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "fully_shard gathers parameters inside torch.func's transforms",
 )
 
 is_transformed: Callable[[Tensor], bool] = private(

@@ -15,7 +15,7 @@ from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
-from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_replaced, placed
+from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_ignored, mark_replaced, placed
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.settings import Settings
@@ -94,6 +94,8 @@ def fully_shard(
     data = DataMesh.of(mesh, dp_mesh_dims)
     settings = Settings(data, mp_policy, offload_policy)
     ignored = set() if ignored_params is None else set(ignored_params)
+    for parameter in ignored:
+        mark_ignored(parameter)
     found = collect(modules, lambda m: group_of(m) is not None, ignored)
     params: list[ShardedParameter] = []
     meshes: dict[DeviceMesh, DataMesh] = {data.mesh: data}

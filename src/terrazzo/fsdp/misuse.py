@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.parameter import replaced_name
+from terrazzo.fsdp.parameter import is_ignored, replaced_name
+from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
 
 _WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; below, one group for everything is as good
@@ -40,12 +41,70 @@ def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         for parameter in group["params"]
         if (name := replaced_name(parameter)) is not None
     ]
+    _refuse_unsharded(optimizer)
+    _remark_on_added(optimizer)
     if replaced:
         del _checked[optimizer]
-        shown = ", ".join(repr(name) for name in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
         raise FSDPError(
-            f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters ({shown}) "
+            f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters "
+            f"({_shown(replaced)}) "
             "that the model no longer uses. Build the optimizer after sharding, from model.parameters()"
+        )
+
+
+class _Model(Protocol):
+    """The root of a model, as far as it matters here."""
+
+    groups: tuple[Any, ...]
+    tops: tuple[Any, ...]
+
+
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_model(root: _Model) -> None:
+    """This model is sharded, and about to run."""
+    _models.add(root)
+
+
+def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
+    """The names, by id, of those of its parameters that have one."""
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+
+
+def _refuse_unsharded(optimizer: Optimizer) -> None:
+    """What `model.parameters()` gives while a module is unsharded has no gradients."""
+    params = [param for root in list(_models) for group in root.groups for param in group.params]
+    found = _names_in(optimizer, {id(p.unsharded): p.name for p in params if p.unsharded is not None})
+    if found:
+        del _checked[optimizer]
+        raise FSDPError(
+            f"{type(optimizer).__name__} was built while {len(found)} of its parameters ({_shown(found)}) were "
+            "unsharded, as those of the root are after an evaluation: it would not train them. Call reshard() on the "
+            "modules that hold them, or build the optimizer before the first forward"
+        )
+
+
+def _remark_on_added(optimizer: Optimizer) -> None:
+    """Parameters that came into a sharded model later differ between ranks once they are trained."""
+    modules = [module for root in list(_models) for top in root.tops for module in top.modules]
+    plain = {
+        id(p): name
+        for module in modules
+        for name, p in module.named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor) and not is_ignored(p)
+    }
+    names = _names_in(optimizer, plain)
+    if names:
+        warnings.warn(
+            f"parameters that came into the model after fully_shard ({_shown(names)}) are not sharded, and nobody "
+            "averages their gradients: each rank trains its own. Add modules before fully_shard; if you average the "
+            "gradients yourself, name the parameters in ignored_params",
+            stacklevel=3,
         )
 
 
@@ -64,6 +123,15 @@ def remark_on_one_rank() -> None:
         "reshard_after_forward=1 keeps each rank's part over 1 rank, that is all of the parameters: the same as False. "
         "If they are to be freed after forward, say True",
         stacklevel=4,
+    )
+
+
+def remark_on_graph() -> None:
+    """Somebody may want to differentiate `.grad` of parameters."""
+    warnings.warn(
+        "backward(create_graph=True): gradients of sharded parameters have no graph, because reducing them has no "
+        "derivative. Gradients of inputs have one: torch.autograd.grad(loss, inputs, create_graph=True)",
+        stacklevel=2,
     )
 
 

@@ -75,7 +75,7 @@ class FSDPModule(_Module):
     def reshard(self) -> None:
         """Free the gathered parameters of this module's group and register the sharded ones; not for inner groups."""
         group = _group(self)
-        root_of(group).advance((Event.RESHARD, group.unit.index))
+        root_of(group).reshard(group.unit)
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that failed: parameters are resharded, and gradients that were not reduced are dropped.
@@ -92,6 +92,22 @@ class FSDPModule(_Module):
                 "the root, the module whose forward is called first"
             )
         root.recover()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those that `set_requires_gradient_sync(False)` has added up without reducing them.
+
+        An optimizer's `zero_grad` knows of reduced gradients only.
+        """
+        for group in _groups(self, recurse=True):
+            for gradients in group.unit.gradients:
+                gradients.abandon()
+            for param in group.params:
+                grad = param.sharded.grad
+                if grad is not None and set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+        super().zero_grad(set_to_none)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to reshard after forward, as the argument of `fully_shard`; instead of a number given there."""
@@ -289,7 +305,7 @@ class FSDPModule(_Module):
         groups = _groups(self, recurse)
         for group in groups:
             if group.root is not None:
-                group.root.advance((Event.RESHARD, group.unit.index))
+                group.root.reshard(group.unit)
         result = super()._apply(fn, recurse)
         for group in groups:
             unit = group.unit
@@ -316,7 +332,7 @@ def keep_state_dicts_sharded(group: Group) -> None:
 
     def reshard(*args: Any, **kwargs: Any) -> None:
         if group.root is not None:
-            group.root.advance((Event.RESHARD, group.unit.index))
+            group.root.reshard(group.unit)
 
     for module in group.holders():
         module.register_state_dict_pre_hook(reshard)
@@ -391,7 +407,7 @@ def _changing(module: Any) -> Group:
 def _pad(group: Group) -> None:
     """Communication of users' own wants sections of equal length."""
     if group.root is not None:
-        group.root.advance((Event.RESHARD, group.unit.index))
+        group.root.reshard(group.unit)
     group.unit.use_equal_sections()
 
 

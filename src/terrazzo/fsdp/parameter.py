@@ -24,6 +24,7 @@ from terrazzo.tensor.dtensor import WRITTEN, wrap
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
+_IGNORED = "_fully_shard_ignored"  # on a parameter that fully_shard was told to ignore
 
 
 class Slot:
@@ -100,9 +101,22 @@ class ShardedParameter:
             self.unsharded.__dict__.update(attributes)
             self.unsharded_local = self.unsharded
 
+    def follow_flag(self) -> bool:
+        """Note it if users have set `requires_grad`, on whichever face; returns whether they have."""
+        if self.sharded.requires_grad is not self.requires_grad:
+            self.set_requires_grad(not self.requires_grad)
+        elif self.unsharded is not None and self.unsharded_local.requires_grad is not self.requires_grad:
+            self.set_requires_grad(not self.requires_grad)
+        else:
+            return False
+        return True
+
     def set_requires_grad(self, value: bool) -> None:
+        """Set it on both faces."""
         self.requires_grad = value
-        self.unsharded_local.requires_grad_(value)
+        self.sharded.requires_grad_(value)
+        if self.unsharded is not None:
+            self.unsharded_local.requires_grad_(value)
 
 
 def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]) -> Any:
@@ -115,7 +129,7 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", _REPLACED, WRITTEN)
+    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, WRITTEN)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 
@@ -128,6 +142,16 @@ def replaced_name(parameter: Any) -> str | None:
     """The name of a parameter that `fully_shard` replaced, None for any other."""
     found: str | None = parameter.__dict__.get(_REPLACED)
     return found
+
+
+def mark_ignored(parameter: nn.Parameter) -> None:
+    """Remember that its user averages its gradient, if anybody does."""
+    parameter.__dict__[_IGNORED] = True
+
+
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Whether it was given as one to ignore."""
+    return _IGNORED in parameter.__dict__
 
 
 def collect(
@@ -255,6 +279,8 @@ __all__ = [
     "as_parameter",
     "attributes_of",
     "collect",
+    "is_ignored",
+    "mark_ignored",
     "mark_replaced",
     "placed",
     "replaced_name",

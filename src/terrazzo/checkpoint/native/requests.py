@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.dtypes import as_bytes
@@ -102,6 +103,8 @@ class Requests:
                     as_bytes(target).copy_(as_bytes(run.staged))
                 filling.left -= 1
                 if filling.left == 0:
+                    if not filling.target.is_inference():  # which count nothing
+                        increment_version(filling.target)  # bytes were read into its memory
                     yield filling
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)

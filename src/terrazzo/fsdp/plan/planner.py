@@ -150,14 +150,14 @@ class _Planner:
         self.changes["in_backward"] = True
         self._leave_backward(unit)
 
-    def _leave_backward(self, unit: int) -> None:
+    def _leave_backward(self, unit: int, keep: bool = False) -> None:
         self.phase[unit] = Phase.IDLE
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
         if spec.trainable:
             self._used(unit)
-        if spec.reshard_after_backward:
+        if spec.reshard_after_backward and not keep:
             self._free(unit)
         if not spec.trainable:
             return
@@ -166,12 +166,12 @@ class _Planner:
         else:
             self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
 
-    def backward_ends(self, with_gradients: tuple[int, ...], last: bool) -> None:
+    def backward_ends(self, with_gradients: tuple[int, ...], last: bool, graph: bool = False) -> None:
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
             ready = unit in with_gradients and spec.gradient_sync and unit not in self.held
             if self.phase[unit] is Phase.BACKWARD or ready:
-                self._leave_backward(unit)
+                self._leave_backward(unit, keep=graph and unit not in with_gradients)
             elif spec.reshard_after_backward or self._is_gathering(unit) or unit in self.lent:
                 self._free(unit)
         while self.held:

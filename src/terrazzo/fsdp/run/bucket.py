@@ -53,6 +53,7 @@ class Bucket:
             param.unsharded_local = view  # lets go of the original
         self._remember_shards()
         self._buffer: Tensor | None = None
+        self._versions: list[int] = []  # of the unsharded parameters, when nobody but us had written there
         self.pieces: list[Tensor] = []  # the unsharded parameters as the plan fills them
         self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
@@ -159,6 +160,7 @@ class Bucket:
                 self.pieces = self.plan.pieces(locals_)
             for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
                 param.make_unsharded(local, attributes)
+            self._versions = [version_of(p.unsharded_local) for p in self.params]
             self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
             self.free()
 
@@ -177,6 +179,19 @@ class Bucket:
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory that `free` gives back."""
         return self._memory is not None and self._memory.owns(tensor)
+
+    def save_writes(self) -> None:
+        """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that."""
+        if self.aliased or self._buffer is None:
+            return
+        versions = [version_of(p.unsharded_local) for p in self.params]
+        written = [i for i, version in enumerate(versions) if version != self._versions[i]]
+        self._versions = versions
+        if written:
+            chunks = self.plan.own_chunks(self.unsharded_locals())
+            with torch.no_grad():
+                for i in written:
+                    self.params[i].sharded._local.copy_(chunks[i])
 
     def to_send(self, buffer: Tensor) -> Tensor:
         """This rank's section as it is gathered: on the device, in the precision that computes."""
@@ -216,7 +231,8 @@ class Bucket:
 
     def _remember_shards(self) -> None:
         self._locals = [p.sharded._local for p in self.params]
-        self._pointers = [local.data_ptr() for local in self._locals]
+        # Of two parameters that users have tied since, one does not lie in its place: both are collected each time.
+        self._pointers = [view.data_ptr() for view in self.plan.own_views(self.shard)]
 
     def shards_intact(self) -> bool:
         """Whether the sharded parameters still are the views of the shard buffer that they were."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.misuse import remark_on_graph
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
@@ -176,6 +177,8 @@ class Gradients:
         plan = self._plan
         assert plan is not None
         grads = self._take()
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            remark_on_graph()
         device = self.bucket.settings.mesh.device
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
         wholes = [

@@ -119,6 +119,9 @@ def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> Non
     """Backward reaches an output of the modules; `before` are units that ran before, the latest first."""
     root: Root = group.root
     index: int = group.unit.index
+    if _records_graph(grad):
+        root.records_graph = True
+        grad.register_hook(partial(_after_double_backward, group))
     if root.state.phase[index] is Phase.BACKWARD:
         return
     root.begin_backward()
@@ -129,9 +132,25 @@ def _after_backward(group: Group, grad: Tensor) -> None:
     """Backward leaves the modules through an input."""
     root: Root = group.root
     unit: Unit = group.unit
+    if _records_graph(grad):
+        grad.register_hook(partial(_before_backward, group, ()))
     if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
         root.begin_backward()
         root.advance_without_graph((Event.REACH_END, unit.index))
+
+
+def _records_graph(grad: Tensor) -> bool:
+    """Whether this backward records a graph, through which a later one runs.
+
+    That one enters the modules where this one leaves them, and leaves them where this one enters.
+    """
+    return torch.is_grad_enabled() and grad.requires_grad
+
+
+def _after_double_backward(group: Group, grad: Tensor) -> None:
+    """Backward through a backward leaves the modules; it may still run through their forward, so nothing is freed."""
+    if _records_graph(grad):
+        grad.register_hook(partial(_before_backward, group, ()))
 
 
 for _hook in (before_forward, after_forward):

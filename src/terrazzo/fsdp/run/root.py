@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo._torch.autograd import at_end_of_backward, in_backward
+from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.misuse import remark_on_single_group
+from terrazzo.fsdp.misuse import note_model, remark_on_single_group
 from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
@@ -60,6 +60,7 @@ class Root:
         state = State(tuple(where), state.phase, state.running)
         self.executor = Executor(self.units, state, self.streams, self.watch)
         self.is_last_backward = True
+        self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
         self._entered: list[int] = []  # units, in this forward
         # Of the last forward of each outermost module, and of the one that is expected now.
@@ -113,7 +114,11 @@ class Root:
         return self.executor.state
 
     def advance(self, event: tuple[Any, ...]) -> None:
-        """Do what follows an event."""
+        """Do what follows an event; inside `torch.func`'s transforms too, which would wrap what it computes."""
+        if functorch_active():
+            with outside_transforms():
+                self.advance(event)
+            return
         if self._changed or self._reordered:
             if self._changed:
                 self._spec = self.spec()
@@ -134,6 +139,10 @@ class Root:
 
     def begin_forward(self, module: int) -> None:
         """Once per forward of the outermost module: notice what happened to parameters since the last."""
+        if functorch_active():
+            with outside_transforms():
+                self.begin_forward(module)
+            return
         if in_backward():
             self.advance((Event.FORWARD, module, True, ()))
             return
@@ -145,21 +154,27 @@ class Root:
         self._expect(self._orders.get(module, ()))
         where = self.state.where
         replaced = [unit.replaced() for unit in self.units]
-        written = tuple(
-            [
-                unit.index
-                for unit, found in zip(self.units, replaced, strict=True)
-                if where[unit.index] is not Where.SHARDED and (found or unit.was_written())
-            ]
-        )
+        written = self._written(replaced)
         self.advance((Event.FORWARD, module, False, written))
         try:
             for unit, found in zip(self.units, replaced, strict=True):
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
                     self._changed |= unit.adopt(found)
+                else:
+                    self._changed |= unit.follow_flags()
         except BaseException:
             self.executor.reset(gradients=False)
             raise
+
+    def _written(self, replaced: Sequence[object]) -> tuple[int, ...]:
+        """Units that are not sharded, and whose shards some rank has written since they were gathered."""
+        kept = [unit for unit in self.units if self.state.where[unit.index] is not Where.SHARDED and unit.params]
+        if not kept:
+            return ()
+        for unit in kept:
+            unit.save_writes()
+        flags = self.watch.agree([bool(replaced[unit.index]) or unit.was_written() for unit in kept])
+        return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
     def _expect(self, order: tuple[int, ...]) -> None:
         """Units are expected to run in this order."""
@@ -195,7 +210,10 @@ class Root:
         with_gradients = tuple(
             [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
         )
-        self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward))
+        # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
+        # so they stay unsharded. If their parameters got gradients, those are what was asked for.
+        graph, self.records_graph = ((True,) if self.records_graph else ()), False
+        self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward, *graph))
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
@@ -214,6 +232,7 @@ class Root:
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
+        self.records_graph = False
         self._entered = []
         self.watch.forget()
         self.executor.reset(gradients=True)
@@ -232,11 +251,19 @@ class Root:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
 
+    def reshard(self, unit: Unit) -> None:
+        """Have sharded parameters registered."""
+        if self.state.outermost < 0 and not self.state.in_backward:
+            unit.save_writes()
+        self.advance((Event.RESHARD, unit.index))
+
     def follow(self, unit: Unit, *, partly: bool = False) -> None:
         """Follow what users did to a unit's parameters."""
         found = unit.replaced()
-        if self.state.where[unit.index] is not Where.SHARDED and (found or unit.was_written()):
-            self.advance((Event.RESHARD, unit.index))
+        if self.state.where[unit.index] is not Where.SHARDED:
+            unit.save_writes()
+            if self.watch.agree([bool(found) or unit.was_written()])[0]:
+                self.advance((Event.RESHARD, unit.index))
         if self.state.where[unit.index] is Where.SHARDED:
             self._changed |= unit.adopt(found, partly=partly)
 
@@ -284,6 +311,7 @@ def _become_root(group: Group) -> Root:
         if known is not None:
             known.name = name
     root = Root(members, tops)
+    note_model(root)
     number = _roots[group.settings.mesh.shard.ranks]
     _roots[group.settings.mesh.shard.ranks] += 1
     for unit in root.units:

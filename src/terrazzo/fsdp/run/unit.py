@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from terrazzo._torch.modules import parameters_of
 from terrazzo.comm.pending import Pending
@@ -71,6 +71,7 @@ class Unit:
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
         self._prepared = False
+        self._flags_changed = False  # of requires_grad, since somebody asked
         self._sharded: list[Any] = [p.sharded for p in self.params]
         self._unsharded: list[Any] = []
         self._registered = self._sharded
@@ -202,20 +203,40 @@ class Unit:
                 self._check_alike(bucket)
                 bucket.rebuild()
                 changed = True
-        for param in self.params:
-            if param.sharded.requires_grad is not param.requires_grad:
-                param.requires_grad = param.sharded.requires_grad
-                changed = True
-                if self._prepared:
-                    param.set_requires_grad(param.requires_grad)
+        changed |= self.follow_flags()
         if not self._prepared and not partly:
             self._prepare()
             changed = True
         return changed
 
+    def follow_flags(self) -> bool:
+        """Have both faces of each parameter require gradients as the one does on which users have set that last.
+
+        Returns whether that has changed since the last call.
+        """
+        changed, self._flags_changed = self._flags_changed, False
+        for param in self.params:
+            changed |= param.follow_flag()
+        return changed
+
+    def save_writes(self) -> None:
+        """Copy to the shards what users have written to unsharded parameters between steps.
+
+        Shards that were written after they were gathered are newer, and stay as they are.
+        """
+        if self._registered is self._unsharded and self.epoch == self.gathered_epoch:
+            for bucket in self.buckets:
+                bucket.save_writes()
+
     def _adopt_one(self, param: ShardedParameter, found: Any) -> None:
         if found is param.sharded:
             return
+        if isinstance(found, DTensor) and not isinstance(found, nn.Parameter):
+            raise FSDPError(
+                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a DTensor that is no nn.Parameter, "
+                "as torch.func.functional_call does: the gather has no derivative, so gradients would be lost. Write "
+                "the values to the parameters (copy_, .data, load_state_dict), or call the module before fully_shard"
+            )
         if isinstance(found, DTensor) and _is_same(found._layout, param.layout):
             found._layout = param.layout  # meshes may be equal and yet have process groups of their own
         else:
@@ -354,6 +375,9 @@ class Unit:
             bucket.free()
         self._drop_kept()
         if self._registered is not self._sharded:
+            for param in self.params:  # which users have had in their hands
+                if param.unsharded_local.requires_grad is not param.requires_grad:
+                    self._flags_changed |= param.follow_flag()
             self._register(self._sharded)
 
     def keep(self) -> None:

@@ -132,6 +132,23 @@ class Watch:
             self._raise_difference(self._axis, comparing.names)
         self.has_agreed = True
 
+    def agree(self, flags: list[bool]) -> list[bool]:
+        """Which of `flags` are set on any of the ranks that shard; all of them ask together.
+
+        A shard may be written on the rank alone that holds some row. On accelerators, where asking would make the host
+        wait, each rank answers for itself.
+        """
+        if self._beside is None:
+            return flags
+        found = torch.tensor(flags, dtype=torch.uint8)
+        try:
+            work = wire.all_reduce(self._beside, found, "max")
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self.explain(CommError(str(error))) from error
+        return [bool(flag) for flag in found.tolist()]
+
     def forget(self) -> None:
         """A forward or backward failed here: there is nothing to compare."""
         self._comparing = None
