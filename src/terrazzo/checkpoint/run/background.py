@@ -132,9 +132,20 @@ class Background:
         """Do the work on a thread."""
         future = future or SaveFuture()
         self._future = future
+        # The thread waits until it is let go: else it would have the interpreter's lock, which this thread needs to
+        # return, and keep it for 5 ms or longer.
+        let_go = threading.Event()
+
+        def run() -> None:
+            let_go.wait()
+            future.settle(work)
+
         # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=future.settle, args=(work,), name="terrazzo-save")
-        self._thread.start()
+        self._thread = threading.Thread(target=run, name="terrazzo-save")
+        try:
+            self._thread.start()
+        finally:
+            let_go.set()
         return future
 
     def close(self) -> None:
