@@ -20,6 +20,7 @@ from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
+from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError
 
@@ -136,9 +137,13 @@ class Background:
         # return, and keep it for 5 ms or longer.
         let_go = threading.Event()
 
+        def save() -> Metadata:
+            with short_turns():
+                return work()
+
         def run() -> None:
             let_go.wait()
-            future.settle(work)
+            future.settle(save)
 
         # Not a daemon: a process that ends waits for its checkpoint.
         self._thread = threading.Thread(target=run, name="terrazzo-save")
