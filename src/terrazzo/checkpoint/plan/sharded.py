@@ -63,10 +63,10 @@ class Viewer:
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
+        if interop.is_sharded_tensor_type(type(value)):
+            return self._view_shards(name, value, interop.local_shards(value), None)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
-            if interop.is_sharded_tensor_type(type(value)):
-                return self._view_shards(name, value, interop.local_shards(value), None)
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
         placements, size = tuple(value.placements), value.size()
         key = (type(value), id(mesh), placements)
