@@ -36,7 +36,8 @@ def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     resolved: dict[str, Any] = dict.fromkeys(state_dict)
     for key in _in_order(state_dict):
-        resolved[key] = _resolved(state_dict[key])
+        value = state_dict[key]
+        resolved[key] = value if isinstance(value, torch.Tensor) else _resolved(value)
     return resolved
 
 
@@ -49,7 +50,10 @@ def _resolved(value: Any) -> Any:
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:
-    return sorted(keys, key=lambda key: (type(key).__name__, str(key)))
+    found = list(keys)
+    if all(type(key) is str for key in found):  # as most are
+        return sorted(found)
+    return sorted(found, key=lambda key: (type(key).__name__, str(key)))
 
 
 def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, async_save, load
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.planner import WriteItem
+from terrazzo.checkpoint.stores import Request
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.cli import app
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConflictError
@@ -188,6 +190,21 @@ def test_any_request_fails_once(s3: S3Server, proxy: FaultProxy, shift: int) -> 
         assert value_at(store) == at + 1
         assert len(names(store)) == 2, (at, proxy.happened, names(store))
         assert len(proxy.happened) == 1
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(s3: S3Server, proxy: FaultProxy) -> None:
+    """What has arrived by then was copied already, into several buffers; the next answer is copied over it."""
+    store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", **proxy.settings(s3.settings()))
+    data = np.random.default_rng(0).bytes(3 << 20)
+    store.put("data", data)
+    for times in (1, 2):
+        proxy.reset(choose("cut reply", 0, 0, times))
+        target = bytearray(len(data) - 2000)
+        buffers = [memoryview(target)[:100], memoryview(target)[100:100], memoryview(target)[100:]]
+        assert [request.key for request in store.read([Request("data", 1000, buffers)])] == ["data"]
+        assert len(proxy.happened) == times and target == data[1000:-1000]
+    with pytest.raises(EOFError, match="ends at byte 3145728"):
+        list(store.read([Request("data", 1000, [memoryview(bytearray(len(data)))])]))
 
 
 @pytest.mark.parametrize("status", [503, *(pytest.param(n, marks=pytest.mark.long) for n in (409, 412))])

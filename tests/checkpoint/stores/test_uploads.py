@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -116,3 +117,43 @@ def test_one_at_a_time_takes_the_next_request_when_the_last_was_answered() -> No
 
     for request in store.read(requests(), in_flight_bytes=0):
         assert taken[-1] == request.key == store.began[-1]
+
+
+def test_stores_of_one_bucket_share_a_client_unless_settings_or_the_environment_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = ObjectStore("s3://bucket/one", region="nowhere")
+    assert ObjectStore("s3://bucket/two", region="nowhere")._bucket is first._bucket
+    assert ObjectStore("s3://bucket/one", region="elsewhere")._bucket is not first._bucket
+    assert ObjectStore("s3://other/one", region="nowhere")._bucket is not first._bucket
+    retry = {"retry_timeout": timedelta(seconds=1)}
+    assert ObjectStore("s3://bucket/one", region="nowhere", retry_config=retry)._bucket is not first._bucket
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert ObjectStore("s3://bucket/one", region="nowhere")._bucket is not first._bucket
+
+
+def test_large_requests_are_of_bytes_that_go_where_they_belong() -> None:
+    """What passes through buffers is asked for in smaller requests, for the buffers of all under way add up."""
+    state = {"in place": torch.arange(3 << 20), "turned": torch.arange(3 << 20).view(1024, -1)}
+    store = Recorded()
+    save(state, storage_writer=NativeWriter(store), no_dist=True)
+    found = {name: torch.zeros(value.shape[::-1], dtype=torch.int64).t() for name, value in state.items()}
+    load(found, storage_reader=NativeReader(store), no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    sizes = [request.size for request in store.requests if request.owner.buffer is None]
+    assert max(sizes) > 16 << 20
+    staged = [request.owner.buffer.numel() for request in store.requests if request.owner.buffer is not None]
+    assert staged and max(staged) * store.caps.depth < 66 << 20
+
+
+class Recorded(ScatteredStore):
+    """Remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(ObjectStore.caps)
+        self.requests: list[Request] = []
+
+    def read(self, requests: Any, *, in_flight_bytes: int = 64 << 20) -> Any:
+        for request in super().read(requests, in_flight_bytes=in_flight_bytes):
+            self.requests.append(request)
+            yield request

@@ -25,7 +25,9 @@ from terrazzo.errors import CheckpointError
 _PIECE: Final = 4 * BLOCK
 # The same beside a main thread that computes: after each write a thread waits for the interpreter's lock, 5 ms if the
 # main thread does not let go of it, so writes have to be few.
-_PIECE_BESIDE: Final = 32 * BLOCK
+_PIECE_BESIDE: Final = 256 * BLOCK
+_FRAMES: Final = 32 * BLOCK  # compressed bytes, which need memory, that are written at once
+_HASHED_AT_ONCE: Final = 64 << 10  # xxhash lets go of the lock, too, for more than 100 kB
 _MAX_BUFFERS: Final = 1000
 
 
@@ -38,9 +40,11 @@ class Pump:
 
     def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
-        self._piece = _PIECE if threading.current_thread() is threading.main_thread() else _PIECE_BESIDE
+        beside = threading.current_thread() is not threading.main_thread()
+        self._piece = _PIECE_BESIDE if beside else _PIECE
+        self._checksum = _checksum_beside if beside else checksum
         self._written = start
-        self._waiting: list[memoryview] = []
+        self._waiting: list[tuple[memoryview, int]] = []  # and how many bytes of each have one checksum
         self._waiting_bytes = 0
         self._kept: list[object] = []  # what owns the waiting memory
         self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
@@ -77,34 +81,37 @@ class Pump:
             for start in range(0, nbytes, block):
                 self._add_frame(data[start : start + block], chunk)
             return
-        if nbytes <= block:
-            if nbytes:
-                self.sums.append(checksum(data))
-                self._queue(data, owner)
-            return
         for start in range(0, nbytes, self._piece):
-            piece = data[start : start + self._piece]
-            for begin in range(0, len(piece), block):
-                self.sums.append(checksum(piece[begin : begin + block]))
-            self._queue(piece, owner)
+            self._queue(data[start : start + self._piece], owner, block)
 
     def _add_frame(self, data: memoryview, chunk: Chunk) -> None:
         frame = encode_frame(data, chunk.dtype.itemsize)
-        self.sums.append(checksum(frame))
         self.frames.append(len(frame))
-        self._queue(memoryview(frame), frame)
+        self._queue(memoryview(frame), frame, len(frame))
+        if self._waiting_bytes >= _FRAMES:
+            self.flush()
 
-    def _queue(self, data: memoryview, owner: object) -> None:
-        self._waiting.append(data)
+    def _queue(self, data: memoryview, owner: object, block: int) -> None:
+        self._waiting.append((data, block))
         self._kept.append(owner)
         self._waiting_bytes += len(data)
         if self._waiting_bytes >= self._piece or len(self._waiting) >= _MAX_BUFFERS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Write what is waiting.
+
+        Its checksums are all taken now, not while it is gathered: many of PyTorch's functions let go of the
+        interpreter's lock, too, and are likely to lose it if the main thread has waited for some time.
+        """
         if self._waiting:
-            self._file.give(self._written, self._waiting)
+            for data, block in self._waiting:
+                if len(data) <= block:
+                    self.sums.append(self._checksum(data))
+                else:
+                    for start in range(0, len(data), block):
+                        self.sums.append(self._checksum(data[start : start + block]))
+            self._file.give(self._written, [data for data, _ in self._waiting])
             self._written += self._waiting_bytes
             self._waiting, self._kept, self._waiting_bytes = [], [], 0
 
@@ -146,6 +153,16 @@ class Pump:
             ahead = (target, event)
         if ahead is not None:
             yield _arrived(*ahead)
+
+
+def _checksum_beside(data: memoryview) -> int:
+    """The checksum, without letting go of the interpreter's lock."""
+    if len(data) <= _HASHED_AT_ONCE:
+        return checksum(data)
+    state = xxhash.xxh3_64(data[:_HASHED_AT_ONCE])
+    for start in range(_HASHED_AT_ONCE, len(data), _HASHED_AT_ONCE):
+        state.update(data[start : start + _HASHED_AT_ONCE])
+    return state.intdigest()
 
 
 class BlockSums:

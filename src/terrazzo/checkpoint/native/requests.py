@@ -27,6 +27,7 @@ from terrazzo.layout.box import Box
 
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
 _WINDOW: Final = 4 << 20  # bytes with gaps that pass through a buffer at once
+_BUFFERS: Final = 64 << 20  # bytes of all buffers of requests that are under way at once
 _ALIGNMENT: Final = 64
 
 
@@ -79,6 +80,7 @@ class Requests:
         self._verify = verify
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
+        self._staged_limit = min(self._limit, _BUFFERS // store.caps.depth)  # of requests that need a buffer
         self._step = self._limit // 2  # a run that is no larger is read and checked at once
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
@@ -151,7 +153,6 @@ class Requests:
                 yield from self._compressed(want)
                 continue
             places = self._spans_of(chunk, want.offsets, want.lengths)
-            filling.left += len(places) - 1
             target = filling.target if want.part is None else filling.target[want.part.slices()]
             first = places[0]
             if (
@@ -167,6 +168,10 @@ class Requests:
                 else:
                     yield from self._in_place(chunk, first, memory, filling)
                 continue
+            if first.high - first.low > max(self._staged_limit, _WINDOW):  # too much for one buffer
+                block = chunk.block if self._verify else 1
+                places = self._spans_of(chunk, want.offsets, want.lengths, block)
+            filling.left += len(places) - 1
             whole = len(places) == 1 and want.part is None
             for span in places:
                 part = None
@@ -220,7 +225,7 @@ class Requests:
         found = self._spans.get(key)
         if found is None:
             bounded, block = bool(block), block or (chunk.block if self._verify else 1)
-            limit = max(self._limit, _WINDOW)
+            limit = max(self._staged_limit, _WINDOW)
             itemsize, box = chunk.dtype.itemsize, Box(tuple(offsets), tuple(lengths))
             found = spans(
                 box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit, bounded=bounded
@@ -245,20 +250,23 @@ class Requests:
     def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
         """Runs that are near one another in a file, together."""
         batch: list[_Run] = []
-        end = 0
+        end, limit = 0, self._limit
         for run in runs:
+            in_place = run.memory is not None and run.frames is None
+            own_limit = self._limit if in_place else self._staged_limit
             if batch:
                 between = run.start - end
                 together = run.start + run.nbytes - batch[0].start
                 if (
                     run.file is not batch[0].file
                     or not 0 <= between <= self._gap
-                    or together > self._limit
+                    or together > min(limit, own_limit)
                     or len(batch) == _MOST_RUNS
                 ):
                     yield self._request(batch)
-                    batch = []
+                    batch, limit = [], self._limit
             batch.append(run)
+            limit = min(limit, own_limit)
             end = run.start + run.nbytes
         if batch:
             yield self._request(batch)
@@ -288,7 +296,7 @@ class Requests:
             buffer = self._spare.pop()
             if buffer.numel() >= nbytes:
                 return buffer
-        return torch.empty(max(nbytes, self._limit + 64 * _ALIGNMENT), dtype=torch.uint8)
+        return torch.empty(max(nbytes, self._staged_limit + 64 * _ALIGNMENT), dtype=torch.uint8)
 
     # ------------------------------------------------- when they are there
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -33,6 +32,7 @@ from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_nu
 from terrazzo.checkpoint.native.root import PartEntry, Root
 from terrazzo.checkpoint.native.work import Work
 from terrazzo.checkpoint.stores.base import Absent, Store, Version
+from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
@@ -84,16 +84,8 @@ def write_part(
         partial(_write_file, store, *named, work.tensor, options, files) for named in zip(names, layouts, strict=True)
     ]
     try:
-        if store.caps.in_place or len(writes) < 2:
-            written = [write() for write in writes]
-        else:  # files that are sent as a whole: several are under way
-            with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(layouts)), "terrazzo-write") as pool:
-                futures = [pool.submit(write) for write in writes]
-                try:
-                    written = [future.result() for future in futures]
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+        # Of files that are sent as a whole, several are under way.
+        written = results_of(writes, 1 if store.caps.in_place else _FILES_AT_ONCE, "terrazzo-write")
         written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
     except BaseException:
@@ -250,16 +242,14 @@ def _write_file(
         threads = 1 if options.compression or not store.caps.in_place else options.threads
         segments = _segments(layout, threads)
         pumps = [Pump(upload, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
-        if len(pumps) == 1:
-            pumps[0].write(layout.chunks, data_of)
-        else:
-            with ThreadPoolExecutor(len(pumps)) as pool:
-                work = [
-                    pool.submit(pump.write, layout.chunks[segment], data_of)
-                    for pump, segment in zip(pumps, segments, strict=True)
-                ]
-            for future in work:
-                future.result()
+        results_of(
+            [
+                partial(pump.write, layout.chunks[segment], data_of)
+                for pump, segment in zip(pumps, segments, strict=True)
+            ],
+            len(pumps),
+            "terrazzo-write",
+        )
         starts = [start for pump in pumps for start in pump.starts]
         stored = [nbytes for pump in pumps for nbytes in pump.stored]
         end = starts[-1] + stored[-1]

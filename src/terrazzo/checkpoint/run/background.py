@@ -20,6 +20,7 @@ from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.run.coordination import Place, StepFailed
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
+from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError
 
@@ -132,9 +133,24 @@ class Background:
         """Do the work on a thread."""
         future = future or SaveFuture()
         self._future = future
+        # The thread waits until it is let go: else it would have the interpreter's lock, which this thread needs to
+        # return, and keep it for 5 ms or longer.
+        let_go = threading.Event()
+
+        def save() -> Metadata:
+            with short_turns():
+                return work()
+
+        def run() -> None:
+            let_go.wait()
+            future.settle(save)
+
         # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=future.settle, args=(work,), name="terrazzo-save")
-        self._thread.start()
+        self._thread = threading.Thread(target=run, name="terrazzo-save")
+        try:
+            self._thread.start()
+        finally:
+            let_go.set()
         return future
 
     def close(self) -> None:

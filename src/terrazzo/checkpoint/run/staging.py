@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
+import msgspec
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
@@ -106,8 +108,7 @@ class Staging:
 _in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
 
 
-@dataclass(slots=True)
-class StagedTensor:
+class StagedTensor(msgspec.Struct, eq=False):
     """A rank's part of a distributed tensor, in host memory and without its process group."""
 
     shape: torch.Size
@@ -154,10 +155,10 @@ class BlockingAsyncStager:
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """A copy of the state dict in host memory, complete when this returns."""
-        skeleton, sources = take_apart(state_dict, self.type_check)
-        memory = self._memory if self.cache_staged_state_dict else HostMemory()
-        staged: STATE_DICT_TYPE = put_together(skeleton, memory.copy(sources))
-        return staged
+        with paused_collector():
+            skeleton, sources = take_apart(state_dict, self.type_check)
+            memory = self._memory if self.cache_staged_state_dict else HostMemory()
+            return put_together(skeleton, memory.copy(sources))
 
     def synchronize_staging(self) -> None:
         """Nothing: `stage` has waited."""
@@ -230,39 +231,38 @@ class DefaultStager:
         self._memory = HostMemory(shared=self._config.use_shared_memory)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor was, in a state dict that has been taken apart."""
 
     number: int
 
 
 def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[STATE_DICT_TYPE, list[torch.Tensor]]:
-    """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors."""
+    """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors.
+
+    The shards of a `StagedTensor` are numbers of slots until it is put together.
+    """
     sources: list[torch.Tensor] = []
-    slots: dict[int, Slot] = {}  # by address: tied weights are copied once
+    numbers: dict[int, int] = {}  # by address: tied weights are copied once
     viewer = Viewer()
 
-    def keep(tensor: torch.Tensor) -> Slot:
-        plain = type(tensor) in OWN_MEMORY
-        known = slots.get(tensor.data_ptr()) if plain else None
-        if known is not None and same_memory(tensor, sources[known.number]):
-            return known
+    def keep(tensor: torch.Tensor) -> int:
+        number = len(sources)
+        if type(tensor) in OWN_MEMORY:
+            known = numbers.setdefault(tensor.data_ptr(), number)
+            if known != number and same_memory(tensor, sources[known]):
+                return known
         sources.append(tensor)
-        slot = Slot(len(sources) - 1)
-        if plain:
-            slots.setdefault(tensor.data_ptr(), slot)
-        return slot
+        return number
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if is_sharded(value):
-            view = viewer.view(".".join(map(str, path)), value)
-            boxes = tuple(box for box, _ in view.chunks)
-            shards = tuple(keep(shard) for _, shard in view.chunks)
+            view = viewer.view(str(path[0]) if len(path) == 1 else ".".join(map(str, path)), value)
+            boxes, shards = tuple([box for box, _ in view.chunks]), tuple([keep(shard) for _, shard in view.chunks])
             return StagedTensor(view.size, view.dtype, boxes, shards, view.holders)
         if isinstance(value, torch.Tensor):
             _explained(path, partial(check_storable, value))
-            return keep(value.detach())
+            return Slot(keep(value.detach()))
         if type_check:
             _explained(path, partial(encode, value))
         return deepcopy(value)
@@ -273,24 +273,29 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
 
 
 def put_together(skeleton: STATE_DICT_TYPE, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
-    """The state dict that was taken apart, with these tensors in its slots."""
+    """The state dict that was taken apart, with these tensors in its slots.  It is used up: its tensors are filled."""
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, Slot):
             return tensors[value.number]
         if isinstance(value, StagedTensor):
-            shards = tuple(tensors[slot.number] for slot in value.shards)
-            return StagedTensor(value.shape, value.dtype, value.boxes, shards, value.holders)
+            value.shards = tuple([tensors[number] for number in value.shards])
         return value
 
     whole: STATE_DICT_TYPE = _walk((), skeleton, leaf)
     return whole
 
 
+_LEAVES: Final = (torch.Tensor, Slot, StagedTensor)  # most values are, so these are asked for first
+
+
 def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
     """The value with `leaf` applied to all that is not a dict, list or tuple."""
     if isinstance(value, dict):
-        return {key: _walk((*path, key), item, leaf) for key, item in value.items()}
+        return {
+            key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_walk((*path, index), item, leaf) for index, item in enumerate(value)]
     if type(value) is tuple:
@@ -326,7 +331,7 @@ class HostMemory:
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and good until the next call."""
         specs = [(tensor.shape, tensor.dtype) for tensor in sources]
-        from_devices = any(tensor.device.type not in ("cpu", "meta") for tensor in sources)
+        from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
         pinned = from_devices and not self.shared
         if specs != self._specs or (not self._slabs if pinned else self.buffer is None):
             self._views = []

@@ -393,6 +393,7 @@ class LocalUpload(Upload):
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for group in _groups(buffers):
             total = sum(map(len, group))
+            self._write_behind(total)
             written = self._pwritev(group, offset)
             done = written
             while done < total:  # a short write: carry on until the kernel says why
@@ -402,15 +403,14 @@ class LocalUpload(Upload):
                 written = self._pwritev(group, offset + done)
                 done += written
             offset += total
-            self._write_behind(total)
 
-    def _write_behind(self, written: int) -> None:
+    def _write_behind(self, more: int) -> None:
+        """Before `more` is written, have the kernel begin with what was written before, if that is much."""
         with self._lock:
-            self._behind += written
-            if self._behind < _WRITE_BEHIND:
-                return
-            self._behind = 0
-        _start_writing_back(self._fd)
+            behind = self._behind
+            self._behind = more if behind >= _WRITE_BEHIND else behind + more
+        if behind >= _WRITE_BEHIND:
+            _start_writing_back(self._fd)
 
     def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:

@@ -18,10 +18,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -43,11 +45,13 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
+from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
+_CHUNK: Final = 256 << 10  # of an answer: what is copied at once, while it is in the cache
 _LARGE_COPY: Final = 64 << 10
 _TRIES: Final = 5  # beside those that the client makes
 T = TypeVar("T")
@@ -67,7 +71,7 @@ class ObjectStore(Store):
     's3://bucket/run/step-100'
     """
 
-    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=8 << 20, gap=512 << 10, depth=8)
+    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=20 << 20, gap=512 << 10, depth=8)
 
     def __init__(self, url: str, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
@@ -75,7 +79,7 @@ class ObjectStore(Store):
         self.lease_seconds = lease_seconds
         parts = urlsplit(self._url)
         self._prefix = parts.path.strip("/")
-        self._bucket: Any = from_url(f"{parts.scheme}://{parts.netloc}", **_with_plain_http(settings))
+        self._bucket: Any = _client(f"{parts.scheme}://{parts.netloc}", settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self._url, self.lease_seconds, self._settings)
@@ -118,35 +122,68 @@ class ObjectStore(Store):
                 self._fetch(request)
                 yield request
             return
-        under_way: dict[Future[None], Request] = {}
-        held = 0
-        pool = ThreadPoolExecutor(self.caps.depth, thread_name_prefix="terrazzo-read")
+        todo: SimpleQueue[Request | None] = SimpleQueue()
+        done: SimpleQueue[tuple[Request, BaseException | None]] = SimpleQueue()
+        workers: list[threading.Thread] = []
+        under_way, most = 0, max(min(self.caps.depth, in_flight_bytes // _CHUNK), 1)
+
+        def work() -> None:
+            while (request := todo.get()) is not None:
+                try:
+                    self._fetch(request)
+                except BaseException as error:  # noqa: B036  # raised where the request is waited for
+                    done.put((request, error))
+                else:
+                    done.put((request, None))
+
+        def arrived() -> Request:
+            nonlocal under_way
+            request, error = done.get()
+            under_way -= 1
+            if error is not None:
+                raise error
+            return request
+
         try:
             for request in requests:
-                while under_way and (len(under_way) >= self.caps.depth or held + request.size > in_flight_bytes):
-                    for done in _arrived(under_way):
-                        held -= done.size
-                        yield done
-                held += request.size
-                under_way[pool.submit(self._fetch, request)] = request
+                while under_way >= most:
+                    yield arrived()
+                under_way += 1
+                if under_way > len(workers):
+                    worker = threading.Thread(target=work, name="terrazzo-read")
+                    worker.start()
+                    workers.append(worker)
+                todo.put(request)
             while under_way:
-                yield from _arrived(under_way)
+                yield arrived()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            with suppress(Empty):  # requests that nobody waits for any more
+                while True:
+                    todo.get_nowait()
+            for _ in workers:
+                todo.put(None)
+            for worker in workers:
+                worker.join()
 
     def _fetch(self, request: Request) -> None:
-        """Carry out one request."""
-        size = request.size
-        if size == 0:
-            return
-        read = partial(self._bucket.get_range, self._path(request.key), start=request.start, length=size)
-        data = memoryview(self._tried(request.key, read))
-        if len(data) < size:
-            raise EOFError(f"{self._url}/{request.key} ends at byte {request.start + len(data)}; more was expected")
-        position = 0
+        """Carry out one request; what arrives is copied to where it belongs as it comes."""
+        if request.size:
+            self._tried(request.key, partial(self._fill, request))
+
+    def _fill(self, request: Request) -> None:
+        options = {"range": (request.start, request.start + request.size)}
+        answer = iter(self._bucket.get(self._path(request.key), options=options).stream(min_chunk_size=_CHUNK))
+        arrived, position = memoryview(b""), request.start
         for buffer in request.buffers:
-            _copy(buffer, data[position : position + len(buffer)])
-            position += len(buffer)
+            left = buffer
+            while left:
+                if not arrived:
+                    arrived = memoryview(next(answer, b""))
+                    if not arrived:
+                        raise EOFError(f"{self._url}/{request.key} ends at byte {position}; more was expected")
+                nbytes = min(len(left), len(arrived))
+                _copy(left[:nbytes], arrived[:nbytes])
+                left, arrived, position = left[nbytes:], arrived[nbytes:], position + nbytes
 
     def get(self, key: str) -> tuple[bytes, Version]:
         def read() -> tuple[bytes, Version]:
@@ -205,13 +242,8 @@ class ObjectStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(keys)
-        if len(wanted) < 2:
-            for key in wanted:
-                self._delete(key)
-            return
-        with ThreadPoolExecutor(self.caps.depth, thread_name_prefix="terrazzo-delete") as pool:
-            for _ in pool.map(self._delete, wanted):  # a large checkpoint has very many small files
-                pass
+        # A large checkpoint has very many small files.
+        results_of([partial(self._delete, key) for key in wanted], self.caps.depth, "terrazzo-delete")
 
     def _delete(self, key: str) -> None:
         try:
@@ -296,15 +328,6 @@ class _Told(Upload):
         self._inner.abort()
 
 
-def _arrived(under_way: dict[Future[None], Request]) -> list[Request]:
-    """Those that are done, at least one, in the order in which they were asked for; they are under way no longer."""
-    finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-    done = [future for future in under_way if future in finished]
-    for future in done:
-        future.result()
-    return [under_way.pop(future) for future in done]
-
-
 def _copy(target: memoryview, source: memoryview) -> None:
     """Large ones by NumPy, which lets other threads run meanwhile."""
     if len(source) < _LARGE_COPY:
@@ -315,6 +338,26 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 def _rebuilt(url: str, lease_seconds: float, settings: dict[str, Any]) -> ObjectStore:
     return ObjectStore(url, lease_seconds=lease_seconds, **settings)
+
+
+def _client(url: str, settings: dict[str, Any]) -> Any:
+    """A client of a bucket: the one there is, with its connections, if it was made of the same settings.
+
+    To make one takes 10 ms, in which no other thread has the interpreter.
+    """
+    try:
+        told = json.dumps(settings, sort_keys=True)
+        comparable = json.loads(told) == settings
+    except TypeError:  # functions, for example
+        comparable = False
+    if not comparable:
+        return from_url(url, **_with_plain_http(settings))
+    return _known_client(url, told, frozenset(os.environ.items()))
+
+
+@lru_cache(maxsize=8)
+def _known_client(url: str, settings: str, environment: frozenset[tuple[str, str]]) -> Any:
+    return from_url(url, **_with_plain_http(json.loads(settings)))
 
 
 def _with_plain_http(settings: dict[str, Any]) -> dict[str, Any]:
