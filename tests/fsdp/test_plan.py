@@ -185,7 +185,7 @@ def check_text() -> None:
         *("Model", "blocks.0", "blocks.1", "blocks.2"),
         *("Model", "blocks.2", "blocks.1", "blocks.0"),
     ]
-    with pytest.raises(FSDPError, match="Linear was not sharded: explain"):
+    with pytest.raises(FSDPError, match="Linear is not sharded: explain"):
         explain(nn.Linear(2, 2))
 
 

@@ -93,7 +93,7 @@ def check_separate_group() -> None:
     other = shard_blocks(Model())
     share_comm_ctx([model, other])
     loss_of(other, *next(batches(1, ranks=1))).backward()
-    with pytest.raises(FSDPValueError, match="share_comm_ctx takes modules that fully_shard was called on"):
+    with pytest.raises(FSDPValueError, match="share_comm_ctx expected modules that fully_shard was called on"):
         share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
 
 
@@ -193,7 +193,7 @@ def check_buffers() -> None:
     for wrong, error in ((True, TypeError), (2.0, TypeError), (0, ValueError)):
         with pytest.raises(error, match="set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(wrong)
-    with pytest.raises(ValueError, match="set_reshard_after_forward takes True or False, got 2"):
+    with pytest.raises(ValueError, match="reshard_after_forward must be True or False here, not 2"):
         model.set_reshard_after_forward(2)
 
 
@@ -214,7 +214,9 @@ def check_reset() -> None:
         model.head.register_forward_hook(lambda *_: 1 / 0)
         model(mine(x))
     model.head._forward_hooks.clear()
-    with pytest.raises(RuntimeError, match=r"reset_iter_state was called on 'blocks.0', which is inside 'Model'"):
+    with pytest.raises(
+        RuntimeError, match=r"reset_iter_state must be called on the root module, 'Model', not on 'blocks.0'"
+    ):
         model.blocks[0].reset_iter_state()
     model.reset_iter_state()
     assert all(isinstance(p, DTensor) for p in model.parameters()), "everything is sharded"

@@ -29,8 +29,8 @@ from terrazzo.fsdp.timeline import Timeline, done, frame_of
 class TraceEvent(msgspec.Struct, frozen=True):
     """Something that was done for a group.
 
-    `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied
-    to its place), reshard, reduce (a reduction begins), all-reduce (over the replicas), gradients (handed over).
+    `kind` is one of unshard (start a gather), prefetch (start a gather ahead of time), wait (wait for a gather, and
+    copy out), reshard, reduce (start a reduction), all-reduce (over the replicas), gradients (set `.grad`).
     """
 
     kind: str
@@ -52,7 +52,7 @@ _SHOWN = {
 
 
 class Trace:
-    """Events in the order in which they began on this rank's host, and the operations of the plan that they were."""
+    """The events of a step in the order in which they began on this rank's host, and the plan's operations."""
 
     def __init__(self, frame: Timeline, spec: Spec) -> None:
         self.events: list[TraceEvent] = []
@@ -63,7 +63,7 @@ class Trace:
         self._zero = perf_counter()
 
     def ran(self, operation: Operation, began: float) -> None:
-        """Called when the operation was done."""
+        """Record an operation that has ended."""
         begin, end, backward = began - self._zero, perf_counter() - self._zero, in_backward()
         self.operations.append(operation)
         self._times.append((begin, end, backward))
@@ -73,7 +73,7 @@ class Trace:
             self.events.append(TraceEvent(kind, name, operation.moves, begin, end, backward))
 
     def total_bytes(self) -> int:
-        """What a rank sent, on average."""
+        """Bytes that a rank sent, on average."""
         return sum(event.bytes for event in self.events)
 
     def __str__(self) -> str:
@@ -87,11 +87,11 @@ class Trace:
         return "\n".join(lines)
 
     def timeline(self) -> Timeline:
-        """All operations with their times, and the memory that they came to, as `terrazzo view` shows them."""
+        """All operations with their times and the memory in use, as `terrazzo view` shows them."""
         return msgspec.structs.replace(self._frame, operations=done(self.operations, self._times, self._spec))
 
     def chrome(self) -> bytes:
-        """The trace in the format of trace viewers: one row per kind, one process per rank; and the timeline."""
+        """The trace in the format of trace viewers (one process per rank, one row per kind), with the timeline."""
         events = [
             {
                 "name": f"{event.kind} {event.group}",
@@ -122,7 +122,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     group = group_of(model)
     if group is None:
-        raise FSDPError(f"{type(model).__name__} was not sharded: trace takes a module that fully_shard was called on")
+        raise FSDPError(f"{type(model).__name__} is not sharded: trace expects a module that fully_shard was called on")
     root = root_of(group)
     found = Trace(frame_of(root), root.spec())
     before, root.executor.observers = root.executor.observers, (found,)
