@@ -112,7 +112,7 @@ def test_a_run_that_goes_back(tmp_path: Path):
         manager.wait()
         # The newest is what was saved last, not what has the largest number.
         assert manager.latest_step() == 30 and manager.steps() == [30, 50]
-        with pytest.raises(CheckpointExistsError, match="reading"), manager.hold(50):
+        with pytest.raises(CheckpointExistsError, match="being read"), manager.hold(50):
             manager.save(50, state(50))
     opened = Checkpoint(tmp_path)
     assert opened["step"] == -30
