@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from terrazzo.comm import observe
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import CommError, CommTimeout
 
@@ -42,12 +43,16 @@ class Pending(Generic[Result]):
 
     def wait(self) -> Result:
         """The result, once the communication is done."""
+        if self._work is None and self._finish is None:
+            return self._result
         if self._work is not None:
             wait_for(self._work, self.kind, self.axis)
             self._work = None
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
+        if observe.end_observers:
+            observe.report_end(self.kind, self.axis)
         return self._result
 
 

@@ -51,6 +51,28 @@ class Done(msgspec.Struct, frozen=True):
     inner: bool = False
 
 
+class Collective(msgspec.Struct, frozen=True):
+    """A collective of the program itself, not of `fully_shard`: a redistribution of a DTensor, for instance.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, exchange, broadcast or scatter.
+        axis: the mesh dims along which the ranks communicate.
+        bytes: the bytes that a rank sends, on average.
+        begin: when the host started it.
+        end: when the host had waited for its result.
+        backward: whether backward was running.
+        async_op: whether the host did other work between `begin` and `end`.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    begin: float
+    end: float
+    backward: bool
+    async_op: bool = False
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """The operations of one rank in a step.
 
@@ -66,6 +88,7 @@ class Timeline(msgspec.Struct, frozen=True):
         bound: the peak of `report`, in bytes.
         further: bytes on CPU beyond `bound` for small groups that are gathered ahead or still in reduction.
         operations: the operations, in the order in which the host started them.
+        collectives: collectives of the program itself, in the order in which the host started them; none in a plan.
     """
 
     rank: int
@@ -79,6 +102,7 @@ class Timeline(msgspec.Struct, frozen=True):
     bound: int
     further: int = 0
     operations: list[Done] = []
+    collectives: list[Collective] = []
 
 
 def frame_of(root: Root) -> Timeline:
