@@ -123,7 +123,7 @@ class KeepBest(KeepPolicy):
         by = Best(self.by) if isinstance(self.by, str) else self.by
         if by is None:
             raise CheckpointManagerError("KeepBest needs a metric: pass it here, or to the manager as best=")
-            return {record.step: f"best {self.count} by {by}" for record in by.order(records)[: self.count]}
+        return {record.step: f"best {self.count} by {by}" for record in by.order(records)[: self.count]}
 
 
 @dataclass(frozen=True, slots=True)
