@@ -77,7 +77,7 @@ def check_mistakes() -> None:
 
     parts = [Block(), Block()]
     fully_shard(parts)
-    with pytest.raises(FSDPError, match="sharded together, but no module around them was"):
+    with pytest.raises(FSDPError, match="were sharded as one group, but no module that contains them was"):
         parts[0](torch.randn(1, 7))
 
     with pytest.raises(RuntimeError, match=r"embed\.weight.*fully_shard.*call the module"):

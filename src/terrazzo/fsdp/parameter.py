@@ -75,7 +75,7 @@ class ShardedParameter:
     def explain(self) -> None:
         """Set the text on the sharded parameter that error messages about it contain."""
         self.sharded._note = (
-            f"{self.name!r} is a parameter of a sharded module, and unsharded only while that module runs: call "
+            f"{self.name!r} was sharded by fully_shard, and is unsharded only while its module runs: call "
             "the module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "
             "unshard()"
         )

@@ -127,7 +127,7 @@ def test_what_is_read_is_not_removed(tmp_path: Path):
                 held = manager.hold(1)
                 store = held.__enter__()
         manager.wait()
-        assert manager.steps() == [1, 3] and "reads" in (tmp_path / "kept.json").read_text()
+        assert manager.steps() == [1, 3] and "being read" in (tmp_path / "kept.json").read_text()
         assert Checkpoint(store)["model.w"][...].eq(1).all()
         held.__exit__(None, None, None)
         manager.save(4, state(4))
