@@ -56,13 +56,22 @@ class Pending(Generic[Result]):
         return self._result
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether an error of a process group or a store means that a time limit was exceeded; only its text says so.
+
+    >>> timed_out(RuntimeError("Timed out waiting 1000ms for recv operation to complete"))
+    True
+    """
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
 def wait_for(work: Work, kind: str, axis: Axis) -> None:
     """Wait, and on failure raise an error that says which collective failed on which rank."""
     try:
         work.wait()
     except RuntimeError as error:
-        timed_out = "timed out" in str(error).lower()
-        raise (CommTimeout if timed_out else CommError)(
+        raise (CommTimeout if timed_out(error) else CommError)(
             f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {error}. "
             "The usual causes are a rank that ended, ranks that call different collectives, and a broken connection; "
             "look for the first error among the ranks."

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from terrazzo._torch.modules import children_of
-from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
-from terrazzo.fsdp.run.root import root_of
 
 
 def explain(model: nn.Module) -> Plan:
@@ -24,12 +23,7 @@ def explain(model: nn.Module) -> Plan:
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(
-            f"{type(model).__name__} is not sharded: explain expects a module that fully_shard was called on"
-        )
-    root = root_of(group)
+    group, root = sharded(model, "explain")
     spec = root.spec()
     outermost = (group if group in root.tops else root.tops[0]).modules[0]
     known = root.passes.get(root.positions[outermost])

@@ -13,10 +13,8 @@ from typing import Final
 import msgspec
 from torch import nn
 
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.units import Sizes, Spec
-from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.layout.drawing import table_html
 
@@ -152,12 +150,7 @@ def report(model: nn.Module) -> Report:
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(
-            f"{type(model).__name__} is not sharded: report expects a module that fully_shard was called on"
-        )
-    root = root_of(group)
+    _, root = sharded(model, "report")
     spec = root.spec()
     inside = set(model.modules())
     units = [unit for unit in root.units if unit.params and inside.intersection(unit.modules)]

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.comm.axis import Axis
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.check import sizes_of
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.report import report
-from terrazzo.fsdp.run.root import Root, root_of
+from terrazzo.fsdp.run.root import Root
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -137,12 +136,7 @@ def timeline(model: nn.Module) -> Timeline:
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(
-            f"{type(model).__name__} is not sharded: timeline expects a module that fully_shard was called on"
-        )
-    root = root_of(group)
+    _, root = sharded(model, "timeline")
     plan = plan_steps(root.spec())
     backward, times = False, []
     for number, each in enumerate(plan.operations):

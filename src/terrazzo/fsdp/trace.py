@@ -22,11 +22,9 @@ from torch import nn
 from terrazzo._torch.autograd import in_backward
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.plan.units import Spec
-from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.timeline import Collective, Timeline, done, frame_of
 
 
@@ -177,10 +175,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     Args:
         model: The root module, or any module of it that `fully_shard` was called on.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(f"{type(model).__name__} is not sharded: trace expects a module that fully_shard was called on")
-    root = root_of(group)
+    _, root = sharded(model, "trace")
     found = Trace(frame_of(root), root.spec())
     before, root.executor.observers = root.executor.observers, (found,)
     add_observer(found._started)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout
 from terrazzo.publish.host_copy import Slot
 from terrazzo.publish.snapshot import Snapshot
@@ -112,9 +113,8 @@ def _explained(what: str, timeout: timedelta) -> Iterator[None]:
     except CommError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        late = "timed out" in text.lower() or "timeout" in text.lower()
-        raise (CommTimeout if late else CommError)(
-            f"{what} failed: {text.partition('. ')[0] or 'a connection broke'}; a rank of the other side has "
+        reason = str(error).partition(". ")[0] or "a connection broke"
+        raise (CommTimeout if timed_out(error) else CommError)(
+            f"{what} failed: {reason}; a rank of the other side has "
             f"died or is late (the time limit is {timeout.total_seconds():g} s)"
         ) from error
