@@ -12,7 +12,7 @@ from terrazzo.view.data.trace_data import LANES, OVERLAPPING, memory_of, spans_o
 
 
 def perfetto(timelines: Sequence[Timeline]) -> bytes:
-    """The trace of one rank or several as JSON; of plans, an operation takes a microsecond.
+    """The timelines of one or several ranks as a JSON trace. In a plan, an operation takes a microsecond.
 
     >>> import json
     >>> document = json.loads(perfetto([Timeline(3, 4, 0.0, True, [], [], [], 8, 16)]))
