@@ -21,7 +21,7 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
     """
     if is_sharded(tensor):
         if index.offset is None:
-            raise IndexMismatchError(f"FQN {index.fqn!r} is a distributed tensor: the index must have an offset")
+            raise IndexMismatchError(f"FQN {index.fqn!r} is a distributed tensor, but no offset was provided")
         for box, local in Viewer().view(index.fqn, tensor).chunks:
             if tuple(index.offset) == box.offsets:
                 return local

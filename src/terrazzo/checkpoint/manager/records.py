@@ -125,7 +125,7 @@ class Catalog:
 def _read_record(store: Store, step: int) -> Record:
     opened = Checkpoint(NativeReader(store))
     text = opened[VALUE] if VALUE in opened else None
-    if text is None:  # saved without a manager
+    if text is None:  # it was saved without a manager
         return Record(step, read_manifest(store).head.created)
     try:
         record = msgspec.convert({**json.loads(text), "step": step}, Record)
