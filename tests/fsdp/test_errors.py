@@ -62,7 +62,7 @@ def check_mistakes() -> None:
     loss_of(model, mine(x), mine(y)).backward()
     for _ in range(2):
         with pytest.raises(
-            FSDPError, match=r"AdamW was constructed before fully_shard: it has 22 parameters \('weight'|'norm"
+            FSDPError, match=r"AdamW was built before fully_shard: it holds 22 parameters \('weight'|'norm"
         ):
             early.step()
     adamw(model).step()

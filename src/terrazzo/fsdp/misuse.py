@@ -44,8 +44,8 @@ def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         del _checked[optimizer]
         shown = ", ".join(repr(name) for name in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
         raise FSDPError(
-            f"{type(optimizer).__name__} was constructed before fully_shard: it has {len(replaced)} parameters "
-            f"({shown}) that the model does not use any more. Construct it after fully_shard, from model.parameters()"
+            f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters ({shown}) "
+            "that the model no longer uses. Build the optimizer after sharding, from model.parameters()"
         )
 
 

@@ -115,7 +115,7 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Attributes that users set on a parameter, for the sharded and the unsharded one."""
+    """What users hung on a parameter, which its faces keep."""
     ours = (PARAMETER_MARK, "_note", _REPLACED, WRITTEN)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 

@@ -108,7 +108,7 @@ _in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
 
 @dataclass(slots=True)
 class StagedTensor:
-    """A rank's part of a DTensor, in host memory and without its process group."""
+    """A rank's part of a distributed tensor, in host memory and without its process group."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -232,7 +232,7 @@ class DefaultStager:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The position of a tensor in a state dict from `take_apart`."""
+    """Where a tensor was, in a state dict that has been taken apart."""
 
     number: int
 

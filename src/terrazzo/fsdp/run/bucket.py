@@ -53,9 +53,9 @@ class Bucket:
             param.unsharded_local = view  # releases the original
         self._remember_shards()
         self._buffer: Tensor | None = None
-        self.pieces: list[Tensor] = []  # views of the unsharded parameters, which the flat plan fills
-        self._memory: ReturnableMemory | None = None  # of the unsharded buffer; None if that is the shards
-        self.tag = FIRST_TAG  # of its messages; tag + 1 is for its gradients
+        self.pieces: list[Tensor] = []  # the unsharded parameters as the plan fills them
+        self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
+        self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the unsharded parameters are the shards themselves
         self._in_place: tuple[tuple[FlatPlan, torch.dtype], InPlace | None] | None = None
 

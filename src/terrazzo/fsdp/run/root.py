@@ -113,7 +113,7 @@ class Root:
         return self.executor.state
 
     def advance(self, event: tuple[Any, ...]) -> None:
-        """Run the operations that follow an event."""
+        """Do what follows an event."""
         if self._changed or self._reordered:
             if self._changed:
                 self._spec = self.spec()
@@ -133,7 +133,7 @@ class Root:
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self, module: int) -> None:
-        """Called once per forward of the outermost module: look for changes of the parameters since the last one."""
+        """Once per forward of the outermost module: notice what happened to parameters since the last."""
         if in_backward():
             self.advance((Event.FORWARD, module, True, ()))
             return
@@ -213,7 +213,7 @@ class Root:
         self.advance((Event.REDUCE,))
 
     def recover(self) -> None:
-        """Reset after a backward that raised."""
+        """The last backward raised: nothing of it is of use."""
         self._entered = []
         self.watch.forget()
         self.executor.reset(gradients=True)
