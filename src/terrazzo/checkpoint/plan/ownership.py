@@ -135,7 +135,7 @@ class Negotiation:
         return assign(self.claims, holders, self.rank, split_from=split_from, lowest_rank=lowest_rank, ties=ties)
 
     def ties(self) -> dict[int, int]:
-        """For claims with the same memory as another one: that one; only if it is so on all holders. Call it after `settled`."""
+        """The claims that share memory with another one on all their holders, and that one; after `settled`."""
         if not any(claim.tied for claim in self.claims):
             return {}
         sure = {holders for holders in self._groups if _group_id(holders) not in self._unsure}

@@ -99,7 +99,7 @@ def test_what_cannot_be_converted(tmp_path):
         convert(source, source, "deepspeed", overwrite=True)
     optimizer = state_of(SHAPES, FROZEN)["optimizer"]
     optimizer["state"]["a.weight"]["row"] = torch.ones(5)
-    with pytest.raises(UnsupportedValueError, match="a.weight: the optimizer keeps row"):
+    with pytest.raises(UnsupportedValueError, match="a.weight: the optimizer.s row"):
         save({**state_of(SHAPES, FROZEN), "optimizer": optimizer}, checkpoint_id=tmp_path / "factored", no_dist=True)
         convert(tmp_path / "factored", tmp_path / "new", "deepspeed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["factored", "model.pt", "source"]
