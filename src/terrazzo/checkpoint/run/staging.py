@@ -273,7 +273,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
 
 
 def put_together(skeleton: STATE_DICT_TYPE, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
-    """The inverse of `take_apart`: the state dict with these tensors instead of its slots."""
+    """The state dict that was taken apart, with these tensors in its slots."""
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, Slot):
