@@ -37,7 +37,7 @@ RAISED, SUCCEEDED, HUNG = 7, 0, 99
 
 def save_as(rank: int, path: Path, victim: int, at: int) -> None:
     """One rank of a save; ends the process."""
-    link._ROLL_CALL_SECONDS = 0.2  # on one machine, who is alive answers at once
+    link._REPORTS_SECONDS = 0.2  # on one machine, who is alive answers at once
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
     system = FaultySystem(at if rank == victim else MANY, "kill")
     state = {"half": PerHalf(rank), "replicated": torch.full((10,), 2.0), "object": 2}

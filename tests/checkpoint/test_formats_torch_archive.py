@@ -282,7 +282,7 @@ def test_pending_tensors_are_asked_for_piece_by_piece(tmp_path: Path) -> None:
     written(tmp_path / "a.pt", {"w": PendingTensor(torch.int32, (10, 100), pieces)})
     assert asked == [0, 300, 600, 900]
     assert torch.equal(torch.load(tmp_path / "a.pt")["w"], whole.reshape(10, 100))
-    with pytest.raises(ValueError, match="was to have 4000 bytes"):
+    with pytest.raises(ValueError, match="should have 4000 bytes"):
         written(tmp_path / "b.pt", PendingTensor(torch.int32, (1000,), lambda: [bytes_of(whole[:10])]))
 
 

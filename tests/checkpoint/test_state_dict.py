@@ -609,7 +609,7 @@ def test_all_that_does_not_fit_the_optimizer_is_listed_at_once() -> None:
     for part in (
         "body.0.weight: all of its state is missing",
         "body.2.weight: exp_avg is missing",
-        "state.body.2.bias.exp_avg: shape (5,) given, (4,) in the optimizer",
+        "state.body.2.bias.exp_avg: shape (5,) in the state dict, (4,) in the optimizer",
         "norm.bias: missing from param_groups",
         "stranger: unexpected",
     ):

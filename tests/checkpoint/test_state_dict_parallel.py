@@ -501,7 +501,7 @@ def check_own_tensors() -> None:
             assert train_own(*resumed, seed=2) == pytest.approx(expected, rel=1e-5)
     # What rank 0 refuses is refused on all ranks.
     misfit = {"state": {9: {}}, "param_groups": [{"params": [0, 1, 2]}]} if dist.get_rank() == 0 else {}
-    with pytest.raises(CheckpointMismatchError, match="numbers the parameters"):
+    with pytest.raises(CheckpointMismatchError, match="groups of the optimizer state dict have"):
         set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=misfit, options=broadcast)
     fresh = own_tensors(0, 1)
     get_state_dict(*fresh)

@@ -23,17 +23,17 @@ from terrazzo.tensor import Shard, init_device_mesh
 def check_arguments() -> None:
     with pytest.raises(FSDPValueError, match="empty list"):
         fully_shard([])
-    with pytest.raises(FSDPValueError, match="takes modules, got int"):
+    with pytest.raises(FSDPValueError, match="expected an nn.Module or a list of them, not int"):
         fully_shard([3])
     with pytest.raises(FSDPValueError, match="ModuleList has no forward"):
         fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
-    with pytest.raises(FSDPValueError, match="reshard_after_forward is True, False, None or a number"):
+    with pytest.raises(FSDPValueError, match="reshard_after_forward must be True, False, None or a number"):
         fully_shard(nn.Linear(1, 1), reshard_after_forward="yes")
     with pytest.raises(FSDPError, match="called twice on the same FSDPLinear"):
         fully_shard(fully_shard(nn.Linear(2, 2)))
-    with pytest.raises(FSDPError, match="this one has 3 dims"):
+    with pytest.raises(FSDPError, match="not 3 dims"):
         fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1, 1, 2)))
-    with pytest.raises(FSDPError, match="reshard_after_forward=3 has to divide the 2 ranks"):
+    with pytest.raises(FSDPError, match="reshard_after_forward=3 must divide the number of ranks that shard, 2"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
     with pytest.raises(FSDPValueError, match="shard_placement_fn returned 1 for 'weight'"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
@@ -46,7 +46,7 @@ def check_arguments() -> None:
     foreign = nn.Linear(2, 2)
     mesh = init_device_mesh("cpu", (2,))
     foreign.weight = nn.Parameter(torch_tensor.distribute_tensor(torch.ones(2, 2), mesh, [torch_tensor.Replicate()]))
-    with pytest.raises(FSDPError, match="'weight' is a DTensor of torch.distributed; make it a DTensor of terrazzo"):
+    with pytest.raises(FSDPError, match="'weight' is a DTensor of torch.distributed: use terrazzo"):
         fully_shard(foreign)
 
 
@@ -77,7 +77,7 @@ def check_mistakes() -> None:
 
     parts = [Block(), Block()]
     fully_shard(parts)
-    with pytest.raises(FSDPError, match="sharded together, but no module around them was"):
+    with pytest.raises(FSDPError, match="were sharded as one group, but no module that contains them was"):
         parts[0](torch.randn(1, 7))
 
     with pytest.raises(RuntimeError, match=r"embed\.weight.*fully_shard.*call the module"):
@@ -241,7 +241,7 @@ def check_absent() -> str:
 def test_a_rank_that_does_not_come_is_named():
     first, second = run_fresh(2, check_absent)
     assert first.ok and second.ok, (first, second)
-    assert "rank 1 does not wait for a collective of this model" in first.value
+    assert "rank 1 is not in a collective of this model" in first.value
     assert "rank 0 was at event" in first.value and "unshard Model" in first.value
 
 
@@ -258,7 +258,7 @@ def check_absent_from_a_grid() -> str:
 def test_other_replicas_name_it_too():
     for outcome in run_fresh(4, check_absent_from_a_grid)[:3]:
         assert outcome.ok, outcome
-        assert "rank 3 does not wait for a collective of this model" in outcome.value
+        assert "rank 3 is not in a collective of this model" in outcome.value
         assert all(f"rank {rank} was at event" in outcome.value for rank in (0, 1, 2))
 
 

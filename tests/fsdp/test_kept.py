@@ -54,7 +54,7 @@ def shard_apart(model: Any) -> None:
     fully_shard(model.blocks[0], mesh=line, reshard_after_forward=2)
     fully_shard(model.blocks[1], mesh=single, reshard_after_forward=2)
     fully_shard(model.blocks[2], mesh=square, reshard_after_forward=2)  # all that shard: True
-    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps .* the same as False"):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps .* as False does"):
         fully_shard(model.blocks[3], mesh=square, reshard_after_forward=1)
     fully_shard(model, mesh=line, reshard_after_forward=2)
 
@@ -260,10 +260,12 @@ def test_parameters_that_are_dtensors_before():
 
 def check_numbers() -> None:
     for number in (0, -1, 3):
-        with pytest.raises(FSDPValueError, match=f"reshard_after_forward={number} has to divide the 4 ranks"):
+        with pytest.raises(
+            FSDPValueError, match=f"reshard_after_forward={number} must divide the number of ranks that shard, 4"
+        ):
             fully_shard(nn.Linear(4, 4), reshard_after_forward=number)
     own = FSDPMeshInfo(mesh_of(4))
-    with pytest.raises(FSDPValueError, match="reshard_after_forward=4 has to divide the 2 ranks"):
+    with pytest.raises(FSDPValueError, match="reshard_after_forward=4 must divide the number of ranks that shard, 2"):
         fully_shard(
             nn.Linear(4, 4),
             mesh=mesh_of(2, 2),

@@ -195,14 +195,14 @@ def check_wrong_meshes() -> None:
         fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims)
     linear = nn.Linear(4, 4, bias=False)
     linear.weight = nn.Parameter(our_tensor.distribute_tensor(linear.weight.detach(), mesh, [Shard(0), Replicate()]))
-    with pytest.raises(FSDPValueError, match=r"'weight' is placed Shard\(dim=0\) on the data-parallel dim 'dp'"):
+    with pytest.raises(FSDPValueError, match=r"'weight' is Shard\(dim=0\) on the data-parallel dim 'dp'"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(FSDPValueError, match="names the dim 'data', and the mesh .* has 'dp', 'tp'"):
+    with pytest.raises(FSDPValueError, match="names the dim 'data', but the dims of fully_shard.s mesh are 'dp', 'tp'"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims=our_fsdp.DataParallelMeshDims(shard="data"))
-    with pytest.raises(FSDPValueError, match="names no dim"):
+    with pytest.raises(FSDPValueError, match="needs a dim"):
         our_fsdp.DataParallelMeshDims()
     linear.weight = nn.Parameter(our_tensor.distribute_tensor(torch.ones(4, 4), mesh["tp"], [Replicate()]))
-    with pytest.raises(FSDPValueError, match="it has to lie on the mesh that fully_shard is given"):
+    with pytest.raises(FSDPValueError, match="it must be on fully_shard.s mesh"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims=dims)
     info = FSDPMeshInfo(mesh, 0)
     with pytest.raises(FSDPValueError, match="a 2-D mesh replicates on dim 0 and shards on dim 1"):

@@ -160,7 +160,9 @@ def check_prefetch() -> None:
     loss_of(reference, x, y).backward()
     assert_same_gradients(model, reference)
     for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
-        with pytest.raises(FSDPValueError, match=f"{method} takes modules that fully_shard was called on, got Linear"):
+        with pytest.raises(
+            FSDPValueError, match=f"{method} expected modules that fully_shard was called on, not Linear"
+        ):
             getattr(model, method)([model.head])
 
 

@@ -25,7 +25,7 @@ STATE_ONLY = CPUOffloadPolicy(parameters=False)
 def test_policies():
     assert CPUOffloadPolicy() == CPUOffloadPolicy(True) and isinstance(CPUOffloadPolicy(), OffloadPolicy)
     assert CPUOffloadPolicy(False).pin_memory is False
-    with pytest.raises(FSDPValueError, match="parameters=True, optimizer_state=False.*keep the state on the CPU too"):
+    with pytest.raises(FSDPValueError, match="parameters=True, optimizer_state=False.*Use optimizer_state=True"):
         CPUOffloadPolicy(optimizer_state=False)
     with pytest.raises(TypeError):
         CPUOffloadPolicy(True, False)

@@ -84,7 +84,7 @@ def check_schedules() -> None:
             for optimizer in (*optimizers, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-    with pytest.raises(FSDPError, match="whose module fully_shard was called on, got one of Linear"):
+    with pytest.raises(FSDPError, match="whose module fully_shard was called on, not one of Linear"):
         plain = PipelineStage(nn.Linear(2, 2), pp, 2, torch.device("cpu"), group=mesh.get_group("pp"))
         register_fsdp_pipeline_stage(plain)
 

@@ -95,7 +95,7 @@ def check_contents() -> None:
     assert root.held == 2 * sum(p.to_local().nbytes for p in model.head.parameters()) + frozen
     text = str(found)
     assert "blocks.1" in text and "peak" in text and "kept until backward" in text
-    with pytest.raises(FSDPError, match="Linear was not sharded"):
+    with pytest.raises(FSDPError, match="Linear is not sharded"):
         report(nn.Linear(2, 2))
 
 

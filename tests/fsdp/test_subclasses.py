@@ -228,7 +228,7 @@ def check_refused() -> None:
         fully_shard(layer(NoHooks(torch.eye(4), torch.eye(4))), mesh=mesh)
     with pytest.raises(FSDPError, match=r"'weight' is a Opaque.*__tensor_flatten__"):
         fully_shard(layer(torch.eye(4).as_subclass(Opaque)), mesh=mesh)
-    with pytest.raises(FSDPValueError, match="dim 0 only"):
+    with pytest.raises(FSDPValueError, match="along dim 0"):
         fully_shard(layer(Pair(torch.eye(4), torch.eye(4))), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
     kept = layer(Named(torch.eye(4)))  # a class without operations of its own is a plain parameter
     fully_shard(kept, mesh=mesh)(torch.ones(1, 4)).sum().backward()

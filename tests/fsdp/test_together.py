@@ -200,7 +200,7 @@ def check_said() -> None:
     assert [each.units for each in gathers] == [(0, 1, 2, 3), (0,), (1, 2, 3)]
     more = report(model).peak
     assert report(apart(model)).peak < more and "in one message" not in str(report(model))
-    with pytest.raises(FSDPValueError, match="set_coalesce_bytes takes a number of bytes, got -1"):
+    with pytest.raises(FSDPValueError, match="nbytes must be a number of bytes, 0 or more, not -1"):
         model.set_coalesce_bytes(-1)
     # Only neighbours that nobody has set anything of their own for.
     other = nn.Sequential(*[nn.Linear(7, 7) for _ in range(4)])

@@ -53,7 +53,7 @@ def spread(state: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
 
 def take_part(rank: int, path: Path, role: str, victim: int, at: int) -> None:
     """One rank of a publisher or a receiver; ends the process."""
-    link._ROLL_CALL_SECONDS = 0.2  # on one machine, who is alive answers at once
+    link._REPORTS_SECONDS = 0.2  # on one machine, who is alive answers at once
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
     system = FaultySystem(at if rank == victim else MANY, "kill")
     store = LocalStore(path, system)

@@ -53,7 +53,7 @@ def test_what_a_run_says(run):
 
 
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(ViewError, match="no folder of a run"):
+    with pytest.raises(ViewError, match="not a run's folder"):
         run_data(tmp_path)
     with pytest.raises(ViewError, match="line 2"):
         segments_of(["step,loss", "1,x"], "x.csv")

@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
+from terrazzo.comm import axis_of, collectives
 from terrazzo.errors import FSDPError, ViewError
 from terrazzo.fsdp import explain, fully_shard, report, timeline, trace
 from terrazzo.fsdp.plan.check import check
 from terrazzo.tensor import init_device_mesh
+from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from terrazzo.view import page_of
-from terrazzo.view.data.trace_data import memory_of, moved_bytes, read_timeline, spans_of, trace_data
+from terrazzo.view.data.trace_data import OVERLAPPING, memory_of, moved_bytes, read_timeline, spans_of, trace_data
 from terrazzo.view.perfetto import perfetto
 from view.chromium import chromium, opened, texts
 
@@ -87,7 +90,7 @@ def test_perfetto_has_the_same(traces):
             [s for s in spans if s.lane in ("compute", "waits", "other")]
         )
         begun, ended = ([e for e in own if e["ph"] == kind] for kind in "be")
-        assert len(begun) == len(ended) == len([s for s in spans if s.lane in ("gathers", "reductions")])
+        assert len(begun) == len(ended) == len([s for s in spans if s.lane in OVERLAPPING])
         assert {e["id"] for e in begun} == {e["id"] for e in ended} and len({e["id"] for e in begun}) == len(begun)
         assert sum(e["args"]["bytes"] for e in begun) == sum(moved_bytes(each).values())
         memory = [e["args"]["bytes"] for e in own if e["ph"] == "C"]
@@ -96,7 +99,7 @@ def test_perfetto_has_the_same(traces):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[1]", "no trace"), ("{", "no trace"), ('{"traceEvents": []}', "without a timeline")],
+    [("[1]", "not a trace"), ("{", "not a trace"), ('{"traceEvents": []}', "has no timeline")],
 )
 def test_other_files_are_refused(text, message, tmp_path):
     (tmp_path / "x.json").write_text(text)
@@ -110,6 +113,68 @@ def test_a_group_that_is_not_there_is_refused(traces, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(document))
     with pytest.raises(ViewError, match="not there"):
         read_timeline(tmp_path / "x.json")
+
+
+# ------------------------------------------------------------------ tensor parallelism
+
+
+def check_tensor_parallel(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)])
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    with trace(model) as steps:
+        model(torch.ones(4, 8)).sum().backward()
+        total = axis_of(mesh, 0)
+        collectives.all_reduce(torch.ones(2), total)
+        started = collectives.all_reduce_start(torch.ones(1000), total)
+    steps.save(f"{folder}/rank-{dist.get_rank()}.json")
+    started.wait()
+    found = steps.timeline()
+    # A block's output is summed over tp in forward; in backward the gradient of its input, which data has none of.
+    # An all-reduce of T bytes among 2 ranks makes each send T.
+    said = [(each.kind, each.axis, each.bytes, each.backward) for each in found.collectives]
+    nbytes = 4 * 8 * 4
+    assert said == [
+        ("all_reduce", "tp", nbytes, False),
+        ("all_reduce", "tp", nbytes, False),
+        ("all_reduce", "tp", nbytes, True),
+        ("all_reduce", "dp", 8, False),
+        ("all_reduce", "dp", 4000, False),
+    ]
+    assert [each.async_op for each in found.collectives] == [False] * 4 + [True]
+    assert all(each.begin < each.end for each in found.collectives[:4])
+    last = found.collectives[4]
+    assert last.begin == last.end, "it was not waited for while the trace lasted"
+    spans = [span for span in spans_of(found) if span.lane == "collectives"]
+    assert [span.groups for span in spans[:3]] == ["0 over tp", "1 over tp", "1 over tp"]
+    computed = [span for span in spans_of(found) if span.lane == "compute"]
+    assert not any(c.begin < s.end and s.begin < c.end for c in computed for s in spans[:4]), "compute leaves them out"
+    moved = moved_bytes(found)
+    assert moved["0", "tp", "all-reduce"] == nbytes and moved["1", "tp", "all-reduce"] == 2 * nbytes
+    fully_sharded = sum(count for (_, over, kind), count in moved.items() if over == "dp" and kind != "all-reduce")
+    assert fully_sharded == steps.total_bytes() == report(model).moved
+
+
+@pytest.fixture(scope="module")
+def parallel_traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("parallel")
+    run_ranks(4, check_tensor_parallel, str(folder))
+    return [folder / f"rank-{rank}.json" for rank in range(4)]
+
+
+def test_collectives_of_the_program_are_shown_by_mesh_dim(parallel_traces):
+    timelines = [read_timeline(path) for path in parallel_traces]
+    data = trace_data(timelines, "step")
+    assert "collectives" in data["lanes"]
+    assert all(["0", "tp", "all-reduce", 128] in each["moved"] for each in data["ranks"])
+    events = json.loads(perfetto(timelines))["traceEvents"]
+    begun = [event["name"] for event in events if event["ph"] == "b" and event["pid"] == 3]
+    assert [name for name in begun if "over tp" in name] == ["all-reduce 0 over tp", *["all-reduce 1 over tp"] * 2]
+    named = {event["name"] for event in json.loads(parallel_traces[0].read_text())["traceEvents"]}
+    assert {"all_reduce over tp", "all_reduce over dp"} <= named
 
 
 # ------------------------------------------------------------------ ranks that do not exist
@@ -176,6 +241,7 @@ def test_the_page_of_a_step(browser, traces, tmp_path):
         assert "rank 0 gathers" in lanes and "rank 1 compute" in lanes
         page.get_by_label("1", exact=True).uncheck()
         assert "rank 1 compute" not in texts(page, '[data-title="timeline"] .ytick')
+        assert not any("collectives" in lane for lane in lanes), "there were none"
         rows = texts(page, "table.moved tbody tr")
         assert len(rows) == len({group for group, *_ in moved_bytes(timelines[0])}) + 1 and "over dim0" in texts(
             page, "th"
@@ -189,6 +255,15 @@ def test_the_page_of_a_step(browser, traces, tmp_path):
             }"""
         )
         assert texts(page, ".said") == [point] and point.startswith("rank 0: compute")
+
+
+def test_the_page_of_a_tensor_parallel_step(browser, parallel_traces, tmp_path):
+    pytest.importorskip("plotly")
+    page_of(*map(read_timeline, parallel_traces)).save(tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html") as page:
+        page.locator('[data-title="timeline"] .bars .point').first.wait_for(state="attached")
+        assert "rank 3 collectives" in texts(page, '[data-title="timeline"] .ytick')
+        assert {"over dp", "over tp"} <= set(texts(page, "table.moved th"))
 
 
 def test_the_page_of_a_plan(browser, tmp_path):

@@ -1,4 +1,4 @@
-"""PyTorch's names for checkpoints wherever an `fsspec` file system reaches."""
+"""Checkpoints in file systems of `fsspec`, under PyTorch's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FsspecReader", "FsspecWriter"]
 
 
 class FsspecWriter(FileSystemWriter):
-    """A `FileSystemWriter` for what `fsspec` makes of a URL; further arguments are the file system's own.
+    """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor.
 
     >>> from terrazzo.checkpoint import save
     >>> import torch
@@ -35,7 +35,7 @@ class FsspecWriter(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         if getattr(serialization_format, "value", "torch_save") != "torch_save":
-            raise UnsupportedValueError("terrazzo's own format has no other serialization; leave it out")
+            raise UnsupportedValueError("terrazzo's format has only one serialization: leave serialization_format out")
         self._settings = kwargs
         super().__init__(
             path,
@@ -56,7 +56,7 @@ class FsspecWriter(FileSystemWriter):
 
 
 class FsspecReader(FileSystemReader):
-    """Reads what a `FsspecWriter` wrote.
+    """Reads checkpoints that an `FsspecWriter` wrote.
 
     >>> import torch
     >>> from terrazzo.checkpoint import load, save

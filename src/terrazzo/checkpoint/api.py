@@ -1,4 +1,4 @@
-"""The exception that ranks raise together, under the name of PyTorch's module."""
+"""`CheckpointException`, which all ranks raise together, in the module where PyTorch has it."""
 
 from terrazzo.errors import CheckpointException
 

@@ -1,4 +1,4 @@
-"""The default planners, and what they do as functions, for planners of one's own."""
+"""The default planners, and their steps as functions for custom planners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:
-    """Everything in a flat state dict that this rank could write."""
+    """A plan with everything in a flat state dict that this rank could write."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
     return planner.create_local_plan()
@@ -37,9 +37,9 @@ def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: b
 def create_default_global_save_plan(
     all_plans: Sequence[SavePlan], rewrite_index_hints: bool = True
 ) -> tuple[list[SavePlan], Metadata]:
-    """The plans as they are, and what they store together; it has been decided who writes what several have.
+    """The plans, unchanged, and the checkpoint's metadata. Each value must be in one plan only.
 
-    With `rewrite_index_hints` the indices of chunks say their places in the metadata.
+    With `rewrite_index_hints` the `index` of each chunk is set to its position in the metadata.
     """
     metadata = merged_metadata(all_plans)
     if not rewrite_index_hints:
@@ -57,12 +57,12 @@ def _hinted(item: WriteItem, counts: dict[str, int]) -> WriteItem:
 
 
 def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
-    """What fills a flat state dict; without `strict`, as far as the checkpoint has it."""
+    """The plan that fills a flat state dict. Without `strict`, keys that the checkpoint lacks are left out."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict)
     planner.set_up_planner(state_dict, metadata)
     return planner.create_local_plan()
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
-    """The plans as they are."""
+    """The plans, unchanged."""
     return all_plans

@@ -1,4 +1,4 @@
-"""Checkpoints in folders and behind URLs, in terrazzo's own format: `FileSystemWriter`, `FileSystemReader`."""
+"""Checkpoints in folders and at URLs, in terrazzo's format: `FileSystemWriter`, `FileSystemReader`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ __all__ = ["FileSystemReader", "FileSystemWriter"]
 
 
 class FileSystemWriter(BlockingAsyncStager, NativeWriter):
-    """Writes checkpoints into folders, in the native format.
+    """Writes checkpoints into folders, in terrazzo's format.
 
-    A folder is one of a file system, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md).  It holds
-    one checkpoint.  Saving into one that holds a checkpoint replaces it, at the very end and at
-    once: until then, and if the save fails or is killed at any point, the old one stays.  With
-    `overwrite=False` it is an error.
+    A folder is a path, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md). It has one checkpoint. A
+    save replaces an existing checkpoint by one operation at the end; until then, and if the save fails or is killed at
+    any point, the old checkpoint stays. With `overwrite=False` an existing checkpoint is an error.
 
     Args:
-        path: The folder; `save(checkpoint_id=...)` names another.
-        single_file_per_rank: One data file per rank, or one per tensor.
-        sync_files: Wait until everything is on the disk; without it a loss of power may lose the checkpoint.
-        thread_count: Threads that write at once.
-        per_thread_copy_ahead: Bytes of buffer for what cannot be written from where it is (accelerator memory).
-        cache_staged_state_dict: Keep the memory that `async_save` copies to, for the next time.
-        overwrite: Whether a checkpoint that is there may be replaced.
-        compression: Store tensors compressed (zstd, after shuffling their bytes): smaller, and slower to write.
+        path: The folder. `save(checkpoint_id=...)` replaces it.
+        single_file_per_rank: Whether a rank writes one data file, or one for each tensor.
+        sync_files: Wait until everything is on the disk. If False, a power failure may lose the checkpoint.
+        thread_count: The number of threads that write.
+        per_thread_copy_ahead: Bytes of buffer for tensors that have to be copied first (accelerator memory).
+        cache_staged_state_dict: Keep the memory to which `async_save` copies for the next save.
+        overwrite: Whether an existing checkpoint may be replaced.
+        compression: Compress tensors (zstd, after shuffling their bytes): smaller files, slower saves.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         compression: bool = False,
     ) -> None:
         if _extensions:
-            raise UnsupportedValueError("the native format has no stream extensions")
+            raise UnsupportedValueError("terrazzo's format has no stream extensions: leave _extensions out")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead, compression)
         self._durable = sync_files
@@ -61,7 +60,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the next checkpoint goes."""
+        """Where the next checkpoint is written."""
         return self.path
 
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
@@ -70,7 +69,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
             self.store = self._open_store(checkpoint_id)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """A copy of the state dict in host memory: `async_save` writes this one."""
+        """A copy of the state dict in host memory, which `async_save` writes."""
         return super().stage(state_dict)
 
     @classmethod
@@ -79,7 +78,7 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
 
 
 class FileSystemReader(NativeReader):
-    """Reads checkpoints of the native format from folders, and from URLs."""
+    """Reads checkpoints in terrazzo's format from folders and URLs."""
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
         super().__init__(store_at(path), verify=verify)
@@ -105,8 +104,8 @@ def _path(path: str | os.PathLike[str]) -> str | Path:
 
 
 def _is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names a folder that is there or could be made, or something behind a URL."""
+    """Whether this is a URL, or the path of a folder that exists or can be created."""
     if is_url(checkpoint_id):
         return True
     path = Path(checkpoint_id)
-    return not path.exists() or path.is_dir()  # in this order: another rank may be making it
+    return not path.exists() or path.is_dir()  # in this order, because another rank may create it in between

@@ -1,4 +1,4 @@
-"""Between checkpoints and files of `torch.save`: functions, a reader and planner for loading, and a command line.
+"""Convert between checkpoints and files of `torch.save`: functions, a reader and planner, and a command.
 
 python -m terrazzo.checkpoint.format_utils torch_to_dcp model.pt checkpoint/
 python -m terrazzo.checkpoint.format_utils dcp_to_torch checkpoint/ model.pt
@@ -20,28 +20,28 @@ __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torc
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """Make one file of `torch.save` from a checkpoint, of torch DCP's or of terrazzo's own format.
+    """Convert a checkpoint, in torch DCP's or terrazzo's format, into one file of `torch.save`.
 
-    Tensors pass through memory in small pieces, so the checkpoint may be larger than memory.  Nothing in it is run.
+    Tensors are copied in small pieces, so the checkpoint may be larger than memory. No code in it is run.
     """
     convert(dcp_checkpoint_dir, torch_save_path, "torch_save", overwrite=True)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Make a torch DCP checkpoint, which PyTorch and terrazzo load, from a state dict in a file of `torch.save`.
+    """Convert a state dict in a file of `torch.save` into a torch DCP checkpoint, which PyTorch and terrazzo load.
 
-    Tensors pass through memory one part at a time.  Nothing in the file is run.
+    Tensors are copied one part at a time. No code in the file is run.
     """
     convert(TorchSaveReader(torch_save_path), dcp_checkpoint_dir, "dcp", overwrite=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m terrazzo.checkpoint.format_utils", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("mode", choices=("torch_to_dcp", "dcp_to_torch"))
     parser.add_argument("src", help="the checkpoint to convert")
-    parser.add_argument("dst", help="where the converted checkpoint goes; what is there is replaced")
+    parser.add_argument("dst", help="the path of the converted checkpoint; an existing one is replaced")
     chosen = parser.parse_args(arguments)
     action = torch_save_to_dcp if chosen.mode == "torch_to_dcp" else dcp_to_torch_save
     try:

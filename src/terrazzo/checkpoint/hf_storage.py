@@ -1,7 +1,7 @@
-"""Safetensors files as Hugging Face libraries have them, under the names that PyTorch has for their storage.
+"""Safetensors files in the layout of Hugging Face libraries, under PyTorch's names.
 
-Unlike PyTorch's, what is saved is always complete files with all of each tensor in one place: every rank writes its
-share of them, so there is nothing to consolidate, and a checkpoint that was there stays whole until the new one is.
+Unlike with PyTorch, the files are always complete and have whole tensors: every rank writes its shards into them, so
+no consolidation is needed. An existing checkpoint stays complete until the new one is.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
 
     Args:
         path: The folder, or its URL.
-        fqn_to_index_mapping: The number of each tensor's file, from 1 on; None: one file has all.
-        thread_count: Accepted for compatibility.
-        save_distributed: Accepted for compatibility: every rank always saves its share, and files are complete.
-        enable_consolidation: Accepted for compatibility: there is nothing to consolidate.
-        thread_count_consolidation: Accepted for compatibility.
-        process_group: The ranks that save, behind a URL; default: all.
+        fqn_to_index_mapping: The number of each tensor's file, from 1 on. None: one file for all tensors.
+        thread_count: Ignored; for compatibility.
+        save_distributed: Ignored; for compatibility: every rank writes its shards, and files are complete.
+        enable_consolidation: Ignored; for compatibility: there is nothing to consolidate.
+        thread_count_consolidation: Ignored; for compatibility.
+        process_group: The ranks that save to a URL; default: all.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
 
     @property
     def metadata_path(self) -> str:
-        """The name of the index."""
+        """The name of the index file."""
         return self._index
 
 
 class HuggingFaceStorageReader(HuggingFaceReader):
-    """Reads safetensors files; also those of which each has parts of tensors, as PyTorch's writer leaves them."""
+    """Reads safetensors files, including files with parts of tensors, which PyTorch's writer makes."""
 
     def __init__(self, path: str | os.PathLike[str], thread_count: int = 1) -> None:
         super().__init__(path)
@@ -71,13 +71,13 @@ class HuggingFaceStorageReader(HuggingFaceReader):
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceReader):
-    """Reads float8 weights that have a `weight_scale_inv` for each block as the numbers that they stand for.
+    """Reads quantized weights: float8 tensors with a `weight_scale_inv` for each block are dequantized.
 
     Args:
         path: The folder, or its URL.
-        thread_count: Accepted for compatibility.
-        target_dtype: What the numbers are rounded to, before they are copied to where they are wanted.
-        block_size: The length of a block, where `config.json` does not say.
+        thread_count: Ignored; for compatibility.
+        target_dtype: The dtype to which numbers are rounded before they are copied to the state dict.
+        block_size: The length of a block, if `config.json` does not have it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, described without its data.
+"""The metadata of a checkpoint: its contents, without the data.
 
-These are the types that planners, readers and writers exchange.  Names and fields are those of
-`torch.distributed.checkpoint.metadata`, so that planners and storage written for PyTorch work here; none of
-PyTorch's code is used.
+Planners, readers and writers exchange these types. Names and fields are those of
+`torch.distributed.checkpoint.metadata`, so that planners and storage written for PyTorch work here. PyTorch's code is
+not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 STATE_DICT_TYPE: TypeAlias = dict[str, Any]
 
-# torch.memory_format objects refuse to be pickled, so they travel by name.
+# torch.memory_format objects cannot be pickled, so their names are.
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -42,7 +42,7 @@ _MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
 
 @dataclass(slots=True)
 class TensorProperties:
-    """What a tensor is apart from its shape; only `dtype` matters to a checkpoint."""
+    """A tensor's properties apart from its shape. Checkpoints use only `dtype`."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -52,7 +52,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of a tensor (pinned memory is not asked for: the question costs a driver call)."""
+        """The properties of a tensor. `pin_memory` is not looked up, because that takes a call of the driver."""
         return TensorProperties(dtype=tensor.dtype, layout=tensor.layout, requires_grad=tensor.requires_grad)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,13 +84,13 @@ STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
 
 
 def is_tensor_entry(entry: Any) -> TypeGuard[TensorStorageMetadata]:
-    """Whether an entry of a table of contents is a tensor's; readers built on PyTorch's give its class."""
+    """Whether an entry of the metadata is a tensor's. Readers built on PyTorch's classes return PyTorch's entries."""
     return isinstance(entry, TensorStorageMetadata) or hasattr(entry, "chunks")
 
 
 @dataclass(slots=True)
 class StorageMeta:
-    """What a storage layer tells planners about itself."""
+    """Information from the storage for planners."""
 
     checkpoint_id: str | os.PathLike[str] | None = None
     save_id: str | None = None
@@ -100,10 +100,10 @@ class StorageMeta:
 
 @dataclass
 class Metadata:
-    """The table of contents of a checkpoint.
+    """The metadata of a checkpoint.
 
-    `state_dict_metadata` maps each name to what is stored under it.  A reader of a large checkpoint may hand
-    out a mapping that makes its entries when they are asked for, so treat it as read-only.
+    `state_dict_metadata` maps each name to its entry. Treat it as read-only: for a large checkpoint it may be a mapping
+    that creates its entries when they are looked up.
     """
 
     state_dict_metadata: Mapping[str, STORAGE_TYPES]
@@ -115,9 +115,9 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True, init=False)
 class MetadataIndex:
-    """The name of one stored item: a key of the state dict and, for tensors, where a chunk begins.
+    """The name of one stored item: a key of the state dict and, for tensors, the offsets of a chunk.
 
-    `index` is a hint of the chunk's place in its list and takes no part in comparison.
+    `index` is a hint: the chunk's position in the metadata. It is ignored in comparisons.
 
     >>> MetadataIndex("weight", (2, 0)) == MetadataIndex("weight", torch.Size([2, 0]), index=3)
     True

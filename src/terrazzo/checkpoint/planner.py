@@ -1,8 +1,8 @@
-"""What a checkpoint does, decided before it is done: plans, and the interface of those who make them.
+"""Plans of saves and loads, and the interface of planners.
 
-A *save planner* turns a state dict into a `SavePlan`, a list of `WriteItem`s; a storage writer carries it out and
-asks the planner for the data of each item.  A *load planner* turns a state dict and a checkpoint's `Metadata`
-into a `LoadPlan` of `ReadItem`s and hands out the tensors that a storage reader fills.
+A *save planner* makes a `SavePlan` from a state dict: a list of `WriteItem`s. A storage writer carries it out, and gets
+the data of each item from the planner. A *load planner* makes a `LoadPlan` of `ReadItem`s from a state dict and a
+checkpoint's `Metadata`, and returns the tensors that a storage reader fills.
 
 Names, fields and the order of calls are those of `torch.distributed.checkpoint.planner`.
 """
@@ -30,7 +30,7 @@ from terrazzo.checkpoint.metadata import (
 
 
 class WriteItemType(Enum):
-    """What an item to be written is."""
+    """The kind of an item to write."""
 
     TENSOR = 1
     SHARD = 2
@@ -38,7 +38,7 @@ class WriteItemType(Enum):
 
 
 class LoadItemType(Enum):
-    """What an item to be read is."""
+    """The kind of an item to read."""
 
     TENSOR = 1
     BYTE_IO = 2
@@ -46,14 +46,14 @@ class LoadItemType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BytesIOWriteData:
-    """The size of a value that is not a tensor, where it is known before writing."""
+    """The size of a value that is not a tensor, if it is known before writing."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorWriteData:
-    """A chunk to be written, and the tensor that it is part of."""
+    """A chunk to write, and the tensor that it is part of."""
 
     chunk: ChunkStorageMetadata
     properties: TensorProperties
@@ -62,7 +62,7 @@ class TensorWriteData:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """One thing that a rank writes."""
+    """A chunk or a value that a rank writes."""
 
     index: MetadataIndex
     type: WriteItemType
@@ -84,7 +84,7 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """One box that a rank reads: from where in a stored chunk, to where in the state dict's tensor.
+    """A box that a rank reads, with its offsets in the stored chunk and in the state dict's chunk.
 
     `dest_offsets` and `storage_offsets` are relative to the chunks that the two indices name.
     """
@@ -99,12 +99,12 @@ class ReadItem:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes.  Iterating over a plan yields its items."""
+    """The items that one rank writes. Iterating over a plan yields them."""
 
     items: list[WriteItem]
     storage_data: Any = None
     planner_data: Any = None
-    # False when a rank says "the same as last time" instead of sending its items again.
+    # False if a rank's plan is the same as for the last save, so that it does not send the items again.
     usable: bool = True
 
     def __iter__(self) -> Iterator[WriteItem]:
@@ -113,7 +113,7 @@ class SavePlan:
 
 @dataclass
 class LoadPlan:
-    """What one rank reads.  Iterating over a plan yields its items."""
+    """The items that one rank reads. Iterating over a plan yields them."""
 
     items: list[ReadItem]
     storage_data: Any = None
@@ -135,15 +135,15 @@ class SavePlanner(abc.ABC):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep what the later calls need: they are not given the state dict again."""
+        """Keep the state dict and what else the later calls need."""
 
     @abc.abstractmethod
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write.  Whatever the global step needs to know goes into `planner_data`."""
+        """The items that this rank could write. `planner_data` may have anything that the global step needs."""
 
     @abc.abstractmethod
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """From what each rank could write, what each will; and what the checkpoint then holds."""
+        """The final plans of all ranks, from what each could write, and the checkpoint's metadata."""
 
     @abc.abstractmethod
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -153,13 +153,13 @@ class SavePlanner(abc.ABC):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of one item, for writing.
 
-        Called from any thread, any number of times, late: conversions that allocate belong here.  A tensor may
-        be on any device and need not be contiguous.
+        Called from any thread, any number of times, shortly before writing, so conversions that allocate memory should
+        be done here. A tensor may be on any device and need not be contiguous.
         """
 
 
 class LoadPlanner(abc.ABC):
-    """Decides what each rank reads, and where to.
+    """Decides what each rank reads, and into which tensors.
 
     `load` makes these calls, in this order: `set_up_planner` and `create_local_plan` on every rank,
     `create_global_plan` on the coordinator, `finish_plan` on every rank, then for each item either `load_bytes`, or
@@ -170,15 +170,15 @@ class LoadPlanner(abc.ABC):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep what the later calls need: they are not given the state dict or the metadata again."""
+        """Keep the state dict, the metadata and what else the later calls need."""
 
     @abc.abstractmethod
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads."""
+        """The items that this rank reads."""
 
     @abc.abstractmethod
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """A chance to change the plans of all ranks in one place."""
+        """The plans of all ranks, possibly changed. Called on the coordinator."""
 
     @abc.abstractmethod
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -186,28 +186,28 @@ class LoadPlanner(abc.ABC):
 
     @abc.abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is not a tensor into the state dict, in place."""
+        """Set a value that is not a tensor in the state dict."""
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """A buffer for a reader to fill with the item's bytes, where it can work that way."""
+        """A buffer that a reader fills with the item's bytes, if it can."""
         raise NotImplementedError("LoadPlanner.resolve_bytes is not implemented")
 
     @abc.abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The tensor that a reader fills with the item's data: where possible, memory of the state dict itself."""
+        """The tensor that a reader fills with the item's data; if possible a view of the state dict's tensor."""
 
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Called when the tensor that `resolve_tensor` gave has been filled."""
+        """Called when the tensor that `resolve_tensor` returned has been filled."""
 
 
 class ReadingPlanner(LoadPlanner):
-    """A load planner without a state dict: whoever made the items gets what is read for them."""
+    """A load planner without a state dict, for callers that make the items themselves."""
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: there is no state dict."""
+        """Do nothing: there is no state dict."""
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([])
@@ -219,4 +219,4 @@ class ReadingPlanner(LoadPlanner):
         return central_plan
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: what was filled is the target's own memory."""
+        """Do nothing: the tensor is the target itself."""

@@ -1,4 +1,4 @@
-"""Building blocks for planners of one's own."""
+"""Functions for custom planners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["create_read_items_for_chunk_list"]
 def create_read_items_for_chunk_list(
     fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """The items that fill these chunks of the tensor `fqn` from the stored ones, whatever way both are cut.
+    """The items that fill these chunks of the tensor `fqn` from its stored chunks, which may be different.
 
     >>> import torch
     >>> from terrazzo.checkpoint.metadata import TensorProperties

@@ -1,4 +1,4 @@
-"""The reader of quantised safetensors files, where PyTorch has it."""
+"""The reader of quantized safetensors files, in the module where PyTorch has it."""
 
 from terrazzo.checkpoint.hf_storage import QuantizedHuggingFaceStorageReader
 

@@ -1,4 +1,4 @@
-"""How `async_save` copies a state, under the name of PyTorch's module."""
+"""The stagers, which copy a state for `async_save`, in the module where PyTorch has them."""
 
 from terrazzo.checkpoint.run.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 

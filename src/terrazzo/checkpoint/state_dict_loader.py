@@ -37,38 +37,38 @@ def load(
 ) -> None:
     """Load a checkpoint into a state dict, in place.
 
-    Tensors are filled where they are, whatever their device, placements and world size; each rank reads only
-    the bytes that it needs.  Other values are replaced in the state dict.
-    A `Stateful` object gives its state dict, which is filled, and gets it back through `load_state_dict`; objects are
-    asked in the order of their keys, so they may communicate.  An optimizer that has not stepped yet gets the state
-    that it had, where PyTorch's `load` leaves it without; what else a checkpoint has of an object that does not name it
-    is said in a warning.
+    Tensors are filled in place, whatever their devices and placements and the number of ranks. Each rank reads only the
+    bytes that it needs. Other values are replaced in the state dict.
 
-    Ranks do not wait for each other, and an error, a `CheckpointException`, stays on the rank that has it.  If a job
-    replaces the checkpoint meanwhile, ranks may load different ones, each whole; `together` rules that out.  A
-    planner with a global step of its own (`create_global_plan`) or a storage reader that is not terrazzo's (one
-    without `plans_alone`) brings the ranks together: then `load` is collective, and an error of one rank is the same
-    `CheckpointException` on all.
+    For a `Stateful` object, `state_dict()` is called, and its result is filled and passed to `load_state_dict`. Objects
+    are called in the order of their keys, on all ranks the same, so they may communicate. An optimizer that has not
+    stepped yet gets its saved state (PyTorch's `load` leaves it without). A warning lists other saved values of an
+    object that its `state_dict()` does not have.
 
-    Unlike PyTorch's, ranks may pass different keys; a key that the checkpoint lacks is an error on the rank
-    that asked; and all keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`
-    before anything is changed.
+    By default ranks do not wait for each other, and a rank's error, a `CheckpointException`, is raised on that rank
+    only. If a job replaces the checkpoint at the same time, ranks may load different checkpoints, each complete; with
+    `together` they load the same one. If the planner has a `create_global_plan` of its own, or the storage reader is
+    not terrazzo's (it has no `plans_alone`), `load` is collective, and an error of one rank is raised on all ranks as
+    the same `CheckpointException`.
+
+    Unlike in PyTorch, ranks may pass different keys. A key that the checkpoint lacks is an error on the rank that
+    passed it. All keys, shapes and dtypes that do not fit are listed in one `CheckpointMismatchError`, before anything
+    is changed.
 
     Args:
-        state_dict: What to load, nested dicts and lists allowed; its tensors must be allocated.
-        checkpoint_id: Where the checkpoint is.  It may be of any format that terrazzo reads.
-        storage_reader: How to read it, if the path does not tell.
-        planner: What goes where, if not one to one; `DefaultLoadPlanner(allow_partial_load=True)` and the like.
-        process_group: The ranks that load together, if planner or storage bring ranks together; default: all.
+        state_dict: The state to fill: nested dicts and lists; its tensors must be allocated.
+        checkpoint_id: The checkpoint's folder or URL. It may have any format that terrazzo reads.
+        storage_reader: The reader, if the format cannot be recognised.
+        planner: Which values to load, if not all: for instance `DefaultLoadPlanner(allow_partial_load=True)`.
+        process_group: The ranks of a collective load; default: all.
         no_dist: Load in this process alone.
-        timeout: How long to wait for other ranks, where they are waited for; default: as long as the process group's
-            own collectives do.
-        together: Load as one: the coordinator reads the checkpoint's root for all, so all load the same checkpoint even
-            if it is replaced meanwhile, or all get the same `CheckpointException`.  `load` is collective then.
-        store: Where the checkpoint is, instead of `checkpoint_id`: a store with settings of its own.
-        read: With "once_per_node" parts of tensors that several ranks of a machine want (replicas) are read by one of
-            them, which sends them to the others: for stores that are slower than that.  `load` is collective then, as
-            with `together`.  It needs gloo.
+        timeout: How long a rank waits for the others in a collective load; default: the process group's time limit.
+        together: Load collectively: the coordinator reads the checkpoint's root for all ranks, so all load the same
+            checkpoint even if it is replaced at the same time, or all raise the same `CheckpointException`.
+        store: The checkpoint's store, instead of `checkpoint_id`.
+        read: "once_per_node" lets one rank of a machine read what several of its ranks need (replicas), and send it to
+            the others: faster if the store is slower than the network inside the machine. `load` is then collective, as
+            with `together`. It needs gloo.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
@@ -80,7 +80,7 @@ def load(
     {'w': tensor([0., 1., 2.]), 'step': 7}
     """
     if read not in ("each", "once_per_node"):
-        raise CheckpointError(f"read={read!r} is neither 'each' nor 'once_per_node'")
+        raise CheckpointError(f"`read` must be 'each' or 'once_per_node', not {read!r}")
     planner = planner if planner is not None else ObjectsPlanner(state_dict)
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
@@ -98,9 +98,9 @@ def _load_state_dict_from_keys(
     storage_reader: StorageReader | None = None,
     process_group: Any = None,
 ) -> dict[str, Any]:
-    """What a checkpoint holds under these keys, and under names that begin with them; None: all of it, nested.
+    """A checkpoint's values under these keys, and under names that begin with them, nested; None: all values.
 
-    Each rank that calls this loads it for itself.
+    Each rank that calls this loads by itself.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
@@ -127,8 +127,8 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """Deprecated: use `load`.  `coordinator_rank` is accepted and the first rank of the group coordinates."""
-    warnings.warn("load_state_dict is deprecated; use terrazzo.checkpoint.load", FutureWarning, stacklevel=2)
+    """Deprecated: use `load`. `coordinator_rank` is ignored: the first rank of the group is the coordinator."""
+    warnings.warn("load_state_dict is deprecated: use terrazzo.checkpoint.load", FutureWarning, stacklevel=2)
     load(
         state_dict,
         storage_reader=storage_reader,

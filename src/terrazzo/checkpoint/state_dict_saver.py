@@ -28,7 +28,7 @@ from terrazzo.checkpoint.stores import Store
 
 
 class AsyncCheckpointerType(Enum):
-    """Where `async_save` does its work: on a thread of this process, or in a process of its own."""
+    """Whether `async_save` works on a thread of this process, or in a process of its own."""
 
     THREAD = "thread"
     PROCESS = "process"
@@ -49,29 +49,27 @@ def save(
 ) -> Metadata:
     """Save a state dict as one checkpoint, from all ranks of a process group together.
 
-    Each rank writes the shards that it holds of distributed tensors; what several ranks hold is written once.  For
-    `Stateful` objects their `state_dict()` is saved.  Without a process group the state of this process is saved.
+    Each rank writes its shards of DTensors; values that several ranks hold are written once. Of `Stateful` objects the
+    `state_dict()` is saved. Without a process group, the state of this process is saved.
 
-    The checkpoint becomes valid in one atomic act after everything is durable.  A checkpoint that was there
-    before is valid until then.  If any rank fails, dies or does not come in time, every rank raises the same
-    `CheckpointException`, which names it, and what was there before is still there.
+    The checkpoint is committed by one atomic operation, after everything is durable; an existing checkpoint is valid
+    until then. If a rank fails, dies or is late, every rank raises the same `CheckpointException`, which names that
+    rank, and an existing checkpoint stays.
 
     Args:
-        state_dict: What to save: nested dicts and lists of tensors, distributed tensors, `Stateful` objects
-            and plain values.
-        checkpoint_id: Where to: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
-        storage_writer: How to write, if not in terrazzo's own format.
-        planner: What to write, if not the state dict as it is.
+        state_dict: The state: nested dicts and lists of tensors, DTensors, `Stateful` objects and plain values.
+        checkpoint_id: Where to save: a folder, or a URL (`s3://bucket/prefix`, `gs://`, `az://`).
+        storage_writer: The writer, for another format than terrazzo's.
+        planner: What to save, if not the whole state dict.
         process_group: The ranks that save together; default: all.
         no_dist: Save the state of this process alone.
-        timeout: How long a rank waits for the slowest one at each step; default: as long as the process group's own
-            collectives do.
-        store: Where to, instead of `checkpoint_id`: a store with settings of its own (see docs/stores.md).
-        base: Another checkpoint, or the one that is there.  Tensors that have not changed since are not written again:
-            the new one shares their files.  The base may be removed afterwards.
+        timeout: How long a rank waits for the others at each step; default: the process group's time limit.
+        store: Where to save, instead of `checkpoint_id`: a store (see docs/stores.md).
+        base: Another checkpoint, or the existing one. Tensors that have not changed since are not written again: the
+            new checkpoint shares their files. The base may be removed afterwards.
 
     Returns:
-        The checkpoint's table of contents, on every rank.
+        The checkpoint's metadata, on every rank.
 
     >>> import tempfile, torch
     >>> metadata = save({"model": {"w": torch.ones(2, 3)}, "step": 7}, checkpoint_id=tempfile.mkdtemp())
@@ -101,25 +99,24 @@ def async_save(
     store: Store | None = None,
     base: str | os.PathLike[str] | Store | None = None,
 ) -> Future[Metadata]:
-    """Like `save`, in the background: returns as soon as the state has been copied to host memory.
+    """Like `save`, but in the background: returns as soon as the state has been copied to host memory.
 
-    One save is in flight at a time: a call waits for the one before.  An error is raised by the future's
-    `result()`; if nobody asks there, by the next save.  Host memory for one copy of the state is kept for the
-    next call.
+    One save runs at a time: a call waits for the one before. An error is raised by the future's `result()`; if that is
+    not called, by the next save. The host memory of the copy is kept for the next call.
 
-    What `save` refuses to store is refused here too, at once.
+    Values that `save` cannot store are an error of this call, too.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base: As for
             `save`.
-        async_checkpointer_type: A thread is lighter; a process never competes with training for the interpreter.  For
-            a process, planner and writer have to be picklable.
+        async_checkpointer_type: A thread needs less memory and starts faster; a process does not compete with training
+            for the GIL. For a process, planner and writer must be picklable.
         async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
             `FileSystemWriter` is one), else a `BlockingAsyncStager` that keeps its memory.
 
     Returns:
-        A future that holds what `save` returns.  Where the stager copies in the background (its `stage` returned a
-        future), it is an `AsyncSaveResponse`: its `staging_completion` is done when the state may be changed.
+        A future with the result of `save`. If the stager copies in the background (its `stage` returns a future), it is
+        an `AsyncSaveResponse`, whose `staging_completion` is done when the state may be changed.
 
     >>> import tempfile, torch
     >>> future = async_save({"w": torch.ones(2)}, checkpoint_id=tempfile.mkdtemp())
@@ -128,7 +125,7 @@ def async_save(
     """
     doing = _doing(checkpoint_id, storage_writer, store)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
-    # On a thread, the background has connections of its own; the process makes its own.
+    # A thread of this process gets connections of its own here; a saving process makes its own.
     place = find_place(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
     background = background_of(process_group, no_dist)
     earlier = background.earlier_error()
@@ -146,7 +143,7 @@ def async_save(
             if staging.waits:
                 staging.wait()
     except BaseException as error:
-        told = background.start(_failing(session, process, error)).exception()  # the other ranks wait to hear of it
+        told = background.start(_failing(session, process, error)).exception()  # other ranks wait for this one
         if isinstance(error, Exception) and told is not None:
             raise told from error
         raise
@@ -171,7 +168,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 def _stager_of(writer: StorageWriter | None, background: Background, in_process: bool) -> AsyncStager | None:
-    """Who copies the state when the caller does not say; None: a process needs a copy in shared memory anyway."""
+    """The default stager; None for a saving process, which needs a copy in shared memory anyway."""
     if in_process:
         return None
     if isinstance(writer, AsyncStager):
@@ -180,7 +177,7 @@ def _stager_of(writer: StorageWriter | None, background: Background, in_process:
 
 
 def _failing(session: SaveSession, process: ProcessSaver | None, error: BaseException) -> Callable[[], Metadata]:
-    """The part in a save of a rank that has failed before it began."""
+    """The work of a rank that failed before the save: take part in it, and fail on all ranks with this error."""
     if process is not None:
         return partial(process.save, session, Parcel(error=failure_of(error, session.place.global_rank)))
 
@@ -195,8 +192,8 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """Deprecated: use `save`.  `coordinator_rank` is accepted, and the first rank of the group coordinates."""
-    warnings.warn("save_state_dict is deprecated; use terrazzo.checkpoint.save", FutureWarning, stacklevel=2)
+    """Deprecated: use `save`. `coordinator_rank` is ignored: the first rank of the group is the coordinator."""
+    warnings.warn("save_state_dict is deprecated: use terrazzo.checkpoint.save", FutureWarning, stacklevel=2)
     return save(
         state_dict,
         storage_writer=storage_writer,

@@ -1,4 +1,4 @@
-"""Objects that know how to save and restore themselves."""
+"""`Stateful`: objects with a `state_dict` and a `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with a `state_dict` and a `load_state_dict`: modules, optimizers, data loaders, a user's own.
+    """An object with `state_dict` and `load_state_dict`: modules, optimizers, data loaders, a user's own.
 
-    `save` stores what `state_dict()` returns.  `load` calls `state_dict()` as well, fills what it returned in
-    place, and hands the result to `load_state_dict`.
+    `save` stores the result of `state_dict()`. `load` calls `state_dict()` too, fills the result in place, and passes
+    it to `load_state_dict`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -21,7 +21,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the object from a state that `state_dict` returned earlier."""
+        """Set the object's state to one that `state_dict` returned earlier."""
         ...
 
 
@@ -31,8 +31,8 @@ StatefulT = TypeVar("StatefulT", bound=Stateful)
 def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with every `Stateful` object, at any depth of dicts, replaced by its state.
 
-    Objects may communicate when they are asked, so they are asked in the order of their keys: it is the same on all
-    ranks, in whatever order these have put their dicts together.
+    `state_dict()` may communicate, so the objects are called in the order of their keys, which is the same on all ranks
+    even if their dicts have different orders.
     """
     resolved: dict[str, Any] = dict.fromkeys(state_dict)
     for key in _in_order(state_dict):
@@ -57,9 +57,9 @@ def _in_order(keys: Iterable[Any]) -> list[Any]:
 
 
 def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
-    """Hand loaded values back: to `Stateful` objects through `load_state_dict`, all others into the state dict.
+    """Set loaded values: of `Stateful` objects by `load_state_dict`, of all others in the state dict.
 
-    In the order of keys, as in `resolve_stateful`.
+    Objects are called in the order of their keys, as in `resolve_stateful`.
     """
     for key in _in_order(values):
         value = values[key]
@@ -73,7 +73,7 @@ def give_back_state(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _is_stateful(value: Any) -> bool:
-    # Asked on the type, for a runtime protocol looks at every attribute; tensors, the many, are none.
+    # Tensors first, because there are many. On the type, because isinstance() of a protocol looks up all attributes.
     kind = type(value)
     return (
         not isinstance(value, (torch.Tensor, type))

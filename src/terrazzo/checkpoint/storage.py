@@ -1,8 +1,8 @@
-"""The interface between checkpoints and where their bytes live.
+"""The interface of storage writers and readers.
 
-A `StorageWriter` carries out save plans and a `StorageReader` load plans.  Names and the order of calls are those
-of `torch.distributed.checkpoint.storage`.  To keep bytes somewhere new, subclass these two; to keep terrazzo's
-own format somewhere new, a `terrazzo.checkpoint.stores.Store` is enough.
+A `StorageWriter` carries out save plans, a `StorageReader` load plans. Names and the order of calls are those of
+`torch.distributed.checkpoint.storage`. Subclass them for another format; to keep terrazzo's format in another kind of
+store, write a `terrazzo.checkpoint.stores.Store` instead, which is less work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePla
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """One item that has been written."""
+    """The result of writing one item."""
 
     index: MetadataIndex
     size_in_bytes: int
@@ -37,11 +37,11 @@ class StorageWriter(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new checkpoint begins, under this id if one was given to `save`."""
+        """Called before each save, with `save`'s checkpoint id if it has one."""
 
     @abc.abstractmethod
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Learn whether this rank coordinates."""
+        """Called with whether this rank is the coordinator."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -57,7 +57,7 @@ class StorageWriter(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        """Every rank has written: make the checkpoint valid."""
+        """Commit the checkpoint. Called when every rank has written."""
 
     @classmethod
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class StorageWriter(abc.ABC):
         """Whether this class can write under this id."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners may want to know about this storage."""
+        """Information about this storage for planners."""
         return None
 
 
@@ -78,15 +78,15 @@ class StorageReader(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new checkpoint is about to be read, under this id if one was given to `load`."""
+        """Called before each load, with `load`'s checkpoint id if it has one."""
 
     @abc.abstractmethod
     def read_metadata(self) -> Metadata:
-        """The checkpoint's table of contents."""
+        """The checkpoint's metadata."""
 
     @abc.abstractmethod
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Learn the metadata and whether this rank coordinates."""
+        """Called with the metadata and whether this rank is the coordinator."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -98,9 +98,9 @@ class StorageReader(abc.ABC):
 
     @abc.abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of the plan into what the planner hands out, across devices where need be."""
+        """Read every item of the plan into the planner's tensors, which may be on other devices."""
 
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this class can read what lies under this id."""
+        """Whether this class can read a checkpoint with this id."""

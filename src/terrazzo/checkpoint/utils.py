@@ -1,4 +1,4 @@
-"""What planners of one's own look up: a tensor's shard, or any value, by its index."""
+"""Look-ups for custom planners: a tensor's chunk, or any value, by its index."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["find_state_dict_object", "find_tensor_shard"]
 
 
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-    """This rank's chunk of a tensor that begins where the index says; a plain tensor is one chunk.
+    """This rank's chunk of a tensor at the index's offsets. A plain tensor is one chunk.
 
     >>> find_tensor_shard(torch.ones(2), MetadataIndex("w", (0,)))
     tensor([1., 1.])
     """
     if is_sharded(tensor):
         if index.offset is None:
-            raise IndexMismatchError(f"FQN {index.fqn!r} is a distributed tensor, and no offset was provided")
+            raise IndexMismatchError(f"FQN {index.fqn!r} is a distributed tensor, but no offset was provided")
         for box, local in Viewer().view(index.fqn, tensor).chunks:
             if tuple(index.offset) == box.offsets:
                 return local
@@ -32,7 +32,7 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
 
 
 def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
-    """The value of a flat state dict that an index means: a chunk, if it is a tensor.
+    """The value of a flat state dict at an index: for a tensor the chunk.
 
     >>> find_state_dict_object({"step": 3}, MetadataIndex("step"))
     3

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
+from terrazzo.comm.pending import timed_out
 from terrazzo.comm.processes import Condition, condition_of, own_identity
 from terrazzo.errors import CommError, CommTimeout
 
@@ -37,7 +38,7 @@ _Gloo = Any  # a ProcessGroupGloo: torch's stub lacks its operations
 _FRAME = 256
 _HEAD = 8  # bytes of a frame that say how long the message is
 _SHORT = _FRAME - _HEAD
-_ROLL_CALL_SECONDS = 2.0
+_REPORTS_SECONDS = 2.0
 _LONGEST_REPORT = 2000
 
 
@@ -215,10 +216,8 @@ class Link:
             yield
             self._done += 1
         except RuntimeError as error:
-            text = str(error).lower()
-            timed_out = "timed out" in text or "timeout" in text
             self._break(f"{what} failed before")
-            verdict = self._find_out(what, timed_out, timeout)
+            verdict = self._find_out(what, timed_out(error), timeout)
             raised = (CommTimeout if verdict.timed_out else CommError)(verdict.text)
             raised.missing = verdict.missing
             raised.reports = verdict.reports
@@ -236,18 +235,18 @@ class Link:
         except RuntimeError:
             pass  # without the store there will not be a new link either
 
-    def _find_out(self, what: str, timed_out: bool, timeout: timedelta) -> _Verdict:
+    def _find_out(self, what: str, late: bool, timeout: timedelta) -> _Verdict:
         """The reason of the failure; the same on all ranks, as long as the store can be reached."""
         seen: list[str | None] = [None] * len(self.ranks)
-        seen[self.index] = "timeout" if timed_out else "lost"
+        seen[self.index] = "timeout" if late else "lost"
         conditions: dict[int, Condition] = {}
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        deadline = time.monotonic() + _REPORTS_SECONDS
         store_lost = False
         while True:
             try:
                 if self._store.check(["verdict"]):
                     return _decode(self._store.get("verdict"))
-                self._call_roll(seen)
+                self._exchange_reports(seen)
             except RuntimeError:
                 store_lost = True
             conditions = {i: condition_of(self._identities[i]) for i, saw in enumerate(seen) if saw is None}
@@ -265,7 +264,7 @@ class Link:
         except RuntimeError:
             return verdict
 
-    def _call_roll(self, seen: list[str | None]) -> None:
+    def _exchange_reports(self, seen: list[str | None]) -> None:
         """Write what this rank saw, and read what the ranks saw of which nothing is known yet."""
         if not self._store.check([f"saw/{self.index}"]):
             self._store.set(f"saw/{self.index}", seen[self.index] or "")

@@ -85,6 +85,32 @@ def remove_observer(observer: Observer) -> None:
         observers = tuple(remaining)
 
 
+# Called with the kind and the axis of each collective whose result was waited for.
+end_observers: tuple[Callable[[str, Axis], None], ...] = ()
+
+
+def add_end_observer(observer: Callable[[str, Axis], None]) -> None:
+    """Call `observer` with the kind and the axis of each collective when its result has been waited for."""
+    global end_observers
+    with _lock:
+        end_observers = (*end_observers, observer)
+
+
+def remove_end_observer(observer: Callable[[str, Axis], None]) -> None:
+    """Undo one `add_end_observer`."""
+    global end_observers
+    with _lock:
+        remaining = list(end_observers)
+        remaining.remove(observer)
+        end_observers = tuple(remaining)
+
+
+def report_end(kind: str, axis: Axis) -> None:
+    """Call the end observers; only called if there are any."""
+    for observer in end_observers:
+        observer(kind, axis)
+
+
 def report(kind: str, axis: Axis, nbytes: int, op: str | None, async_op: bool) -> None:
     """Call the observers; the collectives call this only when there are any."""
     event = CommEvent(kind, axis, nbytes, op, async_op, current_node() is not None)

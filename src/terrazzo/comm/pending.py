@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from terrazzo.comm import observe
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import CommError, CommTimeout
 
@@ -42,13 +43,27 @@ class Pending(Generic[Result]):
 
     def wait(self) -> Result:
         """The result, once the communication is done."""
+        if self._work is None and self._finish is None:
+            return self._result
         if self._work is not None:
             wait_for(self._work, self.kind, self.axis)
             self._work = None
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
+        if observe.end_observers:
+            observe.report_end(self.kind, self.axis)
         return self._result
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an error of a process group or a store means that a time limit was exceeded; only its text says so.
+
+    >>> timed_out(RuntimeError("Timed out waiting 1000ms for recv operation to complete"))
+    True
+    """
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
 
 
 def wait_for(work: Work, kind: str, axis: Axis) -> None:
@@ -56,8 +71,7 @@ def wait_for(work: Work, kind: str, axis: Axis) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        timed_out = "timed out" in str(error).lower()
-        raise (CommTimeout if timed_out else CommError)(
+        raise (CommTimeout if timed_out(error) else CommError)(
             f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {error}. "
             "The usual causes are a rank that ended, ranks that call different collectives, and a broken connection; "
             "look for the first error among the ranks."

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -16,21 +15,22 @@ from rich.filesize import decimal as human_size
 from terrazzo.demo import text
 from terrazzo.demo.crash import HalfSaved, half_saved
 from terrazzo.demo.ending import Command, check_and_export, compare
+from terrazzo.demo.messages import Inbox, Probed, Ready, Saved, Trained, Warned
 from terrazzo.demo.plan import FIRST, SECOND, Leg, Plan
-from terrazzo.demo.processes import TrainingProcesses
+from terrazzo.demo.processes import TrainingRanks
 from terrazzo.demo.screen import Screen, Show
-from terrazzo.demo.worker import Probed, Ready, Saved, Trained, Warned, train_alone, train_sharded
+from terrazzo.demo.worker import train_alone, train_sharded
 from terrazzo.errors import DemoError
 
 OUTPUTS = ("checkpoints", "model.pt", "loss.png", "loss.csv")
-_SILENCE = 180.0  # seconds without a word from any process
-_WATCHFUL, _PATIENT = 0.0005, 0.1  # seconds between looks at the disk, while a save is awaited and otherwise
+_SILENCE = 180.0  # seconds without a message from any process
+_WATCHFUL, _PATIENT = 0.0005, 0.1  # seconds between looks at the disk, while a save is expected and otherwise
 
 
 class Run:
-    """Processes that train, and what they have told so far."""
+    """Ranks that train, and what they have reported so far."""
 
-    def __init__(self, ranks: TrainingProcesses) -> None:
+    def __init__(self, ranks: TrainingRanks, messages: Path) -> None:
         self.ranks = ranks
         self.losses: dict[int, float] = {}
         self.saved: list[int] = []
@@ -39,48 +39,50 @@ class Run:
         self.probe: float | None = None
         self.ended = False
         self.heard = time.monotonic()
+        self._inbox = Inbox(messages)
 
     @property
     def step(self) -> int:
         """The last that was trained."""
         return max(self.losses, default=0)
 
-    def take(self) -> None:
-        """Hear one message, or that there will be no more."""
-        self.heard = time.monotonic()
-        try:
-            message = self.ranks.connection.recv()
-        except EOFError:
-            self.ended = True
-            return
-        match message:
-            case Ready():
-                self.ready = message
-            case Trained(step, loss):
-                self.losses[step] = loss
-            case Saved(step):
-                self.saved.append(step)
-            case Probed(loss):
-                self.probe = loss
-            case Warned(text):
-                self.warnings.append(text)
+    def read(self) -> bool:
+        """Read new messages; returns whether there were any."""
+        self.ended = self.ranks.have_ended  # looked at first, so that no message comes after the end
+        messages = self._inbox.new()
+        if messages:
+            self.heard = time.monotonic()
+        for message in messages:
+            match message:
+                case Ready():
+                    self.ready = message
+                case Trained(step=step, loss=loss):
+                    self.losses[step] = loss
+                case Saved(step=step):
+                    self.saved.append(step)
+                case Probed(loss=loss):
+                    self.probe = loss
+                case Warned(text=text):
+                    self.warnings.append(text)
+        return bool(messages)
 
 
 def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
-    """Run the demo; whether the run that crashed and the one that did not are the same."""
+    """Run the demo; returns whether the run that crashed and the one that did not are the same."""
     began = time.monotonic()
     screen = Screen(console, plan.steps)
     _make_room(plan.folder)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="terrazzo-") as meeting:
-        alone = Run(TrainingProcesses("1 process, uninterrupted", 1, train_alone, plan))
+    with tempfile.TemporaryDirectory(prefix="terrazzo-") as temporary:
+        messages = Path(temporary, "alone")
+        alone = Run(TrainingRanks("1 process, uninterrupted", 1, train_alone, plan, messages), messages)
         runs = [alone]
         try:
-            first = _start(plan, FIRST, Path(meeting))
+            first = _start(plan, FIRST, Path(temporary))
             runs.append(first)
             killed_at, rest = _train_until_killed(plan, first, alone, screen)
             resumed_from = _tell_crash(plan, killed_at, rest, screen)
-            second = _start(plan, SECOND, Path(meeting))
+            second = _start(plan, SECOND, Path(temporary))
             runs.append(second)
             _train_to_the_end(plan, second, alone, resumed_from, screen)
         finally:
@@ -94,20 +96,19 @@ def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
 
 
 def _make_room(folder: Path) -> None:
-    """An empty folder, or one with what an earlier demo left, which goes."""
+    """Create the folder, or remove what an earlier demo left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     strange = sorted(path.name for path in folder.iterdir() if path.name not in OUTPUTS)
     if strange:
-        raise DemoError(
-            f"{folder} holds things that are not the demo's ({', '.join(strange[:3])}); choose another --out"
-        )
+        raise DemoError(f"{folder} has files that are not the demo's ({', '.join(strange[:3])}): choose another --out")
     for name in OUTPUTS:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _start(plan: Plan, leg: Leg, meeting: Path) -> Run:
-    return Run(TrainingProcesses(leg.title, leg.ranks, train_sharded, plan, leg, meeting / f"{leg.ranks}-ranks"))
+def _start(plan: Plan, leg: Leg, folder: Path) -> Run:
+    messages = folder / f"{leg.ranks}-ranks"
+    return Run(TrainingRanks(leg.title, leg.ranks, train_sharded, plan, leg, messages), messages)
 
 
 # ------------------------------------------------------------------ the two legs
@@ -125,22 +126,23 @@ def _train_until_killed(plan: Plan, first: Run, alone: Run, screen: Screen) -> t
             _listen([first, alone], show, _WATCHFUL if watching else _PATIENT)
             if first.ended:
                 first.ranks.join(10)
-                raise DemoError(f"{FIRST.title}: trained to the end, and no save was seen half written; try again")
+                raise DemoError(
+                    f"{FIRST.title}: trained to the end before a save was seen half written: run the demo again"
+                )
             saving = first.step // plan.save_every * plan.save_every
             rest = _kill_if_saving(first, plan.checkpoint(saving)) if watching else None
             if rest is not None:
                 break
-        while not first.ended:  # what was said before the end
-            first.take()
+        first.read()  # messages from before the end
     _tell_size(first, plan, screen)
     return saving, rest
 
 
 def _kill_if_saving(run: Run, folder: Path) -> HalfSaved | None:
-    """Kill the ranks if a save into the folder is half written, and say what is left of it."""
+    """Kill the ranks if a save into the folder is half written; returns what is left of it."""
     if half_saved(folder) is None:
         return None
-    run.ranks.freeze()  # nothing moves while we look again
+    run.ranks.freeze()  # so that no file changes while we look again
     rest = half_saved(folder)
     if rest is None:
         run.ranks.thaw()
@@ -150,7 +152,7 @@ def _kill_if_saving(run: Run, folder: Path) -> HalfSaved | None:
 
 
 def _tell_crash(plan: Plan, killed_at: int, rest: HalfSaved, screen: Screen) -> int:
-    """What the crash left; the step to go on from."""
+    """Show what the crash left; returns the step from which to resume."""
     screen.heading(f"Crash: all {FIRST.ranks} ranks are killed (SIGKILL) while they save step {killed_at}")
     latest = (plan.checkpoints / "latest").read_text()
     screen.say(
@@ -184,15 +186,15 @@ def _tell_size(run: Run, plan: Plan, screen: Screen) -> None:
         screen.say(f"   the library says: {warning.removeprefix(f'{plan.checkpoints}/')}")
 
 
-def _listen(runs: Sequence[Run], show: Show, patience: float) -> None:
-    """Take in a message from each run that has one, and show it."""
-    open_runs = [run for run in runs if not run.ended]
-    ready = wait([run.ranks.connection for run in open_runs], patience)
-    for run in open_runs:
-        if run.ranks.connection not in ready:
-            continue
-        run.take()
-        if run.step and not run.ended:
-            show(run.ranks.title, run.step, run.losses[run.step])
+def _listen(runs: Sequence[Run], show: Show, pause: float) -> None:
+    """Read new messages of all runs and show them, or pause if there are none."""
+    any_new = False
+    for run in runs:
+        if not run.ended and run.read():
+            any_new = True
+            if run.step:
+                show(run.ranks.title, run.step, run.losses[run.step])
+    if not any_new:
+        time.sleep(pause)
     if time.monotonic() - max(run.heard for run in runs) > _SILENCE:
-        raise DemoError(f"nothing was heard of {', '.join(run.ranks.title for run in runs)} for {_SILENCE:.0f} s")
+        raise DemoError(f"no message from {', '.join(run.ranks.title for run in runs)} for {_SILENCE:.0f} s")

@@ -1,19 +1,16 @@
-"""What each process of the demo does, and what it tells the terminal."""
+"""What each rank of the demo does."""
 
 from __future__ import annotations
 
-import datetime
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.demo.messages import ForwardWarnings, Probed, Ready, Report, Saved, Trained, reporter
 from terrazzo.demo.model import GPT, loss_of, tensor_parallel
 from terrazzo.demo.plan import Leg, Plan
 from terrazzo.demo.text import Passages
@@ -21,75 +18,12 @@ from terrazzo.engine import Engine, ResumableSampler, initialize
 from terrazzo.engine.config import Batch
 from terrazzo.tensor import DTensor, init_device_mesh
 
-LIMIT = datetime.timedelta(seconds=120)
 
-
-@dataclass(frozen=True)
-class Ready:
-    """A leg is about to train."""
-
-    step: int  # after which it goes on
-    parameters: int
-    held: int  # of them, by this rank
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A step is done."""
-
-    step: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class Probed:
-    """How well a trained model guesses the probe."""
-
-    loss: float
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint is committed."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Warned:
-    """The library has something to say."""
-
-    text: str
-
-
-Message = Ready | Trained | Saved | Probed | Warned
-Report = Callable[[Message], None]
-
-
-def _reporter(connection: Connection | None) -> Report:
-    """Sends messages, if there is someone to send them to."""
-    return (lambda message: None) if connection is None else connection.send
-
-
-class _Forward(logging.Handler):
-    """Hands warnings to the terminal, which else would be written through its bars."""
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(logging.WARNING)
-        self._report = report
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._report(Warned(record.getMessage()))
-
-
-def train_sharded(rank: int, plan: Plan, leg: Leg, store: Path, connection: Connection | None) -> None:
-    """One rank of a leg: goes on from the last checkpoint, if there is one, and saves while it trains."""
-    report = _reporter(connection)
-    if connection is not None:
-        logging.getLogger("terrazzo").addHandler(_Forward(report))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), leg.ranks), rank=rank, world_size=leg.ranks, timeout=LIMIT
-    )
+def train_sharded(plan: Plan, leg: Leg, messages: Path) -> None:
+    """One rank of a leg: resumes from the last checkpoint, if there is one, and saves while it trains."""
+    report = reporter(messages, dist.get_rank())
+    if dist.get_rank() == 0:
+        logging.getLogger("terrazzo").addHandler(ForwardWarnings(report))
     engine = make_engine(plan, leg)
     if (plan.checkpoints / "latest").exists():
         engine.load_checkpoint(plan.checkpoints)
@@ -113,11 +47,10 @@ def train_sharded(rank: int, plan: Plan, leg: Leg, store: Path, connection: Conn
             break
     if saving is not None:
         _finish(saving, report)
-    dist.destroy_process_group()
 
 
 def _finish(saving: tuple[int, Future[None]], report: Report) -> None:
-    """Have a save behind us, or its error."""
+    """Wait for a save, and report it."""
     step, future = saving
     future.result()
     report(Saved(step))
@@ -134,9 +67,9 @@ def make_engine(plan: Plan, leg: Leg) -> Engine:
     return initialize(model, training_data=data, config=plan.engine_config(leg), mesh=mesh, data_dim="data")
 
 
-def train_alone(rank: int, plan: Plan, connection: Connection | None) -> None:
-    """The same run by PyTorch alone, in one process that nobody kills."""
-    report = _reporter(connection)
+def train_alone(plan: Plan, messages: Path) -> None:
+    """The same run by PyTorch alone, in one process that is not killed."""
+    report = reporter(messages, 0)
     torch.manual_seed(plan.seed)
     model = GPT(plan.sizes)
     optimizer = torch.optim.AdamW(model.parameters(), **plan.optimizer)
@@ -164,7 +97,7 @@ def probe(model: GPT) -> float:
 
 
 def _mean(loss: Tensor) -> float:
-    """Over the ranks, which saw different data."""
+    """The mean of the losses of all ranks, which have different data."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -14,12 +14,13 @@ from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.report import GroupReport, Report, report
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
-from terrazzo.fsdp.timeline import Done, Timeline, timeline
+from terrazzo.fsdp.timeline import Collective, Done, Timeline, timeline
 from terrazzo.fsdp.trace import Trace, TraceEvent, trace
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "Collective",
     "DataParallelMeshDims",
     "Done",
     "FSDPMeshInfo",

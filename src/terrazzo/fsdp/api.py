@@ -1,4 +1,4 @@
-"""`fully_shard` itself: which parameters make a group, and what the module becomes."""
+"""`fully_shard`: makes a group of parameters, and changes the module's class."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shard the parameters of a module over the ranks that train it on different data, in place.
+    """Shard the parameters of a module over the data-parallel ranks, in place.
 
-    All parameters of `module` that no earlier call took become one group: gathered together before forward and before
-    backward, their gradients reduced together after backward. So call it on the inner modules first and on the whole
-    model last. Between steps parameters are DTensors, each rank holding its part; build the optimizer afterwards.
+    All parameters of `module` that no earlier call took become one group: they are gathered together before forward and
+    before backward, and their gradients are reduced together after backward. So call it on the inner modules first and
+    on the whole model last, then construct the optimizer: parameters are then DTensors, of which each rank has a shard.
 
         for block in model.blocks:
             fully_shard(block)
@@ -72,22 +72,23 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
-        module: A module, or several to be treated as one group, of which each then behaves as if it had been given.
-        mesh: 1-D: its ranks shard. 2-D: ranks along its first dim replicate, those along its second shard (HSDP).
-            None: all ranks shard.
-        reshard_after_forward: True frees the parameters after forward and gathers them again in backward; False keeps
-            them; a number keeps each rank's part over that many neighbouring ranks, so that backward gathers among
-            these only. None is True, but False for the root, whose backward follows at once.
-        shard_placement_fn: Given a parameter, returns along which dim it is cut, as a `Shard`, or None for dim 0. Dims
-            need not divide evenly. A `ShardPlacementResult` names a mesh besides, for this parameter alone.
-        mp_policy: In which precision to compute and to reduce.
-        offload_policy: Where sharded state rests.
-        ignored_params: Parameters to leave alone: they are neither sharded nor moved, and their gradients not reduced.
-        dp_mesh_dims: For parameters that are DTensors on all of `mesh`, replicated on its data-parallel dims: which of
-            its dims these are. Forward then sees DTensors on `mesh`.
+        module: A module, or a list of modules whose parameters form one group.
+        mesh: 1-D: the parameters are sharded over its ranks. 2-D: they are replicated along the first dim and sharded
+            along the second (HSDP). None: they are sharded over all ranks.
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers them again in backward;
+            False keeps them. A number N keeps shards over N neighbouring ranks after forward, so that backward gathers
+            only among these. None means True, but False for the root module, whose backward follows at once.
+        shard_placement_fn: Called with a parameter; returns a `Shard` with the dim along which to shard it, or None
+            for dim 0. The size need not divide evenly. A `ShardPlacementResult` also gives this parameter a mesh of
+            its own.
+        mp_policy: The dtypes in which to compute and to reduce.
+        offload_policy: Whether sharded parameters, gradients and optimizer state are kept on the CPU.
+        ignored_params: Parameters that are not sharded and not moved, and whose gradients are not reduced.
+        dp_mesh_dims: Which dims of `mesh` are data-parallel, if the parameters are DTensors on all of `mesh`,
+            replicated on these dims. In forward they are then DTensors on `mesh`.
 
     Returns:
-        `module`, whose class now is an `FSDPModule` as well.
+        `module`, whose class is now also a subclass of `FSDPModule`.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     _check_arguments(modules, reshard_after_forward)
@@ -119,25 +120,25 @@ def fully_shard(
 
 def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> None:
     if not modules:
-        raise FSDPValueError("fully_shard got an empty list of modules")
+        raise FSDPValueError("fully_shard got an empty list of modules: pass at least one")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise FSDPValueError(f"fully_shard takes modules, got {type(module).__name__}")
+            raise FSDPValueError(f"fully_shard expected an nn.Module or a list of them, not {type(module).__name__}")
         if isinstance(module, FSDPModule):
             raise FSDPValueError(f"fully_shard was called twice on the same {type(module).__name__}")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(
-                f"{type(module).__name__} has no forward, so nothing would gather its parameters: call fully_shard on "
-                "the modules in it, or on a list of them to make them one group"
+                f"{type(module).__name__} has no forward, before which its parameters would be gathered: call "
+                "fully_shard on the modules in it, or on a list of them to make them one group"
             )
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool | int)):
         raise FSDPValueError(
-            f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}"
+            f"reshard_after_forward must be True, False, None or a number of ranks, not {reshard_after_forward!r}"
         )
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
-    """Buffers are not sharded, but have to be where the module computes."""
+    """Move buffers to the device where the module computes. They are not sharded."""
     if device.type == "cpu":
         return
     for module in modules:

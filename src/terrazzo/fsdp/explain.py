@@ -1,4 +1,4 @@
-"""What `fully_shard` will do in a step, before it does it."""
+"""`explain`: the plan of the next step of a sharded model."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ from collections.abc import Mapping
 from torch import nn
 
 from terrazzo._torch.modules import children_of
-from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
-from terrazzo.fsdp.run.root import root_of
 
 
 def explain(model: nn.Module) -> Plan:
-    """The operations of the next step of a sharded model: a forward, its backward, and the optimizer.
+    """The operations of the next step of a sharded model: a forward, its backward and the optimizer's step.
 
-    Printed, it is a line per operation, with the stream on which it runs, the bytes that a rank sends, and what it
-    waits for; `operations` are the same as data. It follows from sizes and settings, and from the modules that ran in
-    the last step, in their order. Before there was one, modules are expected to run one after the other, in the order
-    in which they were registered, those in others while these run. Nothing is run.
+    `print` shows a line for each operation: the stream on which it runs, the bytes that a rank sends, and what it waits
+    for; `operations` has them as data. They follow from sizes, settings, and the order in which modules ran in the last
+    step. Before the first step, modules are expected to run in the order in which they are registered. Nothing is
+    computed or communicated.
 
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(
-            f"{type(model).__name__} was not sharded: explain takes a module that fully_shard was called on"
-        )
-    root = root_of(group)
+    group, root = sharded(model, "explain")
     spec = root.spec()
     outermost = (group if group in root.tops else root.tops[0]).modules[0]
     known = root.passes.get(root.positions[outermost])
@@ -42,7 +36,7 @@ def _run_of(module: nn.Module, positions: Mapping[nn.Module, int]) -> Run:
 
 
 def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[nn.Module]:
-    """The outermost sharded modules in it, as often as they are registered."""
+    """The outermost sharded modules in `module`, each as often as it is registered."""
     found = []
     for child in children_of(module).values():
         if child is not None:
@@ -51,7 +45,7 @@ def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[n
 
 
 def _hands_on(module: nn.Module, positions: Mapping[nn.Module, int]) -> bool:
-    """Whether it returns what the last sharded module in it returns; known of an nn.Sequential, whose forward is."""
+    """Whether the module returns what the last sharded module in it returns. Known for nn.Sequential only."""
     is_usual = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
     children = [child for child in children_of(module).values() if child is not None]
     if not (is_usual and children):

@@ -1,4 +1,4 @@
-"""A group: what one `fully_shard` call took, and what the user has set for it. It has no state."""
+"""A group: the modules and parameters of one `fully_shard` call, and their settings. It does not change in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATTRIBUTE = "_terrazzo_fsdp_group"
 
 
 class Group:
-    """Modules and their parameters."""
+    """The modules and parameters of one `fully_shard` call."""
 
     def __init__(
         self,
@@ -30,12 +30,12 @@ class Group:
         self.settings = settings
         self.options = Options()
         self.name = ""
-        self.unit: Any = None  # what runs it
-        self.root: Any = None  # what runs all units of the model, once its outermost module is known
-        # What the user decides.
+        self.unit: Any = None  # the `Unit` that gathers and reduces it
+        self.root: Any = None  # the `Root` of the model, once the outermost module is known
+        # Set by the user.
         self.auto_reshard = reshard_after_forward is None  # then the root is not resharded
         self.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
-        self.inner: dict[DataMesh, InnerMesh] = {}  # of the meshes on which something is kept between
+        self.inner: dict[DataMesh, InnerMesh] = {}  # smaller meshes of `reshard_after_forward=N`
         if type(reshard_after_forward) is int:
             found = {mesh: InnerMesh.of(mesh, reshard_after_forward) for mesh in self.meshes}
             self.inner = {mesh: inner for mesh, inner in found.items() if inner is not None}
@@ -53,11 +53,11 @@ class Group:
 
     @property
     def meshes(self) -> list[DataMesh]:
-        """Those on which its parameters are sharded."""
+        """The meshes on which its parameters are sharded."""
         return list(dict.fromkeys([self.settings.mesh, *(param.mesh for param in self.params)]))
 
     def holders(self) -> list[nn.Module]:
-        """Modules that hold parameters of the group."""
+        """The modules in which parameters of the group are registered."""
         return list(dict.fromkeys(slot.module for param in self.params for slot in param.slots))
 
 

@@ -1,4 +1,4 @@
-"""The meshes that a group shards on: which ranks cut, which replicate, and how tensor-parallel meshes join in."""
+"""The meshes of a group: which ranks shard, which replicate, and how they combine with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REPLICATE = Replicate()
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a mesh are those of data parallelism, for a model whose parameters are DTensors on all of the mesh.
+    """The data-parallel dims of a mesh, for a model whose parameters are DTensors on all of the mesh.
 
     >>> DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").shard_names
     ('dp_shard', 'cp')
@@ -46,16 +46,16 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise FSDPValueError("DataParallelMeshDims names no dim: give shard, replicate or both")
+            raise FSDPValueError("DataParallelMeshDims needs a dim: pass shard, replicate or both")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Of the dims whose ranks shard."""
+        """The names of the dims whose ranks shard."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Of the dims whose ranks replicate."""
+        """The names of the dims whose ranks replicate."""
         return _names(self.replicate)
 
 
@@ -67,7 +67,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FSDPMeshInfo:
-    """A mesh for some parameters of a `fully_shard` call, given by `ShardPlacementResult`: its ranks shard."""
+    """A mesh for some parameters of a `fully_shard` call, for `ShardPlacementResult`; its ranks shard."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = 0
@@ -76,7 +76,7 @@ class FSDPMeshInfo:
 
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo):
-    """The same for a 2-D mesh: ranks along the first dim replicate, those along the second shard."""
+    """A 2-D mesh for `ShardPlacementResult`: ranks along the first dim replicate, those along the second shard."""
 
     shard_mesh_dim: int | None = 1
     replicate_mesh_dim: int | None = 0
@@ -84,11 +84,11 @@ class HSDPMeshInfo(FSDPMeshInfo):
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` returns for a parameter that has a mesh of its own, as those of experts do.
+    """Returned by a `shard_placement_fn` for a parameter with a mesh of its own, such as an expert's.
 
     Args:
-        placement: Along which dim the parameter is cut; None: dim 0.
-        mesh_info: The mesh on which it is cut and its gradient is reduced.
+        placement: The dim along which the parameter is sharded; None: dim 0.
+        mesh_info: The mesh over which it is sharded and its gradient is reduced.
     """
 
     placement: Shard | None
@@ -97,9 +97,9 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True, eq=False)
 class DataMesh:
-    """The mesh of a `fully_shard` call: 1-D shards, 2-D replicates on its first dim and shards on its second.
+    """The mesh of a `fully_shard` call: 1-D shards; 2-D replicates on its first dim and shards on its second.
 
-    With `whole` it is a part of that mesh, on which the parameters are DTensors, and `dims` are its dims there.
+    With `whole` it is a part of that mesh, on which the parameters are DTensors; `dims` are its dims there.
     """
 
     mesh: DeviceMesh
@@ -116,32 +116,32 @@ class DataMesh:
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
             raise FSDPValueError(
-                f"fully_shard takes a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and "
-                f"shards on its second; this one has {mesh.ndim} dims: {mesh}. For other parallelisms pass the "
-                "submesh of the data-parallel dims, as in mesh['dp']"
+                "fully_shard expected a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and "
+                f"shards on its second, not {mesh.ndim} dims: {mesh}. If other dims are for tensor or pipeline "
+                "parallelism, pass the submesh of the data-parallel dims, as in mesh['dp']"
             )
         replicate = axis_of(mesh, 0) if mesh.ndim == 2 else None
         return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
 
     @property
     def only_replicates(self) -> bool:
-        """Whether there is no dim whose ranks shard."""
+        """Whether no dim shards."""
         return self.replicate is not None and self.mesh.ndim == 1
 
     @property
     def size(self) -> int:
-        """How many ranks work on different data."""
+        """The number of ranks that have different data."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
 
     @property
     def sums_already(self) -> bool:
-        """Whether the gradient of a parameter is, on every rank, what all ranks' data contributed to it."""
+        """Whether every rank's gradient of a parameter is already the sum over all ranks' data."""
         return self.whole is not None
 
     def layout(self, shape: tuple[int, ...], dim: int, within: Layout | None) -> Layout:
-        """Of a parameter that this mesh cuts along `dim`, after the tensor-parallel layout `within` has cut it."""
+        """The layout of a parameter that this mesh shards along `dim`, after the tensor-parallel layout `within`."""
         own: tuple[Placement, ...] = (Shard(dim),) if self.replicate is None else (_REPLICATE, Shard(dim))
-        own = own[: self.mesh.ndim]  # where all dims replicate, nothing is cut
+        own = own[: self.mesh.ndim]  # without Shard if all dims replicate
         if self.whole is not None and within is not None:
             within = self._other_dims(within)
         if within is None:
@@ -154,7 +154,7 @@ class DataMesh:
         return Layout.of(joint, (*own, *within.placements), shape, order)
 
     def _other_dims(self, within: Layout) -> Layout | None:
-        """How a parameter on the whole mesh lies on the dims that are not those of data parallelism."""
+        """The layout of a parameter of the whole mesh on the dims that are not data-parallel."""
         assert self.whole is not None
         names = self.whole.mesh_dim_names or ()
         kept = [m for m, name in enumerate(names) if name not in self.dims]
@@ -166,9 +166,11 @@ class DataMesh:
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank of the mesh computes."""
+    """The device on which this rank of the mesh computes."""
     if mesh.get_coordinate() is None:
-        raise FSDPError(f"rank {dist.get_rank()} is not part of the mesh {mesh} that fully_shard was given")
+        raise FSDPError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on the ranks of the mesh only"
+        )
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
@@ -176,14 +178,14 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _named_part(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DataMesh:
-    """The data-parallel dims of a mesh, on all of which parameters are DTensors."""
+    """The data-parallel dims of a mesh on which the parameters are DTensors."""
     if mesh is None or mesh.mesh_dim_names is None:
-        raise FSDPValueError("dp_mesh_dims names dims of the mesh: give fully_shard a mesh with named dims too")
+        raise FSDPValueError("dp_mesh_dims names dims of the mesh: pass fully_shard a mesh with named dims, too")
     names = (*dims.replicate_names, *dims.shard_names)
     unknown = [name for name in names if name not in mesh.mesh_dim_names]
     if unknown:
         raise FSDPValueError(
-            f"dp_mesh_dims names the dim {unknown[0]!r}, and the mesh given to fully_shard has "
+            f"dp_mesh_dims names the dim {unknown[0]!r}, but the dims of fully_shard's mesh are "
             f"{', '.join(map(repr, mesh.mesh_dim_names))}"
         )
     device = _device_of(mesh)
@@ -198,13 +200,13 @@ def _named_part(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DataMesh
 
 
 def _together(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh of some dims."""
+    """The 1-D mesh of several dims, flattened."""
     return mesh[names[0]] if len(names) == 1 else flattened(mesh[names], "_".join(names))
 
 
 @dataclass(frozen=True, eq=False)
 class InnerMesh:
-    """Part of the shard axis, on which parameters stay sharded between forward and backward."""
+    """A part of the shard axis, over which parameters stay sharded between forward and backward."""
 
     axis: Axis
     own: int  # how many dims of a sharded parameter's mesh are the data-parallel ones, which come first
@@ -212,23 +214,23 @@ class InnerMesh:
 
     @staticmethod
     def of(data: DataMesh, size: int) -> InnerMesh | None:
-        """Consecutive ranks of the shard axis, `size` at a time; None if those are all ranks that shard, or one."""
+        """Groups of `size` consecutive ranks of the shard axis; None if `size` is 1 or the axis's size."""
         if data.only_replicates:
             return None
         n = data.shard.size
         if size < 1 or n % size:
             raise FSDPValueError(
-                f"reshard_after_forward={size} has to divide the {n} ranks that shard: each rank keeps its part over "
-                "that many neighbouring ones. True frees everything after forward, and False nothing"
+                f"reshard_after_forward={size} must divide the number of ranks that shard, {n}: parameters stay "
+                "sharded over that many neighbouring ranks. True frees everything after forward, False nothing"
             )
         if size in (1, n):
             return None
         start = data.shard.index // size * size
-        # Its own process group is all that is needed of it, and only these ranks make that.
+        # Only the process group of this rank's part is needed, and only its ranks create it.
         return InnerMesh(axis_over(data.shard.ranks[start : start + size], data.mesh.device_type), data.mesh.ndim)
 
     def layout(self, whole: Layout, dim: int) -> Layout:
-        """Of a parameter that is cut along `dim`, and whose layout is `whole` while it is sharded."""
+        """The layout on this mesh of a parameter that is sharded along `dim`; `whole` is its layout between steps."""
         mesh = self._meshes.get(whole.mesh)
         if mesh is None:
             rest = whole.mesh.mesh.shape[self.own :]
@@ -236,32 +238,32 @@ class InnerMesh:
                 grid = torch.tensor(ranks_of(whole.mesh)).view(-1, self.axis.size, *rest)
             mesh = self._meshes[whole.mesh] = without_groups(whole.mesh.device_type, grid)
         placements = (_REPLICATE, Shard(dim), *whole.placements[self.own :])
-        # What was cut before data parallelism is so still.
+        # The tensor-parallel placements stay.
         order = (*(m - self.own + 2 for m in whole.order if m >= self.own), 0, 1)
         return Layout.of(mesh, placements, whole.shape, order)
 
 
 def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dims of both, which have to be parts of one mesh."""
+    """The mesh with the dims of both, which must be submeshes of one mesh."""
     root = root_of(data)
     names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
     part = _same_part(root, inner)
     if part is None or names is None or inner_names is None or set(names) & set(inner_names):
         raise FSDPError(
-            f"a parameter is a DTensor on {inner}, and fully_shard was given {data}: to shard it further, both have "
-            "to be different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
+            f"a parameter is a DTensor on {inner}, and fully_shard got the mesh {data}: to shard it further, both must "
+            "be different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
             "mesh_dim_names=('dp', 'tp')); parallelize_module(model, mesh['tp'], ...); fully_shard(model, "
             "mesh=mesh['dp'])"
         )
     known = list(root.mesh_dim_names or ())
-    # Dims made of one of the root's, by splitting it, or behind those that are sharded first.
+    # The dims were made by splitting one of the root mesh's, or come before the data-parallel ones.
     if not set(names) <= set(known) or sorted(both := (*names, *inner_names), key=known.index) != list(both):
         return joined([data, part])
     return root[both]
 
 
 def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """The part of `root` that `inner` is; it may come from another mesh of the same ranks and names."""
+    """The submesh of `root` that equals `inner`, which may be of another mesh with the same ranks and names."""
     if root_of(inner) == root:
         return inner
     names = inner.mesh_dim_names
@@ -272,8 +274,8 @@ def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 
 
 def _is_accelerated(group: Any, device: torch.device) -> bool:
-    """Whether the group has a backend of the device's own; gloo claims devices that it serves through the CPU."""
-    module = getattr(torch, device.type, None)  # a backend may name devices that this PyTorch does not know
+    """Whether the group has a backend for the device. gloo lists devices, but copies their tensors to the CPU."""
+    module = getattr(torch, device.type, None)  # None if this PyTorch has no such device type
     if device.type == "cpu" or module is None or not module.is_available():
         return False
     return backend_of(group, device).name() != "gloo"
@@ -290,12 +292,10 @@ def _forget_default() -> None:
 
 
 def _default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one and its backend is there. One object, so that groups share it."""
+    """The mesh of all ranks, on the accelerator if the process group has a backend for it. Groups share one object."""
     global _default
     if not dist.is_initialized():
-        raise FSDPError(
-            "fully_shard needs a mesh or an initialised process group: call torch.distributed.init_process_group"
-        )
+        raise FSDPError("fully_shard needs a mesh or a process group: call torch.distributed.init_process_group first")
     group = default_group()
     if _default is None or _default[0]() is not group:
         kind = next((device.type for device in device_types(group) if _is_accelerated(group, device)), "cpu")

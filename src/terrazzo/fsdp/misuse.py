@@ -1,4 +1,4 @@
-"""Mistakes that would not fail by themselves, but train nothing or waste memory: found and named."""
+"""Detect mistakes that raise no error by themselves, but do not train the model or waste memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from terrazzo.fsdp.parameter import is_ignored, replaced_name
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
 
-_WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; below, one group for everything is as good
+_WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; smaller models may well be one group
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _watching = False
 
 
 def watch_optimizers() -> None:
-    """Look at every optimizer before its first step, and know of its steps."""
+    """Check every optimizer before its first step, and note its steps."""
     global _watching
     if not _watching:
         _watching = True
@@ -31,7 +31,7 @@ def watch_optimizers() -> None:
 
 
 def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """An optimizer that was built before sharding holds parameters that nothing computes with."""
+    """Raise if the optimizer was constructed before `fully_shard`: the model does not use its parameters."""
     if optimizer in _checked and _checked[optimizer] == len(optimizer.param_groups):
         return
     _checked[optimizer] = len(optimizer.param_groups)
@@ -109,7 +109,7 @@ def _remark_on_added(optimizer: Optimizer) -> None:
 
 
 def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """Optimizers may write in ways that PyTorch does not count: through `.data`, or with kernels of their own."""
+    """Count the write, as version counters may not: optimizers write through `.data` or with their own kernels."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             written = parameter.__dict__.get(WRITTEN)
@@ -118,10 +118,10 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
 
 
 def remark_on_one_rank() -> None:
-    """A number that reads like True."""
+    """Warn about reshard_after_forward=1, which looks like True."""
     warnings.warn(
-        "reshard_after_forward=1 keeps each rank's part over 1 rank, that is all of the parameters: the same as False. "
-        "If they are to be freed after forward, say True",
+        "reshard_after_forward=1 keeps the parameters sharded over 1 rank, that is whole, as False does. Pass True to "
+        "free them after forward",
         stacklevel=4,
     )
 
@@ -136,7 +136,7 @@ def remark_on_graph() -> None:
 
 
 def remark_on_single_group(root: nn.Module, nbytes: int) -> None:
-    """A large model of repeated blocks in a single group is gathered at once: that saves nothing while it computes."""
+    """Warn about a large model of repeated blocks in one group: it is gathered at once, which saves no memory."""
     if nbytes < _WORTH_A_REMARK:
         return
     for name, module in root.named_modules():

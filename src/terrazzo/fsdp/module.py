@@ -1,4 +1,4 @@
-"""What a module can do once `fully_shard` was called on it."""
+"""`FSDPModule`: the methods that a module has after `fully_shard`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, use_staging
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
-    _Module = nn.Module  # what a sharded module is besides
+    _Module = nn.Module  # for type checkers: a sharded module is a module, too
 else:
     _Module = object
 
@@ -32,7 +32,7 @@ class FSDPModule(_Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Slicing a sharded nn.Sequential constructs type(self)(...): the parts are together in an ordinary one.
+        # Slicing a sharded nn.Sequential constructs type(self)(...), which must be an ordinary nn.Sequential.
         original: Any = cls.__mro__[2]
         instance = original.__new__(original, *args, **kwargs)
         instance.__init__(*args, **kwargs)
@@ -51,18 +51,19 @@ class FSDPModule(_Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FSDPValueError(
             f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the "
-            "module before fully_shard, or make a second one, shard it too, and load this one's state dict"
+            "module before fully_shard; or construct a second one, shard it, and load this one's state dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise FSDPError(f"{type(self).__name__} cannot be pickled: save its state dict, as with terrazzo.checkpoint")
+        raise FSDPError(f"{type(self).__name__} cannot be pickled: save its state dict with terrazzo.checkpoint")
 
     # ------------------------------------------------------------------ parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module's group, as forward would; not those of inner groups.
+        """Gather the parameters of this module's group, as its forward does; not those of inner groups.
 
-        With `async_op=True` the gather is only begun: `wait()` on the handle ends it, as does the module's forward.
+        With `async_op=True` the gather is only started: `wait()` on the handle waits for it, as the module's forward
+        does.
         """
         group = _group(self)
         root_of(group).unshard(group.unit)
@@ -73,23 +74,23 @@ class FSDPModule(_Module):
         return None
 
     def reshard(self) -> None:
-        """Free the gathered parameters of this module's group and register the sharded ones; not for inner groups."""
+        """Free the unsharded parameters of this module's group and register the sharded ones; not for inner groups."""
         group = _group(self)
         root_of(group).reshard(group.unit)
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration that failed: parameters are resharded, and gradients that were not reduced are dropped.
+        """Reset after a failed iteration: reshard parameters, and drop gradients that were not reduced.
 
-        Called on the root. A forward or backward that raises needs no such call, as the next forward forgets it by
-        itself; but what earlier micro-batches have added up for the same step is dropped only here, and by a backward
-        that raised.
+        Call it on the root. After a forward or backward that raised, the next forward resets by itself. But gradients
+        that earlier micro-batches accumulated for the same step are dropped only by this method, or by a backward that
+        raised.
         """
         group = _group(self)
         root = root_of(group)
         if group not in root.tops:
             raise FSDPError(
-                f"reset_iter_state was called on {group.name!r}, which is inside {root.tops[0].name!r}: call it on "
-                "the root, the module whose forward is called first"
+                f"reset_iter_state must be called on the root module, {root.tops[0].name!r}, not on {group.name!r} "
+                "inside it"
             )
         root.recover()
 
@@ -110,55 +111,56 @@ class FSDPModule(_Module):
         super().zero_grad(set_to_none)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to reshard after forward, as the argument of `fully_shard`; instead of a number given there."""
+        """Set whether to reshard after forward, as `fully_shard`'s argument does; it replaces a number given there."""
         if not isinstance(reshard_after_forward, bool):
-            raise FSDPValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
+            raise FSDPValueError(f"reshard_after_forward must be True or False here, not {reshard_after_forward!r}")
         for group in _all_changing(self, recurse):
             group.reshard_after_forward = reshard_after_forward
             group.auto_reshard = group.reshard_inner = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to reshard after backward.
+        """Set whether to reshard after backward.
 
-        Without it parameters stay unsharded for the next forward: more memory and less communication while gradients
-        are accumulated. Once an optimizer has changed the shards, the next forward gathers again.
+        If not, parameters stay unsharded for the next forward, which takes more memory and less communication while
+        gradients are accumulated. When an optimizer has changed the shards, the next forward gathers again.
         """
         for group in _all_changing(self, recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers the parameters; not if it does not need them, as that of an embedding."""
+        """Set whether backward gathers the parameters. An embedding's backward, for instance, does not need them."""
         group = _changing(self)
         group.unshard_in_backward = unshard_in_backward
 
     # ------------------------------------------------------------------ prefetching
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The modules whose gathers begin once this one's parameters are there, in forward."""
+        """Set the modules whose gathers start, in forward, when this module's parameters are unsharded."""
         _changing(self).forward_prefetch = _prefetched(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The modules whose gathers begin once this one's parameters are there, in backward.
+        """Set the modules whose gathers start, in backward, when this module's parameters are unsharded.
 
         By default that is the module whose forward ended just before this one's.
         """
         _changing(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
 
     def set_coalesce_bytes(self, nbytes: int) -> None:
-        """Up to how many bytes of unsharded parameters small groups that follow one another go in one message.
+        """Set the most bytes of unsharded parameters that consecutive small groups may have to share a message.
 
-        One message takes them all before the first of them runs, and their gradients are reduced in one when the last
-        of them has some. Numbers stay what they are. It holds for the whole model; 0 has each group go alone.
+        They are gathered in one message before the first of them runs, and their gradients are reduced in one message
+        when the last of them has its gradients. Results do not change. The setting is for the whole model; with 0 each
+        group has its own messages.
 
         >>> import torch
         >>> from terrazzo.fsdp import fully_shard
         >>> fully_shard(torch.nn.Linear(2, 2)).set_coalesce_bytes(4 << 20)
 
         Args:
-            nbytes: 4 MiB unless this is called.
+            nbytes: The limit; 4 MiB by default.
         """
         if nbytes < 0:
-            raise FSDPValueError(f"set_coalesce_bytes takes a number of bytes, got {nbytes}")
+            raise FSDPValueError(f"nbytes must be a number of bytes, 0 or more, not {nbytes}")
         root = root_of(_group(self))
         root.coalesce_bytes = nbytes
         root.changed()
@@ -166,54 +168,50 @@ class FSDPModule(_Module):
     # ------------------------------------------------------------------ gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without it they add up on each rank, unsharded."""
+        """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
         for group in _all_changing(self, recurse):
             group.gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas of HSDP, or lets reduced shards add up."""
+        """Set whether backward reduces gradients over the replicas of HSDP; if not, each accumulates its own."""
         for group in _all_changing(self, recurse):
             group.options.all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Nothing, for it always is so: a parameter without a gradient here is reduced with zeros from this rank.
+        """Does nothing: a parameter without a gradient on this rank is always reduced, with zeros from this rank.
 
-        Ranks agree which parameters any of them used, so that one that nobody used keeps no gradient.
+        Ranks agree on which parameters any rank used; a parameter that no rank used gets no gradient.
         """
         _groups(self, recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many packed gradients may be under reduction at once before the next are packed; 1 by default.
+        """Set how many buffers of packed gradients may be in reduction before the next is packed; 1 by default.
 
-        More of them let backward go on while reductions take longer than it does, for that much more memory.
+        With more buffers, backward need not wait for reductions that are slower than it; they take memory.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise FSDPTypeError(
-                f"set_reduce_scatter_max_input_buffers takes a number of buffers, got {max_input_buffers!r}"
-            )
+            raise FSDPTypeError(f"max_input_buffers must be a number of buffers, not {max_input_buffers!r}")
         if max_input_buffers < 1:
-            raise FSDPValueError(
-                f"set_reduce_scatter_max_input_buffers: there has to be one buffer, got {max_input_buffers}"
-            )
+            raise FSDPValueError(f"max_input_buffers must be 1 or more, not {max_input_buffers}")
         for group in _all_changing(self, recurse):
             group.options.reduce_buffers = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Have `hook` called with each flat reduced gradient of this group, before it is handed to the parameters.
+        """Set a hook that is called with each flat reduced gradient of this group, before it becomes `.grad`.
 
-        It may change the tensor in place, for instance to reduce it over further ranks.
+        It may change the tensor in place, for instance to reduce it over more ranks.
 
         Args:
             hook: Called as `hook(reduced)`.
-            stream: On an accelerator, where the hook runs; without meaning with HSDP.
+            stream: The stream of the accelerator on which the hook runs; ignored with HSDP.
         """
         options = _changing(self).options
         options.hook, options.hook_stream = hook, stream
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """By what the sum of the ranks' gradients is divided, instead of by their number."""
+        """Set the factor by which the sum of the ranks' gradients is divided, instead of the number of ranks."""
         if not factor > 0:
-            raise FSDPValueError(f"the divide factor has to be positive, got {factor}")
+            raise FSDPValueError(f"the divide factor must be positive, not {factor}")
         _changing(self).options.divisor = float(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -221,21 +219,21 @@ class FSDPModule(_Module):
         self.set_reduce_scatter_divide_factor(factor)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer: then it waits for all reductions."""
+        """Set whether the next backward is the last before the optimizer's step: it then waits for all reductions."""
         root_of(_group(self)).is_last_backward = is_last_backward
 
     def reduce_gradients(self) -> None:
-        """Reduce what backwards without gradient sync have added up, here and in inner groups; call it on the root.
+        """Reduce the gradients that backwards without gradient sync have accumulated. Call it on the root.
 
-        So it need not be known before a backward that it is the last: a pipeline schedule decides that, not its user.
+        Use it if it is not known before a backward that it is the last one, as in a pipeline schedule.
         """
         root_of(_group(self)).reduce_now()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """What the next forward's gathers wait for, once, instead of for everything queued before it.
+        """Set an event for which the next forward's gathers wait, instead of for everything that was queued before.
 
         Args:
-            event: Recorded after the optimizer's step, on an accelerator's stream.
+            event: Recorded after the optimizer's step, on a stream of the accelerator.
         """
         streams = root_of(_group(self)).streams
         if streams is not None:
@@ -244,21 +242,21 @@ class FSDPModule(_Module):
     # ------------------------------------------------------------------ communication
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Have this group's all-gathers, and the memory for their results, be those of `comm`.
+        """Use `comm` for this group's all-gathers, and for the memory of their results.
 
         Args:
             comm: Allocates with `allocate(size, dtype=, device=)`, and is called as `comm(output_tensor=,
-                input_tensor=, group=, async_op=)`. Inputs are equally long on all ranks.
+                input_tensor=, group=, async_op=)`. Inputs have the same size on all ranks.
         """
         group = _changing(self)
         group.options.all_gather = comm
         _pad(group)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Have this group's reduce-scatters be those of `comm`.
+        """Use `comm` for this group's reduce-scatters.
 
         Args:
-            comm: As for `set_custom_all_gather`, and called with `op=` too: `ReduceOp.SUM`, or `ReduceOp.AVG` on
+            comm: As for `set_custom_all_gather`, but called with `op=` too: `ReduceOp.SUM`, or `ReduceOp.AVG` on
                 accelerators unless `set_force_sum_reduction_for_comms` was called.
         """
         group = _changing(self)
@@ -266,22 +264,22 @@ class FSDPModule(_Module):
         _pad(group)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether custom reductions are only asked for sums, which are divided afterwards."""
+        """Set whether custom reductions are called with `ReduceOp.SUM` only; results are then divided afterwards."""
         _changing(self).options.force_sum = enable
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced over connections of their own, so that gathers need not wait for them.
+        """Set whether gradients are reduced by a process group of their own, so that gathers do not wait for them.
 
-        All ranks that shard have to call it together.
+        All ranks that shard must call it together.
         """
         for group in _all_changing(self, recurse):
             axes = [mesh.shard for mesh in group.meshes] if enable else []
             group.options.reduce_axes = {axis: axis_beside(axis) for axis in axes}
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether what is gathered and reduced lies in memory of the process group, if its backend has such memory.
+        """Set whether buffers of gathers and reductions are allocated by the process group's backend, if it can.
 
-        NCCL sends from there without copies. It does not go with communication of one's own, which allocates itself.
+        NCCL sends from such memory without copies. Not possible with custom communication, which allocates by itself.
         """
         group, memory = _changing(self), GroupMemory()
         serves = any(memory.serves(mesh.shard, mesh.device) for mesh in group.meshes)
@@ -290,10 +288,10 @@ class FSDPModule(_Module):
             _pad(group)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Have gathers lie in symmetric memory, which NCCL's quickest all-gathers need; CUDA has it.
+        """Use symmetric memory (CUDA) for gathers, which NCCL's fastest all-gathers need.
 
-        Reductions do too, if `set_force_sum_reduction_for_comms(True)` was called before: NCCL only adds there.
-        It does not go with communication of one's own. All ranks that shard have to call it together.
+        Also for reductions if `set_force_sum_reduction_for_comms(True)` was called before: there NCCL can only sum.
+        Not possible with custom communication. All ranks that shard must call it together.
         """
         group = _changing(self)
         use_staging(group, SymmetricMemory(group.meshes, backend))
@@ -317,18 +315,18 @@ class FSDPModule(_Module):
 
 
 class UnshardHandle:
-    """A gather that `FSDPModule.unshard(async_op=True)` began."""
+    """A gather that `FSDPModule.unshard(async_op=True)` started."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def wait(self) -> None:
-        """End the gather: afterwards the module's parameters are unsharded, for what runs on the current stream."""
+        """Wait for the gather: afterwards the module's parameters are unsharded for the current stream."""
         root_of(self._group).advance((Event.WAIT, self._group.unit.index))
 
 
 def keep_state_dicts_sharded(group: Group) -> None:
-    """State dicts hold sharded parameters, whatever state the group is in."""
+    """Reshard before a state dict is made or loaded, so that state dicts always have sharded parameters."""
 
     def reshard(*args: Any, **kwargs: Any) -> None:
         if group.root is not None:
@@ -340,11 +338,11 @@ def keep_state_dicts_sharded(group: Group) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method gather and free parameters as forward does; without effect on a module that is not sharded.
+    """Make a method gather and reshard parameters as forward does. No effect on a module that is not sharded.
 
     Args:
         module: The module.
-        method_name: Of a method that computes with the module's parameters, such as `generate`.
+        method_name: The name of a method that computes with the module's parameters, such as `generate`.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -366,12 +364,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, with_parameters)
 
 
-# A class that was made refers to the one that it was made of, and lives as long as its modules do.
+# Weak values: an FSDP class refers to the original one, and lives as long as its modules.
 _classes: WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = WeakKeyDictionary()
 
 
 def make_fsdp_module(module: nn.Module) -> None:
-    """Turn the class of `module` into an FSDP class, in place."""
+    """Replace the class of `module` by its FSDP class."""
     original = type(module)
     known = _classes.get(original)
     found = None if known is None else known()
@@ -384,7 +382,7 @@ def make_fsdp_module(module: nn.Module) -> None:
 def _group(module: Any) -> Group:
     group = group_of(module)
     if group is None:
-        raise FSDPError(f"{type(module).__name__} was not sharded by fully_shard")
+        raise FSDPError(f"{type(module).__name__} is not sharded: call fully_shard on it first")
     return group
 
 
@@ -397,7 +395,7 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
 
 
 def _changing(module: Any) -> Group:
-    """The module's group, of which something is about to be set."""
+    """The module's group, after telling its root that a setting changes."""
     group = _group(module)
     if group.root is not None:
         group.root.changed()
@@ -405,21 +403,21 @@ def _changing(module: Any) -> Group:
 
 
 def _pad(group: Group) -> None:
-    """Communication of users' own wants sections of equal length."""
+    """Pad sections to equal length, as custom communication expects."""
     if group.root is not None:
         group.root.reshard(group.unit)
     group.unit.use_equal_sections()
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Have several models, such as the chunks of a pipeline stage, communicate on the same streams of an accelerator.
+    """Make several models, such as the chunks of a pipeline stage, communicate on the same streams of an accelerator.
 
     Args:
-        modules: The root of each.
+        modules: The root module of each.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise FSDPValueError(f"share_comm_ctx takes modules that fully_shard was called on, got {module!r}")
+            raise FSDPValueError(f"share_comm_ctx expected modules that fully_shard was called on, not {module!r}")
     roots = [root_of(_group(module)) for module in modules]
     for root in roots[1:]:
         root.share_streams_of(roots[0])
@@ -438,7 +436,9 @@ def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:
     for module in modules:
         group = group_of(module) if isinstance(module, nn.Module) else None
         if group is None:
-            raise FSDPValueError(f"{method} takes modules that fully_shard was called on, got {type(module).__name__}")
+            raise FSDPValueError(
+                f"{method} expected modules that fully_shard was called on, not {type(module).__name__}"
+            )
         result.append(group)
     return result
 

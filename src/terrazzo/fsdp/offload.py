@@ -1,7 +1,7 @@
-"""Optimizer state that rests on the CPU though its parameters are on the device.
+"""Keep optimizer state on the CPU between steps while parameters are on the device.
 
-Before a step the state of such parameters is brought to the device, afterwards it goes back; new state is made on the
-device, by the first step.  What is not as large as its parameter (counts of steps) stays where the optimizer put it.
+Before a step the state is copied to the device, and afterwards back; the first step creates it on the device. State
+that has not the size of its parameter, such as a step count, stays where the optimizer put it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _watching = False
 
 
 def park_state_of(parameter: DTensor, settings: Settings) -> None:
-    """Have optimizers keep their state of this parameter on the CPU between steps."""
+    """Mark a parameter, so that optimizers' state of it is kept on the CPU between steps."""
     global _watching
     parameter.__dict__[_PARKED] = settings
     if not _watching:
@@ -44,12 +44,12 @@ def _park(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         state[key] = _moved(value, to_host, settings)
         if settings.pinned:
             devices.add(settings.mesh.device)
-    for device in devices:  # whoever saves the state reads it on the host
+    for device in devices:  # the host may read the state at once, for instance to save it
         torch.get_device_module(device.type).current_stream(device).synchronize()
 
 
 def _parked_state(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, Tensor, Settings]]:
-    """Tensors of state that move, and where they are registered."""
+    """The tensors of optimizer state that are moved: their dict, key, tensor and settings."""
     settings: Settings | None
     state: dict[str, Any]
     for group in optimizer.param_groups:
@@ -70,7 +70,7 @@ def _moved(value: Tensor, move: Callable[[Tensor, Settings], Tensor], settings: 
 
 
 def to_device(local: Tensor, settings: Settings) -> Tensor:
-    """For a step."""
+    """The tensor on the device, for a step."""
     return local.to(settings.mesh.device, non_blocking=settings.pinned)
 
 

@@ -1,8 +1,8 @@
-"""One parameter of a group: where it is registered, and its two faces.
+"""One parameter of a group: its sharded and its unsharded tensor, and where it is registered.
 
-Outside forward and backward modules hold the *sharded* face, a DTensor that optimizers and state dicts see.  Inside
-they hold the *unsharded* face, a plain tensor, or a tensor-parallel DTensor if it was one.  Both live as long as the
-module; only which of them is registered changes.
+Outside of forward and backward the *sharded* parameter is registered in the modules, a DTensor that optimizers and
+state dicts use. During forward and backward it is the *unsharded* parameter: a plain tensor, or a tensor-parallel
+DTensor if it was one. Both exist as long as the module; only the registration changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IGNORED = "_fully_shard_ignored"  # on a parameter that fully_shard was told to
 
 
 class Slot:
-    """A place where a parameter is registered."""
+    """A module, and the name under which a parameter is registered in it."""
 
     __slots__ = ("direct", "module", "name")
 
@@ -39,7 +39,7 @@ class Slot:
 
 
 class ShardedParameter:
-    """A parameter that `fully_shard` manages."""
+    """A parameter of a group."""
 
     __slots__ = (
         "dim",
@@ -62,7 +62,7 @@ class ShardedParameter:
         self.mesh = mesh
         self.within: Layout | None = parameter._layout if isinstance(parameter, DTensor) else None
         local = parameter._local if isinstance(parameter, DTensor) else parameter
-        self.shape = tuple(local.shape)  # of what forward sees on this rank
+        self.shape = tuple(local.shape)  # of the unsharded local tensor
         self.layout = mesh.layout(tuple(parameter.shape), dim, self.within)
         self.requires_grad = parameter.requires_grad
         self.sharded: Any = None
@@ -70,19 +70,20 @@ class ShardedParameter:
         self.unsharded_local: Tensor = local
 
     def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """The sharded face, around `local`."""
+        """Create the sharded parameter, with `local` as its local tensor."""
         self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
 
     def explain(self) -> None:
-        """Say on the sharded face what errors about it should say."""
+        """Set the text on the sharded parameter that error messages about it contain."""
         self.sharded._note = (
-            f"{self.name!r} is a parameter of a module that fully_shard took, and unsharded only while that runs: call "
+            f"{self.name!r} was sharded by fully_shard, and is unsharded only while its module runs: call "
             "the module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "
             "unshard()"
         )
 
     def make_unsharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """The unsharded face, around `local`, with a version counter of its own: gathering again is no modification."""
+        """Create the unsharded parameter from `local`. It has its own version counter, because for autograd gathering
+        again must not count as a modification."""
         if self.within is not None:
             self.unsharded = as_parameter(local.data, self.within, self.requires_grad, attributes)
             self.unsharded_local = self.unsharded._local
@@ -92,7 +93,7 @@ class ShardedParameter:
             self.unsharded_local = self.unsharded
 
     def make_unsharded_of(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """The unsharded face around a tensor that a subclass has made, of whatever class, with its own counter."""
+        """Create the unsharded parameter from a tensor that a subclass's hook made, with its own version counter."""
         if self.within is not None:
             self.unsharded = as_parameter(local, self.within, self.requires_grad, attributes)
             self.unsharded_local = self.unsharded._local
@@ -120,7 +121,7 @@ class ShardedParameter:
 
 
 def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]) -> Any:
-    """A DTensor that is an `nn.Parameter`, around exactly this local tensor."""
+    """A DTensor that is an `nn.Parameter`, with exactly this local tensor."""
     result = wrap(local.detach().requires_grad_(requires_grad), layout)
     result.__dict__.update(attributes)
     mark_as_parameter(result)
@@ -134,7 +135,7 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:
-    """Remember on the original that it no longer is what the module computes with."""
+    """Mark an original parameter: the module does not use it any more."""
     parameter.__dict__[_REPLACED] = name
 
 
@@ -157,9 +158,9 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 def collect(
     modules: Iterable[nn.Module], taken: Callable[[nn.Module], bool], ignored: set[nn.Parameter]
 ) -> list[tuple[str, nn.Parameter, list[Slot]]]:
-    """The parameters of `modules` with every place where they are registered, but for those of inner groups.
+    """The parameters of `modules`, without those of inner groups, with all modules where each is registered.
 
-    `taken` tells modules that are sharded by a call of their own.
+    `taken` returns whether a module has a group of its own.
     """
     found: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
     seen: set[nn.Module] = set()
@@ -184,44 +185,47 @@ def collect(
 def placed(
     name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn | None, mesh: DataMesh
 ) -> tuple[int, DeviceMesh | None]:
-    """Along which dim the parameter is cut, after checking that it can be, and the mesh if it has one of its own."""
+    """The dim along which to shard a parameter, after checks, and its own mesh if it has one."""
     before = replaced_name(parameter)
     if before is not None:
         raise FSDPError(
-            f"parameter {name!r} is shared with {before!r}, which another fully_shard call has sharded already; "
-            "parameters that are shared between modules belong to one group: fully_shard([module_a, module_b])"
+            f"parameter {name!r} is shared with {before!r}, which an earlier fully_shard call took. Modules that share "
+            "a parameter must be one group: fully_shard([module_a, module_b])"
         )
     if type(parameter.data).__module__.startswith("torch.distributed"):
         raise FSDPError(
-            f"parameter {name!r} is a {type(parameter.data).__name__} of torch.distributed; make it a DTensor of "
-            "terrazzo.tensor (terrazzo.tensor.parallel.parallelize_module, distribute_tensor)"
+            f"parameter {name!r} is a {type(parameter.data).__name__} of torch.distributed: use "
+            "terrazzo.tensor.parallel.parallelize_module or terrazzo.tensor.distribute_tensor"
         )
     kind = type(parameter._local if isinstance(parameter, DTensor) else parameter.data)
     if _acts_otherwise(kind):
         raise FSDPError(
-            f"parameter {name!r} is a {kind.__name__}, a tensor subclass whose operations fully_shard cannot follow: "
-            "to be sharded it has to define __tensor_flatten__ and __tensor_unflatten__, fsdp_pre_all_gather and "
-            "fsdp_post_all_gather; or put it among ignored_params"
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass that fully_shard cannot shard: it must define "
+            "__tensor_flatten__, __tensor_unflatten__, fsdp_pre_all_gather and fsdp_post_all_gather; or add it to "
+            "ignored_params"
         )
     if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
-        raise FSDPError(f"parameter {name!r} is placed {list(parameter.placements)}: redistribute its terms first")
+        raise FSDPError(
+            f"parameter {name!r} has the placements {list(parameter.placements)}: redistribute the Partial ones first"
+        )
     if parameter.ndim == 0:
         raise FSDPValueError(
-            f"parameter {name!r} is a scalar, which cannot be cut: give it the shape (1,), or ignore it"
+            f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,), or add it to "
+            "ignored_params"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
-        raise FSDPError(f"parameter {name!r} of {parameter.dtype} cannot have a gradient")
+        raise FSDPError(f"parameter {name!r} has dtype {parameter.dtype}, which cannot have a gradient")
     if mesh.whole is not None:
         _check_on_whole(name, parameter, mesh)
     answer: Any = placement_fn(parameter) if placement_fn is not None else None
     placement, own = answer, None
-    if hasattr(answer, "mesh_info"):  # PyTorch's class for this is private, and may be used with this function
+    if hasattr(answer, "mesh_info"):  # ours, or PyTorch's class of this name, which is private
         placement, own = answer.placement, _mesh_in(name, answer.mesh_info)
     if placement is None:
         return 0, own
     if not isinstance(placement, Shard):
         raise FSDPValueError(
-            f"shard_placement_fn returned {answer!r} for {name!r}; it has to return a Shard, a ShardPlacementResult or "
+            f"shard_placement_fn returned {answer!r} for {name!r}; it must return a Shard, a ShardPlacementResult or "
             "None"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
@@ -244,25 +248,25 @@ def _mesh_in(name: str, info: Any) -> DeviceMesh:
 def _check_on_whole(name: str, parameter: nn.Parameter, mesh: DataMesh) -> None:
     if not isinstance(parameter, DTensor):
         raise FSDPValueError(
-            f"parameter {name!r} is a plain tensor: with dp_mesh_dims all parameters are DTensors on the mesh that "
-            "fully_shard is given (distribute_module, parallelize_module)"
+            f"parameter {name!r} is a plain tensor: with dp_mesh_dims all parameters must be DTensors on fully_shard's "
+            "mesh (distribute_module, parallelize_module)"
         )
     names = mesh.whole.mesh_dim_names or () if mesh.whole is not None else ()
     if parameter.device_mesh != mesh.whole:
         raise FSDPValueError(
-            f"parameter {name!r} lies on {parameter.device_mesh}, and with dp_mesh_dims it has to lie on the mesh that "
-            f"fully_shard is given, {mesh.whole}"
+            f"parameter {name!r} is on {parameter.device_mesh}: with dp_mesh_dims it must be on fully_shard's mesh, "
+            f"{mesh.whole}"
         )
     for dim, placement in zip(names, parameter.placements, strict=True):
         if dim in mesh.dims and not placement.is_replicate():
             raise FSDPValueError(
-                f"parameter {name!r} is placed {placement!r} on the data-parallel dim {dim!r}: it has to be "
-                "Replicate() there, for fully_shard to cut it"
+                f"parameter {name!r} is {placement!r} on the data-parallel dim {dim!r}: it must be Replicate() there, "
+                "so that fully_shard can shard it"
             )
 
 
 def _acts_otherwise(kind: type[Tensor]) -> bool:
-    """Whether a class has operations of its own, and does not say of which tensors it consists."""
+    """Whether a tensor subclass has operations of its own, but no `__tensor_flatten__`."""
     if hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch."):  # torch's fake tensors
         return False
     usual = (Tensor.__torch_function__, nn.Parameter.__torch_function__)

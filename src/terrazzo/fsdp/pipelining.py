@@ -1,8 +1,8 @@
 """Stages of `torch.distributed.pipelining` whose modules are sharded, also under schedules that split backward.
 
-A schedule runs many backwards before gradients are wanted, and zero-bubble schedules run each in two parts: first the
-gradients of a stage's inputs, later those of its parameters, which it looks up among the registered ones.  So between
-the first backward and the reduction parameters stay unsharded, and gradients add up without communication.
+A schedule runs many backwards before it reduces gradients. Zero-bubble schedules run each backward in two parts: first
+the gradients of a stage's inputs, later those of its registered parameters. So parameters stay unsharded from the first
+backward until the reduction, and gradients are accumulated without communication.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from terrazzo.fsdp.module import FSDPModule
 
 
 def register_fsdp_pipeline_stage(stage: Any) -> None:
-    """Have a pipeline stage reduce the gradients of its sharded module once, after its last backward.
+    """Make a pipeline stage reduce the gradients of its sharded module once, after its last backward.
 
-    PyTorch's stages do so for PyTorch's own sharded modules, and know no others. Any schedule runs it then: GPipe,
-    1F1B, interleaved, and those that compute gradients of inputs and of parameters apart (zero bubble, DualPipeV).
+    PyTorch's stages do this only for PyTorch's own sharded modules. It works with all schedules: GPipe, 1F1B,
+    interleaved, and those that compute gradients of inputs and of parameters separately (zero bubble, DualPipeV).
 
         stage = PipelineStage(fully_shard(part, mesh=mesh["dp"]), index, stages, device, group=mesh.get_group("pp"))
         register_fsdp_pipeline_stage(stage)
         schedule = ScheduleZBVZeroBubble([stage, ...], n_microbatches, loss_fn=loss_fn)
 
     Args:
-        stage: What `PipelineStage` or `build_stage` makes, around a module that `fully_shard` was called on.
+        stage: From `PipelineStage` or `build_stage`, with a module that `fully_shard` was called on.
     """
     module: Any = getattr(stage, "submod", None)
     if not isinstance(module, FSDPModule):
         raise FSDPError(
-            "register_fsdp_pipeline_stage takes a pipeline stage whose module fully_shard was called on, got "
+            "register_fsdp_pipeline_stage expected a pipeline stage whose module fully_shard was called on, not "
             + (type(stage).__name__ if module is None else f"one of {type(module).__name__}")
         )
     backward = stage.backward_maybe_with_nosync

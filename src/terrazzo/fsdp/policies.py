@@ -1,4 +1,4 @@
-"""What a user may choose for a group of parameters: precisions, and where sharded state rests."""
+"""Policies of `fully_shard`: dtypes, and what is kept on the CPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from terrazzo.errors import FSDPValueError
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Which precisions a module computes, reduces and answers in; the sharded parameters keep their own.
+    """The dtypes in which a module computes, reduces and returns. The sharded parameters keep their own.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_forward_inputs
     True
 
     Args:
-        param_dtype: Of the parameters during forward and backward, and of their all-gather. None: their own.
-        reduce_dtype: Of the gradients' reduction and of accumulation without it. None: the gradients' own.
-        output_dtype: To which floating-point outputs of forward are cast. None: not cast.
+        param_dtype: The dtype of parameters in forward and backward, and of their all-gather. None: their own.
+        reduce_dtype: The dtype in which gradients are reduced, or accumulated without reduction. None: their own.
+        output_dtype: The dtype to which floating-point outputs of forward are cast. None: not cast.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to `param_dtype`.
     """
 
@@ -36,25 +36,25 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """What rests on the CPU while nothing computes with it: everything that is sharded, or only the optimizer's state.
+    """Keeps sharded parameters, gradients and optimizer state on the CPU, or only the optimizer state.
 
-    By default sharded parameters and gradients rest on the CPU, so the optimizer and its state live there. Shards are
-    copied to the device for each all-gather, and reduced gradients back to the CPU.
+    By default sharded parameters and gradients are on the CPU, and the optimizer runs there. Shards are copied to the
+    device for each all-gather, and reduced gradients back to the CPU.
 
-    With `parameters=False` parameters and gradients stay on the device, and the optimizer steps there: its state, twice
-    the parameters' size for Adam, is brought there for each step and rests on the CPU during forward and backward.
+    With `parameters=False`, parameters and gradients stay on the device, and the optimizer runs there. Its state, which
+    for Adam has twice the parameters' size, is copied to the device for each step and back afterwards.
 
-    Gradients always are where their parameters are: PyTorch has no other `.grad`. On a CPU mesh there is nothing to
-    move.
+    Gradients are always on the device of their parameters, as PyTorch requires of `.grad`. With a CPU mesh nothing
+    changes.
 
     >>> CPUOffloadPolicy()
     CPUOffloadPolicy(pin_memory=True, parameters=True, optimizer_state=True)
 
     Args:
-        pin_memory: Whether the CPU memory is page-locked, so that copies overlap with computation. It is then not
-            available to other processes.
-        parameters: Whether sharded parameters, and so their gradients, rest on the CPU.
-        optimizer_state: Whether the optimizer's state does. Where the parameters are on the CPU it is there anyhow.
+        pin_memory: Whether the CPU memory is page-locked, so that copies overlap with computation. Other processes
+            cannot use it then.
+        parameters: Whether sharded parameters, and therefore their gradients, are kept on the CPU.
+        optimizer_state: Whether optimizer state is kept on the CPU. Must be True if `parameters` is.
     """
 
     pin_memory: bool = True
@@ -65,6 +65,6 @@ class CPUOffloadPolicy(OffloadPolicy):
     def __post_init__(self) -> None:
         if self.parameters and not self.optimizer_state:
             raise FSDPValueError(
-                "CPUOffloadPolicy(parameters=True, optimizer_state=False): an optimizer has its state where its "
-                "parameters are; keep the state on the CPU too, or the parameters on the device"
+                "CPUOffloadPolicy(parameters=True, optimizer_state=False) is not possible: an optimizer's state is on "
+                "the device of its parameters. Use optimizer_state=True or parameters=False"
             )

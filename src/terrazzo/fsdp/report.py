@@ -1,9 +1,9 @@
-"""What sharding a model costs, said before training: bytes held, moved and needed at most, group by group.
+"""What a sharded model costs, known before training: bytes held, bytes sent and peak memory, for each group.
 
     print(terrazzo.fsdp.report(model))
 
-The numbers follow from shapes, dtypes and the schedule alone. Activations and optimizer state are not in them: an
-optimizer holds what it holds per element of the shards.
+The numbers follow from shapes, dtypes and the plan. Activations and optimizer state are not included; optimizer state
+is proportional to the shards.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Final
 import msgspec
 from torch import nn
 
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.units import Sizes, Spec
-from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.layout.drawing import table_html
 
@@ -28,22 +26,22 @@ class GroupReport(msgspec.Struct, frozen=True):
 
     name: str
     parameters: int  # tensors
-    elements: int  # of the unsharded parameters, on all ranks together
-    held: int  # shards, and gradients of the trainable ones
+    elements: int  # of the unsharded parameters
+    held: int  # shards, and gradients of trainable shards
     unsharded: int  # while the parameters are gathered; 0 if the shards are the parameters
-    gathered: int  # what a gather takes until it is copied to its place
+    gathered: int  # the buffer of a gather, until it is copied out
     gradients: int  # as backward computes them
-    reduce_buffer: int  # what the reduction takes
-    under_way: int  # of reductions, while the next group's backward computes: on accelerators they overlap
-    moved_forward: int  # sent by a rank, on average
+    reduce_buffer: int  # the buffers of the reduction
+    under_way: int  # buffers of reductions while the next group's backward computes: on accelerators they overlap
+    moved_forward: int  # sent by a rank in forward, on average
     moved_backward: int  # gathering again, and reducing
     kept: int  # of the unsharded parameters, between forward and backward
-    within: tuple[str, ...] = ()  # groups that are unsharded whenever this one is: those of modules around it
-    together: tuple[str, ...] = ()  # groups that are gathered and reduced in one message, this one among them
+    within: tuple[str, ...] = ()  # groups of modules that contain this one's, which are unsharded at the same time
+    together: tuple[str, ...] = ()  # groups that share a message with this one, including it
 
     @property
     def moved(self) -> int:
-        """Sent by a rank in a step, on average."""
+        """Bytes that a rank sends in a step, on average."""
         return self.moved_forward + self.moved_backward
 
 
@@ -55,7 +53,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def held(self) -> int:
-        """Bytes that this rank holds all the time: shards and their gradients."""
+        """Bytes that this rank holds permanently: shards and their gradients."""
         return sum(group.held for group in self.groups)
 
     @property
@@ -65,11 +63,11 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def peak(self) -> int:
-        """The most bytes of parameters, gradients and buffers at once, if groups run in their order."""
+        """Peak bytes of parameters, gradients and buffers, if groups run in their order."""
         return self.held + max(self._transient(), default=0)
 
     def _transient(self) -> list[int]:
-        """Beside what is held: at each group, in forward, in backward, while packing and while exchanging."""
+        """Temporary bytes at each group: in forward, in backward, while packing and while reducing."""
         groups = _joined(self.groups)
         by_name = {name: group for group in groups for name in group.together}
         moments = []
@@ -127,7 +125,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def _joined(groups: list[GroupReport]) -> list[GroupReport]:
-    """One for all that go together."""
+    """Groups that share messages, as one."""
     found: list[GroupReport] = []
     for group in groups:
         last = found[-1] if found else None
@@ -147,15 +145,12 @@ def _joined(groups: list[GroupReport]) -> list[GroupReport]:
 
 
 def report(model: nn.Module) -> Report:
-    """What this rank holds, sends and needs at most for the parameters of a sharded model, step by step.
+    """Bytes that this rank holds and sends, and its peak memory, for the parameters of a sharded model.
 
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(f"{type(model).__name__} was not sharded: report takes a module that fully_shard was called on")
-    root = root_of(group)
+    _, root = sharded(model, "report")
     spec = root.spec()
     inside = set(model.modules())
     units = [unit for unit in root.units if unit.params and inside.intersection(unit.modules)]
@@ -164,7 +159,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
-    """For each unit those that are unsharded while it runs: it lies in them, or between modules of a list."""
+    """For each unit the other units that are unsharded while it runs, because their modules contain it."""
     position = {module: i for i, module in enumerate(model.modules())}
     spans = {}
     for unit in units:
@@ -205,14 +200,14 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
 
 
 def _under_way(sizes: Sizes, buffers: int, streams: bool) -> int:
-    """What reductions take while the next group's backward computes."""
-    if not streams:  # what is packed, and what comes of the other ranks', beyond the one that is counted anyhow
+    """The bytes of reductions that run while the next group's backward computes."""
+    if not streams:  # packed and received buffers, beyond the one that is counted anyhow
         return 2 * (buffers - 1) * sizes.packed
     return buffers * sizes.packed + (buffers + 1) * sizes.reduced
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in the unit that suits.
+    """Bytes in a fitting unit.
 
     >>> _size(512), _size(3 << 20), _size(1500 << 20)
     ('512 B', '3.0 MiB', '1.5 GiB')

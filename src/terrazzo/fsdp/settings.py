@@ -1,4 +1,4 @@
-"""What the parameters of one `fully_shard` call have in common, and what users set for them afterwards."""
+"""The settings of a group: those of its `fully_shard` call, and those that users change afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AllReduceHook = Callable[[Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """What is decided when `fully_shard` is called."""
+    """The settings that a `fully_shard` call makes."""
 
     mesh: DataMesh
     precision: MixedPrecisionPolicy
@@ -27,25 +27,25 @@ class Settings:
 
     @property
     def rest_device(self) -> torch.device:
-        """Where shards rest."""
+        """The device on which shards are kept."""
         offload = self.offload
         away = isinstance(offload, CPUOffloadPolicy) and offload.parameters
         return torch.device("cpu") if away else self.mesh.device
 
     @property
     def pinned(self) -> bool:
-        """Whether what rests on the CPU does so in page-locked memory."""
+        """Whether what is kept on the CPU is in page-locked memory."""
         offload = self.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.mesh.device.type != "cpu"
 
     @property
     def parks_state(self) -> bool:
-        """Whether the optimizer's state rests on the CPU though it is used on the device."""
+        """Whether optimizer state is kept on the CPU between steps while parameters are on the device."""
         offload = self.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.optimizer_state and not offload.parameters
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which precision parameters of `dtype` are gathered and used."""
+        """The dtype in which parameters of `dtype` are gathered and used."""
         wanted = self.precision.param_dtype
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
@@ -56,46 +56,46 @@ class Settings:
 
 class _Allocates(Protocol):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is communicated."""
+        """Allocate a buffer for communication."""
 
 
 class AllGather(_Allocates, Protocol):
-    """An all-gather of a user's own, as PyTorch's interface has it."""
+    """A custom all-gather, with PyTorch's interface."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Concatenate the inputs of all ranks in the output."""
+        """Concatenate the inputs of all ranks into the output."""
 
 
 class ReduceScatter(_Allocates, Protocol):
-    """A reduce-scatter of a user's own, as PyTorch's interface has it."""
+    """A custom reduce-scatter, with PyTorch's interface."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce the inputs of all ranks, each part to the rank whose it is."""
+        """Reduce the inputs of all ranks; each rank gets its part."""
 
 
 class Staging(Protocol):
-    """Memory from which a backend communicates more quickly."""
+    """Special memory from which a backend communicates faster."""
 
     def serves(self, axis: Axis, device: torch.device) -> bool:
-        """Whether there is such memory for what is communicated along the axis."""
+        """Whether there is such memory for communication along the axis."""
 
     def reduces_from(self, options: Options) -> bool:
-        """Whether reductions lie there as well as gathers."""
+        """Whether it is used for reductions, too, not only for gathers."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
-        """Some of it."""
+        """Allocate a buffer."""
 
     def announce(self, tensor: Tensor, axis: Axis) -> None:
-        """It is about to be communicated."""
+        """Called before the buffer is communicated."""
 
 
 @dataclass(slots=True)
 class Options:
-    """What users set about the communication of a group."""
+    """The settings of a group's communication."""
 
     all_reduce: bool = True  # over the replicas of HSDP
     divisor: float | None = None  # None: the number of ranks
@@ -104,11 +104,11 @@ class Options:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     force_sum: bool = False
-    reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # for those that shard, connections to reduce over
-    reduce_buffers: int = 1  # packed gradients that may be under reduction when the next are packed
-    staging: Staging | None = None  # where what is communicated lies, if not in ordinary memory
+    reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # by shard axis, the axis whose group reduces
+    reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when the next is packed
+    staging: Staging | None = None  # special memory for communication; None: ordinary memory
 
     @property
     def usual(self) -> bool:
-        """Whether nothing was set about who gathers and reduces, and in which memory."""
+        """Whether communication is terrazzo's own, in ordinary memory."""
         return self.all_gather is None and self.reduce_scatter is None and self.staging is None

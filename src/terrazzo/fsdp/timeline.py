@@ -1,7 +1,7 @@
-"""A step of `fully_shard` as data that viewers draw: what was done when, for whom, and how much memory it took.
+"""A step of `fully_shard` as data for viewers: operations with their times, groups, bytes and memory.
 
-Of a step that ran (`trace`), times are seconds on this rank's host; of one that is planned (`timeline`), which may be
-that of ranks that do not exist, they are the operations' numbers.
+In a step that ran (`trace`), times are seconds on this rank's host. In a planned step (`timeline`), whose ranks need
+not exist, they are the numbers of the operations.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.comm.axis import Axis
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.check import sizes_of
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.report import report
-from terrazzo.fsdp.run.root import Root, root_of
+from terrazzo.fsdp.run.root import Root
 
 
 class Done(msgspec.Struct, frozen=True):
-    """One operation of the plan, as it was done.
+    """One operation of the plan, with its times.
 
     Attributes:
-        kind: what, in the words of `explain`.
-        groups: the numbers of the groups for which it was done.
-        stream: on which.
-        bytes: that a rank sends, on average.
-        begin: when the host asked for it.
-        end: when the host went on.
+        kind: the operation, as `explain` names it.
+        groups: the indices of its groups.
+        stream: the stream on which it runs.
+        bytes: the bytes that a rank sends, on average.
+        begin: when the host started it.
+        end: when the host continued.
         backward: whether backward was running.
-        memory: bytes of parameters, gradients and buffers, beside shards and their gradients, while it was done.
-        after: when it was done.
-        inner: whether it was among the ranks of the smaller mesh that `reshard_after_forward` names.
+        memory: bytes of unsharded parameters and gradients and of buffers during the operation.
+        after: the same bytes after it.
+        inner: whether it communicates on the smaller mesh of `reshard_after_forward=N`.
     """
 
     kind: str
@@ -51,21 +50,44 @@ class Done(msgspec.Struct, frozen=True):
     inner: bool = False
 
 
-class Timeline(msgspec.Struct, frozen=True):
-    """What one rank did, or will do.
+class Collective(msgspec.Struct, frozen=True):
+    """A collective of the program itself, not of `fully_shard`: a redistribution of a DTensor, for instance.
 
     Attributes:
-        rank: whose it is.
-        world: how many ranks there are.
-        began: seconds since 1970 at time 0; 0 of a plan.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, exchange, broadcast or scatter.
+        axis: the mesh dims along which the ranks communicate.
+        bytes: the bytes that a rank sends, on average.
+        begin: when the host started it.
+        end: when the host had waited for its result.
+        backward: whether backward was running.
+        async_op: whether the host did other work between `begin` and `end`.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    begin: float
+    end: float
+    backward: bool
+    async_op: bool = False
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """The operations of one rank in a step.
+
+    Attributes:
+        rank: the rank.
+        world: the number of ranks.
+        began: seconds since 1970 at time 0; 0 if the step is planned.
         planned: whether times are numbers of operations.
-        groups: their names.
-        shards: for each group the mesh dims whose ranks shard it.
-        replicas: those whose ranks replicate it; nothing where there are none.
+        groups: the names of the groups.
+        shards: for each group the mesh dims over which it is sharded.
+        replicas: for each group the mesh dims along which it is replicated, or "".
         held: bytes of shards and their gradients.
-        bound: the most bytes at once, by `report`.
-        further: bytes that may on CPU be gathered further ahead and be reduced beside that, which `report` leaves out.
-        operations: in the order in which the host asked for them.
+        bound: the peak of `report`, in bytes.
+        further: bytes on CPU beyond `bound` for small groups that are gathered ahead or still in reduction.
+        operations: the operations, in the order in which the host started them.
+        collectives: collectives of the program itself, in the order in which the host started them; none in a plan.
     """
 
     rank: int
@@ -79,11 +101,12 @@ class Timeline(msgspec.Struct, frozen=True):
     bound: int
     further: int = 0
     operations: list[Done] = []
+    collectives: list[Collective] = []
 
 
 def frame_of(root: Root) -> Timeline:
-    """All but the operations."""
-    # Of a group whose parameters are on several meshes, all of them.
+    """The timeline of a model without operations."""
+    # A group's parameters may be on several meshes.
     meshes = [[unit.settings.mesh, *(bucket.settings.mesh for bucket in unit.buckets)] for unit in root.units]
     said = report(root.groups[0].modules[0])
     spec = root.spec()
@@ -103,22 +126,17 @@ def frame_of(root: Root) -> Timeline:
 
 
 def _distinct(axes: Iterable[Axis | None]) -> str:
-    """Their names, each once."""
+    """The names of axes, each once."""
     return ", ".join(dict.fromkeys(axis.name for axis in axes if axis is not None))
 
 
 def timeline(model: nn.Module) -> Timeline:
-    """The step that `explain` plans, as data for the viewer.
+    """The planned next step, as data for the viewer.
 
     Args:
         model: The root module.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(
-            f"{type(model).__name__} was not sharded: timeline takes a module that fully_shard was called on"
-        )
-    root = root_of(group)
+    _, root = sharded(model, "timeline")
     plan = plan_steps(root.spec())
     backward, times = False, []
     for number, each in enumerate(plan.operations):
@@ -128,12 +146,12 @@ def timeline(model: nn.Module) -> Timeline:
 
 
 def _is_backward(operation: Operation) -> bool:
-    """Whether only backward does this."""
+    """Whether the operation occurs only in backward."""
     return operation.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in operation.takes)
 
 
 def done(operations: Iterable[Operation], times: Sequence[tuple[float, float, bool]], spec: Spec) -> list[Done]:
-    """Operations with their begin, end and whether backward ran, and the memory that they come to."""
+    """Operations with their times (begin, end, whether in backward), and the memory in use."""
     sizes = sizes_of(spec)
     live: set[Buffer] = set()
     held, found = 0, []

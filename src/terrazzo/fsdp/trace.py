@@ -9,8 +9,10 @@ steps.save("step.json")     # open in chrome://tracing or Perfetto
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, time
 
@@ -18,19 +20,19 @@ import msgspec
 from torch import nn
 
 from terrazzo._torch.autograd import in_backward
-from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import group_of
+from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
+from terrazzo.comm.axis import Axis
+from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.plan.units import Spec
-from terrazzo.fsdp.run.root import root_of
-from terrazzo.fsdp.timeline import Timeline, done, frame_of
+from terrazzo.fsdp.timeline import Collective, Timeline, done, frame_of
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
     """Something that was done for a group.
 
-    `kind` is one of unshard (a gather begins), prefetch (the same, ahead of time), wait (until it is there, and copied
-    to its place), reshard, reduce (a reduction begins), all-reduce (over the replicas), gradients (handed over).
+    `kind` is one of unshard (start a gather), prefetch (start a gather ahead of time), wait (wait for a gather, and
+    copy out), reshard, reduce (start a reduction), all-reduce (over the replicas), gradients (set `.grad`).
     """
 
     kind: str
@@ -51,8 +53,18 @@ _SHOWN = {
 }
 
 
+@dataclass
+class _Collective:
+    """A collective that was started, and its end once that is known."""
+
+    event: CommEvent
+    thread: int
+    begin: float
+    end: float | None = None
+
+
 class Trace:
-    """Events in the order in which they began on this rank's host, and the operations of the plan that they were."""
+    """The events of a step in the order in which they began on this rank's host, and the plan's operations."""
 
     def __init__(self, frame: Timeline, spec: Spec) -> None:
         self.events: list[TraceEvent] = []
@@ -61,10 +73,14 @@ class Trace:
         self._frame = msgspec.structs.replace(frame, began=time(), planned=False)
         self._spec = spec
         self._zero = perf_counter()
+        self._collectives: list[_Collective] = []
 
     def ran(self, operation: Operation, began: float) -> None:
-        """Called when the operation was done."""
+        """Record an operation that has ended."""
         begin, end, backward = began - self._zero, perf_counter() - self._zero, in_backward()
+        # Collectives that this thread started since `began` are those of the operation itself.
+        thread = threading.get_ident()
+        self._collectives = [each for each in self._collectives if each.thread != thread or each.begin < begin]
         self.operations.append(operation)
         self._times.append((begin, end, backward))
         kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
@@ -72,8 +88,19 @@ class Trace:
             name = ", ".join([self._frame.groups[unit] for unit in operation.units])
             self.events.append(TraceEvent(kind, name, operation.moves, begin, end, backward))
 
+    def _started(self, event: CommEvent) -> None:
+        """Record a collective that is about to start."""
+        self._collectives.append(_Collective(event, threading.get_ident(), perf_counter() - self._zero))
+
+    def _ended(self, kind: str, axis: Axis) -> None:
+        """Record the end of the first collective of this kind and axis that has none yet."""
+        for each in self._collectives:
+            if each.end is None and each.event.kind == kind and each.event.axis is axis:
+                each.end = perf_counter() - self._zero
+                return
+
     def total_bytes(self) -> int:
-        """What a rank sent, on average."""
+        """Bytes that a rank sent for `fully_shard`, on average."""
         return sum(event.bytes for event in self.events)
 
     def __str__(self) -> str:
@@ -87,11 +114,26 @@ class Trace:
         return "\n".join(lines)
 
     def timeline(self) -> Timeline:
-        """All operations with their times, and the memory that they came to, as `terrazzo view` shows them."""
-        return msgspec.structs.replace(self._frame, operations=done(self.operations, self._times, self._spec))
+        """All operations with their times and the memory in use, as `terrazzo view` shows them."""
+        operations = done(self.operations, self._times, self._spec)
+        return msgspec.structs.replace(self._frame, operations=operations, collectives=self._program_collectives())
+
+    def _program_collectives(self) -> list[Collective]:
+        return [
+            Collective(
+                each.event.kind,
+                each.event.axis.name,
+                each.event.bytes,
+                each.begin,
+                each.begin if each.end is None else each.end,
+                each.event.in_backward,
+                each.event.async_op,
+            )
+            for each in self._collectives
+        ]
 
     def chrome(self) -> bytes:
-        """The trace in the format of trace viewers: one row per kind, one process per rank; and the timeline."""
+        """The trace in the format of trace viewers (one process per rank, one row per kind), with the timeline."""
         events = [
             {
                 "name": f"{event.kind} {event.group}",
@@ -105,6 +147,19 @@ class Trace:
             }
             for event in self.events
         ]
+        events += [
+            {
+                "name": f"{each.kind} over {each.axis}",
+                "cat": "backward" if each.backward else "forward",
+                "ph": "X",
+                "ts": each.begin * 1e6,
+                "dur": (each.end - each.begin) * 1e6,
+                "pid": self._frame.rank,
+                "tid": "collectives",
+                "args": {"bytes": each.bytes},
+            }
+            for each in self._program_collectives()
+        ]
         document = {"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": self.timeline()}
         return msgspec.json.encode(document)
 
@@ -115,18 +170,19 @@ class Trace:
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record what `fully_shard` does for `model` while the context lasts.
+    """Record what `fully_shard` does for `model`, and the program's own collectives, while the context lasts.
 
     Args:
         model: The root module, or any module of it that `fully_shard` was called on.
     """
-    group = group_of(model)
-    if group is None:
-        raise FSDPError(f"{type(model).__name__} was not sharded: trace takes a module that fully_shard was called on")
-    root = root_of(group)
+    _, root = sharded(model, "trace")
     found = Trace(frame_of(root), root.spec())
     before, root.executor.observers = root.executor.observers, (found,)
+    add_observer(found._started)
+    observe.add_end_observer(found._ended)
     try:
         yield found
     finally:
+        observe.remove_end_observer(found._ended)
+        remove_observer(found._started)
         root.executor.observers = before

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: lists, tuples, named tuples, dicts and dataclasses, nested."""
+"""Tensors in modules' inputs and outputs: nested lists, tuples, named tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def _rebuilt_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
-    """Mappings with behaviour of their own keep it: model outputs are attributes too, and allow no `update`."""
+    """A mapping of the same class with the mapped values. `ModelOutput`s, for instance, have no `update`."""
     kind = type(value)
     try:
         copied = value.copy()
@@ -65,7 +65,7 @@ def _rebuilt_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
                 copied[key] = item
             return copied
     except (AttributeError, TypeError):
-        pass  # it is made once and stays
+        pass
     return kind(mapped)
 
 

@@ -1,4 +1,4 @@
-"""Weights from a trainer to those that serve them, whatever the layouts: `Publisher` and `Receiver`."""
+"""Send weights from a training job to the servers that use them, between any two layouts."""
 
 from terrazzo.publish.channel import Channel
 from terrazzo.publish.publisher import Publisher

@@ -1,12 +1,14 @@
-"""Where two groups of ranks find each other, that may have been started apart: a small store at an address.
+"""A publisher and its receivers, which are started separately, find each other through a `TCPStore` at an address.
 
-publisher            who publishes now: a name of its own
-<publisher>/parts    what there is, and which of its ranks has what
-current              the version that it has to give
-receivers            how many groups of receivers have come so far; each gets a number
-receiver/<n>         what the ranks of one want, and from which publisher
-ask/<n>/<k>          the k-th time that it asks for the current version
-gone/<n>             it will not ask again
+Its keys:
+
+publisher                the name of the publisher that publishes now
+<publisher>/parts        the tensors that it publishes, and which of its ranks has which boxes
+current                  the version that it sends now
+receivers                the number of groups of receivers so far, which numbers them
+receiver/<n>             the boxes that the ranks of group n need, and the publisher that it asks
+ask/<n>/<k>              group n asks for the current version for the k-th time
+gone/<publisher>/<n>     group n will not ask again
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 
-TRANSFER_LIMIT: Final = timedelta(minutes=2)  # unless somebody says otherwise
+TRANSFER_LIMIT: Final = timedelta(minutes=2)  # default of `timeout`
 _LOOK_SECONDS: Final = 2.0
 
 Answer = TypeVar("Answer")
@@ -33,12 +35,12 @@ Answer = TypeVar("Answer")
 class Channel:
     """An address at which a publisher and receivers meet, to send weights directly.
 
-    The publisher's first rank answers there, so it has to run on this host; unless somebody else already does: a
-    process that lives longer, with a `torch.distributed.TCPStore` of its own.
+    The publisher's first rank starts a `torch.distributed.TCPStore` at the address, so it has to run on that host;
+    unless a process that in_model longer has already started one there.
 
     Args:
         address: "host:port".
-        bucket_bytes: What is under way at once takes no more memory on any rank.
+        bucket_bytes: The most memory that a rank uses for messages that are being sent or received.
 
     >>> Channel("localhost:29600").address
     'localhost:29600'
@@ -47,9 +49,9 @@ class Channel:
     def __init__(self, address: str, *, bucket_bytes: int = 64 << 20) -> None:
         host, mark, port = address.rpartition(":")
         if not mark or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise PublishValueError(f"{address!r} is no address: pass 'host:port'")
+            raise PublishValueError(f"the address must be 'host:port', not {address!r}")
         if bucket_bytes < 1 << 10:
-            raise PublishValueError(f"bucket_bytes={bucket_bytes}: pass 1024 or more")
+            raise PublishValueError(f"bucket_bytes must be 1024 or more, not {bucket_bytes}")
         self.address = address
         self.bucket_bytes = bucket_bytes
         self._host, self._port = host.removeprefix("tcp://").strip("[]"), int(port)
@@ -57,29 +59,29 @@ class Channel:
     def __str__(self) -> str:
         return self.address
 
-    def serve(self, timeout: timedelta) -> Board:
-        """What hangs at the address; from now on it is this process that answers there, unless somebody does."""
+    def serve(self, timeout: timedelta) -> TimedStore:
+        """The store at the address, which this process starts unless there is one."""
         if self.answers():
             return self.connect(timeout)
         try:
             own = TCPStore(self._host, self._port, is_master=True, wait_for_workers=False, timeout=timeout)
         except RuntimeError as error:
             raise CommError(
-                f"nobody answers at {self.address}, and this process cannot: {error}; the publisher's first rank has "
-                f"to run on that host, and the port has to be free"
+                f"there is no store at {self.address}, and this process cannot start one: {error}. The publisher's "
+                "first rank must run on that host, and the port must be free"
             ) from error
-        return Board(lambda: own, self.address, timeout)
+        return TimedStore(lambda: own, self.address, timeout)
 
-    def connect(self, timeout: timedelta) -> Board:
-        """What hangs at the address."""
-        return Board(
+    def connect(self, timeout: timedelta) -> TimedStore:
+        """The store that another process started at the address."""
+        return TimedStore(
             lambda: TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout),
             self.address,
             timeout,
         )
 
     def answers(self) -> bool:
-        """Whether somebody is there now."""
+        """Whether a process listens at the address now."""
         try:
             with socket.create_connection((self._host, self._port), timeout=_LOOK_SECONDS):
                 return True
@@ -87,11 +89,11 @@ class Channel:
             return False
 
 
-class Board:
-    """The store at an address, of which every question has a time limit.
+class TimedStore:
+    """A `TCPStore`, each of whose calls has a time limit.
 
-    Torch waits without one for a server that accepts a connection and says nothing: one of another kind, or one that
-    has been stopped.  So questions are asked by a thread of their own.
+    torch itself waits without a limit for a server that accepts a connection and sends nothing, because it is a server
+    of another kind or a stopped process. So a thread makes the calls, and the caller waits for it with a time limit.
     """
 
     def __init__(self, make: Callable[[], Store], address: str, timeout: timedelta) -> None:
@@ -103,7 +105,7 @@ class Board:
         self.store: Store = PrefixStore("terrazzo/publish", self._ask(make))
 
     def value(self, key: str) -> bytes | None:
-        """What is under a key; None, at once, if nothing is."""
+        """The value of a key; None, without waiting, if it has none."""
 
         def look() -> bytes | None:
             return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else None
@@ -111,35 +113,37 @@ class Board:
         return self._ask(look)
 
     def has(self, key: str) -> bool:
-        """Whether something is under a key."""
+        """Whether a key has a value."""
         return self._ask(lambda: self.store.check([key]))
 
     def put(self, key: str, value: bytes) -> None:
-        """Put something under a key."""
+        """Set the value of a key."""
         self._ask(lambda: self.store.set(key, value.hex()))
 
     def count(self, key: str, more: int) -> int:
-        """Count, and say how many there are."""
+        """Add to a counter, and return its new value."""
         return self._ask(lambda: int(self.store.add(key, more)))
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the thread."""
         self._broken = self._broken or "it was closed"
         self._questions.put(None)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         if self._broken is not None:
-            raise CommError(f"the store at {self._address} is not asked any more: {self._broken}")
+            raise CommError(f"the store at {self._address} cannot be used any more: {self._broken}")
         future: Future[Answer] = Future()
         self._questions.put((future, question))
         try:
             return future.result(self._timeout.total_seconds())
         except FutureTimeout as error:
-            self._broken = f"it gave no answer within {self._timeout.total_seconds():g} s"
-            raise CommTimeout(f"nobody answers at {self._address}: {self._broken}; is it another server?") from error
+            self._broken = f"it did not answer within {self._timeout.total_seconds():g} s"
+            raise CommTimeout(
+                f"the store at {self._address} failed: {self._broken}; is this the port of another server?"
+            ) from error
         except RuntimeError as error:
             self._broken = str(error).partition("\n")[0]
-            raise CommError(f"nobody answers at {self._address}: {self._broken}") from error
+            raise CommError(f"the store at {self._address} failed: {self._broken}") from error
 
 
 def _answer(questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:

@@ -1,11 +1,11 @@
-"""What has changed from one snapshot to the next, exactly: every bit that differs, and nothing else.
+"""The changes from one snapshot to the next, bit for bit.
 
-A window that has not changed is left out.  Of one that has, either all elements are written (dense), or those that
-differ and where they are (sparse), whichever is shorter.  Elements are compared as bits, so NaN and -0.0 are what they
-are.  A change carries new values, never differences, so that applying it rounds nothing.
+A window that has not changed is not written. Of a window that has changed, either all elements are written (dense) or
+only those that changed, with their positions (sparse), whichever is shorter. Elements are compared as bits, so that a
+NaN equals itself and -0.0 differs from 0.0. New values are written, not differences, so that nothing is rounded.
 
-The bytes of a sparse window are, one after the other: the new elements; for each, the lower 16 bits of its place in the
-window; for each run of 65536 places, how many elements in it have changed (4 bytes each).
+The bytes of a sparse window are: the new elements; the lower 16 bits of the position of each in the window; for each
+run of 65536 positions, how many elements in it have changed (4 bytes each).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """A window that has changed, and where its bytes are among those of its rank.
+    """A window that has changed, and where its bytes are in what its rank wrote.
 
-    `count` is how many elements are written, of a sparse one; -1 of a dense one.
+    `count` is the number of written elements if the window is sparse, and -1 if it is dense.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which elements of a window have changed, as they are written: 2 bytes for each."""
+    """The positions of the changed elements of a window, in the form in which they are written: 2 bytes for each."""
 
-    low: Array  # the lower 16 bits of each place
-    runs: Array  # how many there are in each run of 65536 places
+    low: Array  # the lower 16 bits of each position
+    runs: Array  # how many positions there are in each run of 65536
 
     @classmethod
     def of(cls, places: Array, numel: int) -> Places:
-        """Those of a window of so many elements, in order."""
+        """From ascending positions in a window of `numel` elements."""
         runs = np.bincount(places >> 16, minlength=_runs(numel))
         return cls((places & (_RUN - 1)).astype("<u2"), runs.astype("<u4"))
 
@@ -69,7 +69,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A window that has changed: the change, and where of a sparse one."""
+    """A window that has changed, with the positions of the changed elements if it is sparse."""
 
     window: Window
     change: Change
@@ -84,7 +84,7 @@ def sums_of(snapshot: Snapshot, windows: Sequence[Window]) -> list[int]:
 def differences(
     snapshot: Snapshot, windows: Sequence[Window], old: Snapshot | None, old_sums: Sequence[int], sums: Sequence[int]
 ) -> list[Difference]:
-    """The windows that differ from those of `old`; without one, those whose checksums do, as dense ones."""
+    """The windows that differ from those of `old`. Without `old`, those whose checksums differ, written densely."""
     found: list[Difference] = []
     start = 0
     for number, window in enumerate(windows):
@@ -125,7 +125,7 @@ def written(changes: Sequence[Difference], snapshot: Snapshot) -> torch.Tensor:
 
 
 def read(change: Change, data: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Places in the window and the elements there, from a change's bytes; of a dense one None and the whole window."""
+    """The positions in the window and the new elements, from a change's bytes; None and the whole window if dense."""
     box = change.box
     if change.count < 0:
         if change.nbytes != box.numel * dtype.itemsize:
@@ -147,7 +147,7 @@ def read(change: Change, data: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
 
 
 def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, torch.Tensor | slice]:
-    """Places in a window as places in another box of the tensor, and which of them lie in it.
+    """Positions in a window, converted to positions in another box of the tensor, and which of them lie in that box.
 
     >>> in_box(torch.tensor([0, 3]), Box((0, 0), (2, 2)), Box((1, 0), (1, 2)))
     (tensor([1]), tensor([False,  True]))
@@ -172,9 +172,9 @@ def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, t
 
 
 def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:
-    """Changes that lie near each other, in groups of at most `limit` bytes where one alone has not more.
+    """Groups of changes whose bytes are near each other, each read at once: at most `limit` bytes, or one change.
 
-    What is between them has to be read anyway, where it is of a block that has one checksum.
+    Bytes between them are read too: mostly they are in a block that has to be read whole for its checksum.
     """
     group: list[Change] = []
     for change in sorted(changes, key=lambda change: change.start):
@@ -188,16 +188,16 @@ def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:
 
 
 def total_bytes(changes: Sequence[Difference]) -> int:
-    """What they take to write."""
+    """The bytes that are written for the changes."""
     return sum(each.change.nbytes for each in changes)
 
 
 def _differing(new: torch.Tensor, old: torch.Tensor) -> Array | None:
-    """The places of elements that differ, in order; None for all of them."""
-    if new.dtype.itemsize not in _BITS:  # of elements of 16 bytes, all are written
+    """The positions of elements that differ, in order; None means all of them."""
+    if new.dtype.itemsize not in _BITS:  # numpy has no integers of 16 bytes: write all elements
         same = torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8))
         return np.empty(0, np.int64) if same else None
-    # Off the interpreter's lock, and several times faster than torch's own sums and `nonzero` of booleans.
+    # numpy releases the GIL here, and is several times faster than torch's sums and `nonzero` of booleans.
     return np.flatnonzero(_bits(new).numpy() != _bits(old).numpy())
 
 
@@ -214,4 +214,4 @@ def _runs(numel: int) -> int:
 
 
 def _wrong(change: Change) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{change.name}: what is said of the window {change.box} does not fit its bytes")
+    return CheckpointCorruptError(f"{change.name}: the changes in {change.box} do not have the size that is listed")

@@ -1,4 +1,4 @@
-"""Carrying out a transfer: messages over connections that both groups of ranks share."""
+"""Send and receive the messages of a transfer, over a process group of the publisher's and the receiver's ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout
-from terrazzo.publish.shadow import Slot
+from terrazzo.publish.host_copy import Slot
 from terrazzo.publish.snapshot import Snapshot
 from terrazzo.publish.transfer import IN_FLIGHT, Message, Piece
 
 
 class Header(NamedTuple):
-    """What a transfer begins with."""
+    """The first message of a transfer."""
 
     sequence: int
     number: int
 
 
 class Connections:
-    """The connections of all senders and all receivers, senders first."""
+    """A process group of all senders and all receivers; senders have the lower ranks."""
 
     def __init__(self, store: Store, name: str, rank: int, senders: int, receivers: int, timeout: timedelta) -> None:
         self._senders = senders
@@ -35,7 +36,7 @@ class Connections:
             self._gloo: Any = ProcessGroupGloo(PrefixStore(name, store), rank, senders + receivers, timeout)
 
     def send(self, messages: Sequence[Message], header: Header, receivers: Sequence[int], snapshot: Snapshot) -> int:
-        """This sender's part: its messages, and of the first sender, a header for each of these receivers."""
+        """Send this rank's messages, after a header to each of `receivers` (which only the first sender has)."""
         under_way: deque[tuple[Any, torch.Tensor]] = deque()
         sent = 0
         with _explained("sending weights", self._timeout):
@@ -54,18 +55,18 @@ class Connections:
         return sent
 
     def close(self) -> None:
-        """Close them, which the other side sees; whoever still refers to this, an error for instance."""
+        """Close the connections, also if something (an error's traceback, say) still refers to this object."""
         self._gloo = None
 
     def receive_header(self) -> Header:
-        """What the first sender says of the transfer that begins."""
+        """Receive the header from the first sender."""
         data = torch.empty(len(Header._fields), dtype=torch.int64)
         with _explained("waiting for the publisher", self._timeout):
             self._gloo.recv([data], 0, 0).wait(self._timeout)
         return Header(*data.tolist())
 
     def receive(self, messages: Sequence[Message], slots: Sequence[Slot]) -> int:
-        """This receiver's part: every message, and what is in it to where it belongs."""
+        """Receive this rank's messages, and copy their pieces into the slots."""
         under_way: deque[tuple[Any, Message, torch.Tensor]] = deque()
         received = 0
 
@@ -100,7 +101,7 @@ def _packed(message: Message, snapshot: Snapshot) -> torch.Tensor:
 
 
 def _view(data: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The bytes of a piece as what they are."""
+    """The bytes of a piece as a tensor of its dtype and shape."""
     return data[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(piece.box.lengths)
 
 
@@ -112,9 +113,8 @@ def _explained(what: str, timeout: timedelta) -> Iterator[None]:
     except CommError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        late = "timed out" in text.lower() or "timeout" in text.lower()
-        raise (CommTimeout if late else CommError)(
-            f"{what} failed: {text.partition('. ')[0] or 'a connection broke'}; a rank of the other side has "
+        reason = str(error).partition(". ")[0] or "a connection broke"
+        raise (CommTimeout if timed_out(error) else CommError)(
+            f"{what} failed: {reason}; a rank of the other side has "
             f"died or is late (the time limit is {timeout.total_seconds():g} s)"
         ) from error

@@ -1,4 +1,4 @@
-"""Receiving directly: ask the publisher for what it has, and get the boxes of one's own part."""
+"""Receive weights directly from a publisher: each rank gets the boxes that it needs."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import msgspec
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.run.coordination import Place
 from terrazzo.errors import CommError
-from terrazzo.publish.channel import Board, Channel
+from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
-from terrazzo.publish.parts import About
-from terrazzo.publish.shadow import Shadow
+from terrazzo.publish.host_copy import HostCopy
+from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.to_channel import Offer, PublisherParts, ReceiverParts
 from terrazzo.publish.transfer import IN_FLIGHT, Message, Wanted, plan_messages
 from terrazzo.publish.versions import Version
-from terrazzo.publish.working import told
+from terrazzo.publish.working import raising_step_errors
 
-Match = Callable[[Mapping[str, About], Mapping[str, str]], Shadow]
+Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
 
 
 class ChannelSource:
-    """One rank's side of receiving through a channel."""
+    """Receives the newest version through a channel, on one rank."""
 
     def __init__(self, channel: Channel, match: Match, timeout: timedelta) -> None:
         self._channel = channel
         self._match = match
         self._timeout = timeout
-        self._board: Board | None = None
-        self._publisher = ""  # with whom this group is registered
+        self._board: TimedStore | None = None
+        self._publisher = ""  # at which this group is registered
         self._group = 0
         self._asked = 0
         self._messages: tuple[Message, ...] = ()
         self._sizes = (0, 0)  # ranks of the publisher, of this side
         self._connections: Connections | None = None
         self._held: Version | None = None
-        self.shadow: Shadow | None = None
+        self.host_copy: HostCopy | None = None
         self.bytes_read = 0
 
     @property
@@ -46,9 +46,9 @@ class ChannelSource:
         return f"receiving at {self._channel}"
 
     def fetch(self, place: Place) -> Version | None:
-        """Bring the shadow to the version that the publisher has, on all ranks together; returns it, or None."""
-        with told():
-            found = place.reduce(lambda: b"", lambda _: self._look())
+        """Receive the publisher's version into the host copy, on all ranks together; None if there is none."""
+        with raising_step_errors():
+            found = place.reduce(lambda: b"", lambda _: self._current_offer())
             if not found:
                 return self._held
             offer = msgspec.msgpack.decode(found, type=Offer)
@@ -65,46 +65,51 @@ class ChannelSource:
             except BaseException:
                 self._leave()
                 raise
-            assert self.shadow is not None
+            assert self.host_copy is not None
             self._held = Version(
-                answers[0].number, answers[0].sequence, offer.publisher, None, self.shadow.nbytes, self.shadow.nbytes
+                answers[0].number,
+                answers[0].sequence,
+                offer.publisher,
+                None,
+                self.host_copy.nbytes,
+                self.host_copy.nbytes,
             )
         return self._held
 
-    def _look(self) -> bytes:
-        """On the first rank: what the publisher has; nothing, where there is none."""
+    def _current_offer(self) -> bytes:
+        """On the first rank: the encoded `Offer` of the publisher; empty if there is none."""
         if self._board is None:
             if not self._channel.answers():
                 return b""
             self._board = self._channel.connect(self._timeout)
         try:
             return self._board.value("current") or b""
-        except CommError:  # whoever hosted the store has ended
+        except CommError:  # the process that hosted the store has ended
             self._board = None
             return b""
 
     def _register(self, place: Place, publisher: str) -> None:
-        """Say what this side wants of a publisher, and plan what it will get."""
+        """Send the publisher the boxes that this group needs, and plan the messages that will come."""
         self._leave()
 
         def tell(_: list[bytes]) -> bytes:
             assert self._board is not None
             data = self._board.value(f"{publisher}/parts")
             if data is None:
-                raise CommError(f"the publisher at {self._channel} has not said what it has")
+                raise CommError(f"the publisher at {self._channel} has not listed its tensors yet: call poll again")
             return data
 
         parts = msgspec.msgpack.decode(place.reduce(lambda: b"", tell), type=PublisherParts)
-        abouts = {name: About(dtype_from_name(dtype), shape) for name, (dtype, shape) in parts.abouts.items()}
+        infos = {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in parts.infos.items()}
         own: list[Wanted] = []
 
         def want() -> bytes:
-            if self._board is None or not place.is_coordinator:  # a store may be another than the last
+            if self._board is None or not place.is_coordinator:  # another process may host the store now
                 self._board = self._channel.connect(self._timeout)
-            self.shadow = self._match(abouts, parts.aliases)
+            self.host_copy = self._match(infos, parts.aliases)
             own.extend(
                 Wanted(slot.source, slot.box.offsets, slot.box.lengths, dtype_name(slot.data.dtype))
-                for slot in self.shadow.slots
+                for slot in self.host_copy.slots
             )
             return msgspec.msgpack.encode(own)
 
@@ -119,7 +124,7 @@ class ChannelSource:
         self._held = None
         self._group, self._asked = int(place.reduce(want, register)), 0
         self._publisher = publisher
-        dtypes = {name: about.dtype for name, about in abouts.items()}
+        dtypes = {name: info.dtype for name, info in infos.items()}
         nobody: list[list[Wanted]] = [[] for _ in place.ranks]
         nobody[place.rank] = own
         size = self._channel.bucket_bytes // IN_FLIGHT
@@ -149,22 +154,22 @@ class ChannelSource:
                 self._board.store, name, senders + place.rank, senders, receivers, self._timeout
             )
         header = self._connections.receive_header()
-        assert self.shadow is not None
-        self.bytes_read += self._connections.receive(self._messages, self.shadow.slots)
+        assert self.host_copy is not None
+        self.bytes_read += self._connections.receive(self._messages, self.host_copy.slots)
         return header
 
     def _leave(self) -> None:
-        """Be no receiver of this publisher any more; who comes again comes as another."""
+        """Unregister from the publisher. To receive again, the group registers with a new number."""
         if self._connections is not None:
             self._connections.close()
             self._connections = None
         if self._board is not None and self._publisher:
-            with suppress(CommError):  # whoever hosts the store may have ended
+            with suppress(CommError):  # the process that hosts the store may have ended
                 self._board.put(f"gone/{self._publisher}/{self._group}", b"")
         self._publisher = ""
 
     def close(self) -> None:
-        """Tell the publisher that nobody will ask any more."""
+        """Unregister, and close the connections."""
         self._leave()
         if self._board is not None:
             self._board.close()

@@ -1,4 +1,4 @@
-"""Receiving from a store: the full version and the changes since, each rank only the bytes of its own part."""
+"""Receive versions from a store: a full one and the changes since, of which each rank reads only what it needs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout import Box
 from terrazzo.publish.delta import Change, in_box, read, runs_of
-from terrazzo.publish.parts import RESERVED, About
-from terrazzo.publish.shadow import Shadow
+from terrazzo.publish.host_copy import HostCopy
+from terrazzo.publish.parts import RESERVED, TensorInfo
 from terrazzo.publish.to_store import CHANGES, DATA, RECORD, Record
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import told
+from terrazzo.publish.working import raising_step_errors
 
-_AT_ONCE: Final = 32 << 20  # bytes of changes that are in memory
+_AT_ONCE: Final = 32 << 20  # bytes of changes that are read at once
 
-Match = Callable[[Mapping[str, About], Mapping[str, str]], Shadow]
+Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
 
 
 class StoreSource:
-    """One rank's side of receiving from a store.
+    """Reads the newest version from a store, on one rank.
 
-    `match` makes the memory for what a full version has, or raises for what does not fit.
+    `match` allocates the memory for the tensors of a full version, or raises if they do not fit the model.
     """
 
     def __init__(self, versions: Versions, match: Match) -> None:
         self._versions = versions
         self._match = match
-        self._held: Version | None = None  # what the shadow has, whole
-        self._published: Mapping[str, About] = {}
-        self.shadow: Shadow | None = None
+        self._held: Version | None = None  # the version that the host copy has completely
+        self._published: Mapping[str, TensorInfo] = {}
+        self.host_copy: HostCopy | None = None
         self.bytes_read = 0
 
     @property
@@ -48,22 +48,22 @@ class StoreSource:
         return f"receiving from {self._versions.location}"
 
     def fetch(self, place: Place) -> Version | None:
-        """Bring the shadow to the newest version, on all ranks together; returns it, or None if there is none."""
-        with ExitStack() as holding, told():
+        """Read the newest version into the host copy, on all ranks together; None if there is none."""
+        with ExitStack() as holding, raising_step_errors():
             held = self._held
 
             def find(_: list[bytes]) -> bytes:
-                return msgspec.msgpack.encode(list(holding.enter_context(self._versions.hold_way(held))))
+                return msgspec.msgpack.encode(list(holding.enter_context(self._versions.hold_needed(held))))
 
-            way = msgspec.msgpack.decode(place.reduce(lambda: b"", find), type=list[Version])
-            if way:
-                self._held = None  # until all ranks have read all of it
-                place.together(lambda: self._read(way))
-                self._held = way[-1]
+            versions = msgspec.msgpack.decode(place.reduce(lambda: b"", find), type=list[Version])
+            if versions:
+                self._held = None  # if a rank fails, the host copy has no complete version
+                place.together(lambda: self._read(versions))
+                self._held = versions[-1]
         return self._held
 
-    def _read(self, way: Sequence[Version]) -> None:
-        for version in way:
+    def _read(self, versions: Sequence[Version]) -> None:
+        for version in versions:
             if version.is_full:
                 self._read_full(version)
             else:
@@ -74,32 +74,34 @@ class StoreSource:
         opened = Checkpoint(reader)
         meta = opened.metadata.storage_meta
         if meta is None or meta.save_id != version.id:
-            raise CheckpointNotFoundError(f"{reader.store.location} is not the version {version.number} of the list")
+            raise CheckpointNotFoundError(
+                f"{reader.store.location} is another checkpoint than version {version.number} in published.json"
+            )
         try:
             record = msgspec.json.decode(opened[RECORD], type=Record)
         except (KeyError, TypeError, msgspec.MsgspecError) as error:
             raise CheckpointCorruptError(
-                f"{reader.store.location}: what the version says of itself cannot be read: {error!r}"
+                f"{reader.store.location}: the version's record cannot be read: {error!r}"
             ) from error
         return opened, reader, record
 
     def _read_full(self, version: Version) -> None:
         opened, reader, record = self._opened(version)
         published = {
-            name: About(entry.properties.dtype, tuple(entry.size))
+            name: TensorInfo(entry.properties.dtype, tuple(entry.size))
             for name, entry in opened.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(RESERVED)
         }
-        self.shadow = self._match(published, record.aliases)
+        self.host_copy = self._match(published, record.aliases)
         self._published = published
-        for state in self.shadow.targets(published):
+        for state in self.host_copy.targets(published):
             load(dict(state), storage_reader=reader, planner=DefaultLoadPlanner(allow_lossy_dtype=True), no_dist=True)
             self.bytes_read += reader.bytes_read
-        self.shadow.all_dirty()
+        self.host_copy.all_dirty()
 
     def _read_changes(self, version: Version) -> None:
         opened, _, _ = self._opened(version)
-        assert self.shadow is not None
+        assert self.host_copy is not None
         for name in list(opened):
             if not name.startswith(CHANGES):
                 continue
@@ -110,7 +112,7 @@ class StoreSource:
             wanted = [
                 change
                 for change in changes
-                if any(slot.box.intersect(change.box) is not None for slot in self.shadow.of(change.name))
+                if any(slot.box.intersect(change.box) is not None for slot in self.host_copy.of(change.name))
             ]
             data = opened.tensor(DATA + name.removeprefix(CHANGES))
             assert data is not None
@@ -123,10 +125,10 @@ class StoreSource:
 
     @torch.no_grad()
     def _patch(self, change: Change, data: torch.Tensor) -> None:
-        assert self.shadow is not None
+        assert self.host_copy is not None
         places, values = read(change, data, self._published[change.name].dtype)
         window = change.box
-        for slot in self.shadow.of(change.name):
+        for slot in self.host_copy.of(change.name):
             common = slot.box.intersect(window)
             if common is None:
                 continue
@@ -139,4 +141,4 @@ class StoreSource:
             slot.is_dirty = True
 
     def close(self) -> None:
-        """Nothing is held between polls."""
+        """Do nothing: no file or connection is open between polls."""

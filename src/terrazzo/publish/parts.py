@@ -1,8 +1,8 @@
-"""What a rank has of a model, under the names by which it is published.
+"""The parts of a model that a rank has, under their published names.
 
-Trainer and receiver each say what they have as boxes of named tensors, and everything else (who sends, what is read,
-what is compared) is worked out from that.  Names are the model's own without any wrapper, or those that `rename` gives
-them, on each side its own: a fused projection on one side meets three on the other.
+Trainer and receiver each list what they have as boxes of named tensors. From that follows which rank sends what, what
+is read and what is compared. The names are the model's, without the prefixes of wrappers, or those that `rename`
+gives; each side has its own `rename`, so that a fused projection on one side fits three projections on the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from terrazzo.checkpoint.state_dict.persistent import state_of
 from terrazzo.errors import PublishError, UnsupportedValueError
 from terrazzo.layout import Box
 
-RESERVED: Final = "terrazzo.publish/"  # names of what is stored beside the tensors begin so
+RESERVED: Final = "terrazzo.publish/"  # prefix of the names of entries that are not published tensors
 
 
 class LinkLike(Protocol):
-    """A box of a tensor of the model that is a box of a published one."""
+    """A box of one of the model's tensors, and the box of a published tensor that has the same elements."""
 
     @property
     def model(self) -> str: ...
@@ -37,14 +37,14 @@ class LinkLike(Protocol):
 
 
 class RenameLike(Protocol):
-    """What gives names: a `Rename` of `terrazzo.integrations.huggingface`, say, whose files are what is published."""
+    """Published names for a model's tensors, such as a `Rename` of `terrazzo.integrations.huggingface`."""
 
     def links(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[LinkLike]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What is the same on all ranks."""
+class TensorInfo:
+    """The dtype and the global shape of a published tensor, which are the same on all ranks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,11 +52,11 @@ class About:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A box of a published tensor, and the model's own memory of it on this rank.
+    """A box of a published tensor, and the model's memory for it on this rank.
 
     Attributes:
-        is_plain: it is no distributed tensor, so nothing says that other ranks have the same numbers.
-        is_buffer: it is no parameter.
+        is_plain: whether it is a plain tensor, not a DTensor; other ranks may then have other values.
+        is_buffer: whether it is a buffer, not a parameter.
     """
 
     name: str
@@ -68,29 +68,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """All that this rank has.
+    """The parts of a model that this rank has.
 
     Attributes:
-        abouts: the tensors by published name, also those of which this rank has no element.
-        parts: the boxes that have elements.
-        aliases: other names of tied tensors, and the published name that stands for each.
+        infos: the tensors by published name, including those of which this rank has no element.
+        parts: the boxes on this rank that have elements.
+        aliases: the published name of each other name of a tied tensor.
     """
 
-    abouts: Mapping[str, About]
+    infos: Mapping[str, TensorInfo]
     parts: tuple[Part, ...]
     aliases: Mapping[str, str]
 
 
 @torch.no_grad()
 def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike | None) -> Parts:
-    """What this rank has of a model, or of tensors by name; their memory is the model's."""
+    """The parts of a model, or of tensors by name, on this rank; their memory is the model's."""
     tensors, known_as = _named(model)
     shapes = {name: tuple(tensors[first].size()) for first in tensors for name in (first, *known_as[first])}
     by_model: dict[str, list[LinkLike]] = {name: [] for name in shapes}
     for link in _Same().links(shapes) if rename is None else rename.links(shapes):
         by_model[link.model].append(link)
     viewer = Viewer()
-    abouts: dict[str, About] = {}
+    infos: dict[str, TensorInfo] = {}
     parts: list[Part] = []
     aliases: dict[str, str] = {}
     ends: dict[str, list[int]] = {}
@@ -100,10 +100,10 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
         is_buffer = isinstance(model, nn.Module) and not isinstance(tensor, nn.Parameter)
         for link in by_model[name]:
             _reserved(link.file)
-            about = abouts.setdefault(link.file, About(tensor.dtype, ()))
-            if about.dtype != tensor.dtype:
+            info = infos.setdefault(link.file, TensorInfo(tensor.dtype, ()))
+            if info.dtype != tensor.dtype:
                 raise UnsupportedValueError(
-                    f"{link.file} is made of tensors of several dtypes, {about.dtype} and {tensor.dtype} ({name})"
+                    f"{link.file} is made of tensors of several dtypes, {info.dtype} and {tensor.dtype} ({name})"
                 )
             known = ends.setdefault(link.file, [0] * link.file_box.ndim)
             ends[link.file] = [max(a, b) for a, b in zip(known, link.file_box.ends, strict=True)]
@@ -112,14 +112,14 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
             for other, link in zip(by_model[alias], by_model[name], strict=False):
                 if other.file != link.file and other.file_box == link.file_box:
                     aliases[other.file] = link.file
-    abouts = {name: About(about.dtype, tuple(ends[name])) for name, about in abouts.items()}
-    return Parts(abouts, tuple(parts), {alias: name for alias, name in aliases.items() if alias not in abouts})
+    infos = {name: TensorInfo(info.dtype, tuple(ends[name])) for name, info in infos.items()}
+    return Parts(infos, tuple(parts), {alias: name for alias, name in aliases.items() if alias not in infos})
 
 
 def _named(
     model: nn.Module | Mapping[str, torch.Tensor],
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, tuple[str, ...]]]:
-    """Each tensor once, and the other names that it has."""
+    """Each tensor once, under its first name, and the aliases: other names of tied tensors."""
     if isinstance(model, nn.Module):
         state = state_of(model)
         return state.tensors, state.aliases
@@ -138,7 +138,7 @@ def _named(
 
 
 def _parts_under(link: LinkLike, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[Part]:
-    """What this rank has of what a link leads to."""
+    """This rank's parts of the published box of a link."""
     found = []
     for box, data in view.chunks:
         common = box.intersect(link.model_box)
@@ -165,12 +165,12 @@ def _check(name: str, tensor: Any) -> None:
 
 def _reserved(name: str) -> None:
     if name.startswith(RESERVED):
-        raise PublishError(f"{name!r} is not a name for a published tensor: names with {RESERVED!r} are taken")
+        raise PublishError(f"{name!r} cannot be published: names that begin with {RESERVED!r} are reserved. Rename it")
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A tensor that is published under its own name."""
+    """The link of a tensor that is published whole, under its own name."""
 
     model: str
     model_box: Box
@@ -188,7 +188,7 @@ class _Whole:
 
 
 class _Same:
-    """No other names."""
+    """The `rename` that keeps all names."""
 
     def links(self, shapes: Mapping[str, tuple[int, ...]]) -> list[_Whole]:
         return [_Whole(name, Box.whole(shape)) for name, shape in shapes.items()]

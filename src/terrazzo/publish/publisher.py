@@ -1,4 +1,4 @@
-"""`Publisher`: what a trainer has, made available to others version by version."""
+"""`Publisher`: publishes a model's weights, version by version."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
-from terrazzo.publish.parts import About, Parts, RenameLike, parts_of
+from terrazzo.publish.parts import Parts, RenameLike, TensorInfo, parts_of
 from terrazzo.publish.shares import Share, described, refuse_differences, share_of
 from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import Side, raise_if_any, told
+from terrazzo.publish.working import BackgroundWork, raise_if_any, raising_step_errors
 
 
 class Publisher:
-    """Publishes a model's weights, from all ranks that have it, to receivers of any other layout, world and dtype.
+    """Publishes a model's weights to receivers of any other layout, number of ranks and dtype.
 
-    All ranks make one with the same arguments and call its methods together.  Each publishes its own part, so nowhere
-    is there a full tensor.  `publish` returns when this rank's part has been copied to host memory, and the rest goes
-    on in the background.
+    All ranks of the model construct one with the same arguments and call its methods together. Each rank publishes its
+    own shards; no full tensor is made. `publish` returns when this rank's part has been copied to host memory; a thread
+    does the rest.
 
-    Into a folder, behind a URL or into a store go versions: each is full, or has what changed since the one before,
-    exactly.  A version is there, whole, or it is not, whatever dies.
+    In a folder, at a URL or in a store there is a list of versions. Each version is full, or has the exact changes
+    since the version before it. If a process dies, a version is listed and complete, or not listed.
 
-    Through a `Channel` the last version is sent directly to the receivers that ask for it, all of it each time.
+    Through a `Channel` the last version is sent directly to the receivers that ask for it, always in full.
 
-    Memory: two copies of what this rank publishes, in the published dtype, on the host (one with `sparse=False`, or
-    through a channel), and what a version writes while it is written, or the channel's `bucket_bytes`.
+    Host memory: two copies of what this rank publishes, in the published dtype (one copy with `sparse=False` or through
+    a channel); and the bytes of the version that is being written, or the channel's `bucket_bytes`.
 
     Args:
-        to: Where to: a folder, a URL, a store, or a `Channel`.
+        to: Where to publish: a folder, a URL, a store, or a `Channel`.
         model: The model, or tensors by name; of any layout.
-        dtype: What floating-point tensors are published in; None: as they are.
-        rename: Other names for publishing, as `terrazzo.integrations.huggingface.Rename` gives them.
-        anchor_every: Every so many versions one is full.  1: all are.
-        dense_above: A version is full also if more than this share of all bytes would be written.
-        sparse: Find the single elements that have changed.  False: compare checksums of pieces of 4 MiB, which takes
-            half of the memory.
-        keep: So many versions stay, and those that they are based on.  What a receiver reads stays until it is read.
+        dtype: The dtype in which floating-point tensors are published. None: their own.
+        rename: The published names, if they differ from the model's: a `terrazzo.integrations.huggingface.Rename`.
+        anchor_every: One of this many versions is full. 1: all are.
+        dense_above: A version is full, too, if its changes take more than this share of all bytes.
+        sparse: Find the elements that have changed. False: compare checksums of pieces of 4 MiB, which takes half of
+            the memory.
+        keep: How many versions to keep, besides those that they are based on and those that a receiver is reading.
         process_group: The ranks that have the model; default: all.
-        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.  Of
-            a channel also how long a receiver is waited for; default: 2 minutes.
+        timeout: How long a rank waits for the others; default: the process group's time limit. With a channel it is
+            also how long to wait for a receiver; default: 2 minutes.
 
     >>> import tempfile
     >>> from terrazzo.publish import Receiver
@@ -84,20 +84,20 @@ class Publisher:
         policy = Policy(anchor_every, dense_above, keep, sparse)
         self._model = model
         self._rename = rename
-        self._side: Side[Version] = Side(
+        self._side: BackgroundWork[Version] = BackgroundWork(
             process_group, timeout, f"publishing to {to if isinstance(to, Channel) else Place(to)}"
         )
         self._sender: StoreSender | ChannelSender
-        with told():
+        with raising_step_errors():
             place = self._side.place()
             parts, self._described, self._share = self._agreed_share(place)
-            abouts = {
-                name: About(published_dtype(about.dtype, dtype), about.shape) for name, about in parts.abouts.items()
+            infos = {
+                name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in parts.infos.items()
             }
             if isinstance(to, Channel):
-                self._sender = ChannelSender(to, abouts, self._share.aliases, timeout or TRANSFER_LIMIT)
+                self._sender = ChannelSender(to, infos, self._share.aliases, timeout or TRANSFER_LIMIT)
             else:
-                self._sender = StoreSender(Versions(Place(to)), policy, abouts, self._share.aliases)
+                self._sender = StoreSender(Versions(Place(to)), policy, infos, self._share.aliases)
             own = [parts.parts[number] for number in self._share.own]
             self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
             self._number = self._sender.begin(place, self._snapshots[0])
@@ -116,23 +116,23 @@ class Publisher:
 
     @property
     def last(self) -> Version | None:
-        """What was published last by this publisher, as far as that is known here: see `wait`."""
+        """The last version of which this rank knows that it was published; `wait` updates it."""
         return self._last
 
     def publish(self, version: int | None = None) -> int:
-        """Publish what the model has now, and return the version's number.
+        """Publish the model's present values, and return the version's number.
 
-        One version is under way at a time: a call waits until the one before is written.  An error in the background
-        comes out of the next call, or of `wait`, on every rank; the version after it is full.
+        One version is written at a time: the call waits until the one before is complete. An error in the background is
+        raised on every rank by the next call, or by `wait`; the version after it is full.
 
         Args:
-            version: Its number, the training step for instance; None: one more than the last.
+            version: Its number, for instance the training step. None: one more than the last.
         """
         self._check_open()
         self._sender.settle()
         result, earlier = self._side.outcome()
         self._last = result or self._last
-        with told():
+        with raising_step_errors():
             place = self._side.place()
             raise_if_any(place, earlier)
         snapshot = self._snapshots[-1]
@@ -141,7 +141,10 @@ class Publisher:
         def take() -> bytes:
             parts = parts_of(self._model, self._rename)
             if described(parts) != self._described:
-                raise PublishError("the model has other tensors, or another layout, than when this Publisher was made")
+                raise PublishError(
+                    "the model's tensors or their layout have changed since this Publisher was constructed: construct "
+                    "another one"
+                )
             snapshot.take([parts.parts[own] for own in self._share.own])
             digests = [digest_of_tensor(parts.parts[place].data) for place in self._share.compared]
             mine = dict(zip(self._share.peers, digests, strict=True))
@@ -152,9 +155,9 @@ class Publisher:
             self._sender.announce(number)
             return b""
 
-        with told():
+        with raising_step_errors():
             place.reduce(take, announce)
-            beside = self._side.place_beside()
+            beside = self._side.place_in_background()
         self._number = number
         old = self._snapshots[0] if len(self._snapshots) > 1 else None
         self._snapshots.reverse()
@@ -163,27 +166,27 @@ class Publisher:
         return number
 
     def wait(self) -> Version | None:
-        """Wait until what was published last is there for receivers, and say what it took; on all ranks together.
+        """Wait until the last version is complete, and return it; on all ranks together.
 
-        Directly: until all receivers that have come have it; `CommTimeout` if one does not take it in time.
+        Through a channel: until all registered receivers have it; `CommTimeout` if one does not get it in time.
         """
         self._check_open()
         running = self._side.running
         if isinstance(self._sender, ChannelSender) and running is not None:
             sender = self._sender
-            with told():
+            with raising_step_errors():
                 self._side.place().together(lambda: sender.wait_until_taken(running.done))
             if not running.done():
                 self._last = sender.last
                 return self._last
         result, error = self._side.outcome()
         self._last = result or self._last
-        with told():
+        with raising_step_errors():
             raise_if_any(self._side.place(), error)
         return self._last
 
     def close(self) -> None:
-        """Wait for the last version as `wait` does, and end."""
+        """Wait for the last version as `wait` does, then close the connections."""
         if self._open:
             try:
                 self.wait()
@@ -199,7 +202,7 @@ class Publisher:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise PublishError("this Publisher has been closed; make another one")
+            raise PublishError("this Publisher has been closed: construct another one")
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +212,7 @@ class Publisher:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may not come
+        else:  # other ranks may not have failed, and would not wait with this one
             self._end()
 
 
@@ -217,5 +220,5 @@ def _refuse_differences(parts: list[bytes]) -> None:
     said = [msgspec.msgpack.decode(part, type=tuple[int, bytes]) for part in parts]
     numbers = [number for number, _ in said]
     if len(set(numbers)) > 1:
-        raise DivergentValueError(f"ranks publish different versions: {numbers}")
+        raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")
     refuse_differences([digests for _, digests in said])

@@ -1,6 +1,6 @@
-"""Which rank publishes what: each box once, by one of the ranks that have it, about as many bytes each.
+"""Decide which rank publishes what: each box once, by one of the ranks that have it, with similar numbers of bytes.
 
-Every rank tells the others once what it has, and all work out the same answer.
+Every rank sends a description of what it has to the others, and all ranks compute the same result from these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.manifest import TENSOR, TensorEntry
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.parts import About, Parts
+from terrazzo.publish.parts import Parts, TensorInfo
 
 
 class _Row(msgspec.Struct, array_like=True, frozen=True):
-    """A box that a rank has."""
+    """A box of a tensor on a rank."""
 
     tensor: int
     offsets: tuple[int, ...]
@@ -30,7 +30,7 @@ class _Row(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Table(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank has."""
+    """The description that a rank sends to the others."""
 
     tensors: list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
     rows: list[_Row]
@@ -39,29 +39,29 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank publishes of its parts.
+    """Which of its parts a rank publishes.
 
     Attributes:
-        own: the places of the parts that it publishes.
-        compared: the places of plain parameters that other ranks have, too, and which have to be the same there.
-        peers: for each of these, what it is called among the ranks.
-        abouts: all tensors of all ranks.
-        aliases: other names of tied ones.
+        own: the indices of the parts that it publishes.
+        compared: the indices of plain parameters that other ranks have, too, and that must be equal there.
+        peers: for each of these, the name under which ranks compare it.
+        infos: all tensors of all ranks.
+        aliases: other names of tied tensors.
     """
 
     own: tuple[int, ...]
     compared: tuple[int, ...]
     peers: tuple[str, ...]
-    abouts: dict[str, About]
+    infos: dict[str, TensorInfo]
     aliases: dict[str, str]
 
 
 def described(parts: Parts) -> bytes:
-    """What this rank has, for the other ranks."""
-    numbers = {name: number for number, name in enumerate(parts.abouts)}
+    """This rank's encoded description, for the other ranks."""
+    numbers = {name: number for number, name in enumerate(parts.infos)}
     return msgspec.msgpack.encode(
         _Table(
-            [(name, dtype_name(about.dtype), about.shape) for name, about in parts.abouts.items()],
+            [(name, dtype_name(info.dtype), info.shape) for name, info in parts.infos.items()],
             [
                 _Row(numbers[part.name], part.box.offsets, part.box.lengths, part.is_plain, part.is_buffer)
                 for part in parts.parts
@@ -72,80 +72,81 @@ def described(parts: Parts) -> bytes:
 
 
 def share_of(descriptions: Sequence[bytes], me: int) -> Share:
-    """What position `me` publishes, from what all ranks have said of themselves, in their order."""
+    """The share of rank `me`, from the descriptions of all ranks, in order."""
     tables = [msgspec.msgpack.decode(each, type=_Table) for each in descriptions]
-    abouts = _agreed(tables)
+    infos = _agreed(tables)
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}  # rank, place
     for rank, table in enumerate(tables):
         for place, row in enumerate(table.rows):
             key = table.tensors[row.tensor][0], Box(row.offsets, row.lengths)
             holders.setdefault(key, []).append((rank, place))
-    _check_whole(abouts, list(holders))
+    _check_whole(infos, list(holders))
     load = [0] * len(tables)
     own: list[int] = []
     compared: list[tuple[int, str]] = []
     for (name, box), found in holders.items():
         rows = [tables[rank].rows[place] for rank, place in found]
         if any(row.is_buffer and row.is_plain for row in rows):
-            owner, place = found[0]  # running statistics may differ: the lowest rank's count
+            owner, place = found[0]  # buffers such as running statistics may differ: the lowest rank's are published
         else:
             owner, place = min(found, key=lambda each: (load[each[0]], each[0]))
             if len(found) > 1 and any(row.is_plain for row in rows):
                 compared += [(mine, f"{name}{box.offsets}") for rank, mine in found if rank == me]
-        load[owner] += box.numel * abouts[name].dtype.itemsize
+        load[owner] += box.numel * infos[name].dtype.itemsize
         if owner == me:
             own.append(place)
-    aliases = {alias: name for table in tables for alias, name in table.aliases.items() if alias not in abouts}
+    aliases = {alias: name for table in tables for alias, name in table.aliases.items() if alias not in infos}
     return Share(
-        tuple(sorted(own)), tuple(mine for mine, _ in compared), tuple(peer for _, peer in compared), abouts, aliases
+        tuple(sorted(own)), tuple(mine for mine, _ in compared), tuple(peer for _, peer in compared), infos, aliases
     )
 
 
-def _agreed(tables: Sequence[_Table]) -> dict[str, About]:
-    """All tensors; ranks may have different ones (stages of a pipeline), but not differently."""
+def _agreed(tables: Sequence[_Table]) -> dict[str, TensorInfo]:
+    """All ranks' tensors. Ranks may have different tensors (stages of a pipeline); dtypes and shapes must agree."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, table in enumerate(tables):
         for name, dtype, shape in table.tensors:
             first = found.setdefault(name, (dtype, shape))
             if first != (dtype, shape):
                 raise DivergentValueError(
-                    f"{name} is {dtype} {list(shape)} on position {rank}, and {first[0]} {list(first[1])} on one before"
+                    f"{name} is {dtype} {list(shape)} on rank {rank} of the process group, but {first[0]} "
+                    f"{list(first[1])} on a lower rank"
                 )
-    return {name: About(dtype_from_name(dtype), shape) for name, (dtype, shape) in found.items()}
+    return {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in found.items()}
 
 
-def _check_whole(abouts: dict[str, About], keys: Sequence[tuple[str, Box]]) -> None:
+def _check_whole(infos: dict[str, TensorInfo], keys: Sequence[tuple[str, Box]]) -> None:
     """Raise unless the boxes make up each tensor exactly."""
-    by_name: dict[str, list[Box]] = {name: [] for name, about in abouts.items() if 0 not in about.shape}
+    by_name: dict[str, list[Box]] = {name: [] for name, info in infos.items() if 0 not in info.shape}
     for name, box in keys:
         by_name[name].append(box)
     names = list(by_name)
-    entries = [TensorEntry(name, dtype_name(abouts[name].dtype), abouts[name].shape, TENSOR) for name in names]
+    entries = [TensorEntry(name, dtype_name(infos[name].dtype), infos[name].shape, TENSOR) for name in names]
     rows: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for name in names:
-        rows.setdefault(len(abouts[name].shape), []).extend((box.offsets, box.lengths) for box in by_name[name])
+        rows.setdefault(len(infos[name].shape), []).extend((box.offsets, box.lengths) for box in by_name[name])
     highest = max(rows, default=0)
     boxes = [np.array(rows.get(d, []), dtype=np.int64).reshape(len(rows.get(d, [])), 2, d) for d in range(highest + 1)]
     try:
         check_coverage(entries, np.array([len(by_name[name]) for name in names], dtype=np.int64), boxes)
     except CheckpointError as error:
         raise PublishError(
-            f"these ranks do not have each element of each tensor: make the Publisher on all ranks that have a part of "
-            f"the model ({error})"
+            "these ranks together do not have all elements of all tensors: construct the Publisher on all ranks that "
+            f"have a part of the model ({error})"
         ) from error
 
 
 def refuse_differences(digests: Sequence[bytes]) -> None:
-    """Raise if a plain parameter is not the same on all ranks that have it; from what each rank said of its own."""
+    """Raise if a plain parameter is not equal on all ranks that have it, from the digests that they sent."""
     seen: dict[str, tuple[int, int]] = {}
     wrong = []
     for rank, said in enumerate(digests):
         for name, digest in msgspec.msgpack.decode(said, type=dict[str, int]).items():
             first = seen.setdefault(name, (rank, digest))
             if first[1] != digest:
-                wrong.append(f"{name} on positions {first[0]} and {rank}")
+                wrong.append(f"{name} on ranks {first[0]} and {rank}")
     if wrong:
         raise DivergentValueError(
-            f"plain parameters differ between ranks: {', '.join(wrong[:10])}{' and more' if wrong[10:] else ''}; which "
-            f"of them is the model's?  Make them distributed tensors, or the same"
+            f"plain parameters differ between ranks of the process group: {', '.join(wrong[:10])}"
+            f"{' and more' if wrong[10:] else ''}. Make them DTensors, or give them the same values on all ranks"
         )

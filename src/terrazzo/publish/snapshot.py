@@ -1,7 +1,7 @@
-"""A copy in host memory of what a rank publishes, as it was at one moment, in the dtype in which it is published.
+"""A copy in host memory of what a rank publishes, at one moment and in the published dtype.
 
-Training goes on as soon as the copy is made; everything else works on the copy.  Tensors are cut into windows of some
-MB: what is compared, written and sent is windows, so no step needs much memory beside the copy.
+Training goes on as soon as the copy is made; everything else reads the copy. Tensors are cut into windows of some
+MB, which are compared, written and sent one by one, so that little memory is needed beside the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CAST: Final = 64 << 20  # bytes that are converted at once on an accelerator
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some neighbouring rows of a part."""
+    """Consecutive rows of a part."""
 
     part: int
     box: Box  # in the whole tensor
@@ -31,12 +31,12 @@ class Window:
 
 
 def published_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """What a tensor becomes: floating-point ones what was asked for, others what they are."""
+    """The dtype in which a tensor is published: `asked` if it is floating-point, else its own."""
     return asked if asked is not None and dtype.is_floating_point else dtype
 
 
 class Snapshot:
-    """Memory for the parts that this rank publishes."""
+    """Host memory for the parts that this rank publishes."""
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None) -> None:
         self.names = [part.name for part in parts]
@@ -56,12 +56,12 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, parts: Sequence[Part]) -> None:
-        """Copy what the model has now."""
+        """Copy the model's present values."""
         for part, target in zip(parts, self.tensors, strict=True):
             copy_into(target, part.data)
 
     def windows(self) -> list[Window]:
-        """All of it, in pieces that lie in one run of memory each."""
+        """All parts, cut into pieces that are contiguous in memory."""
         found = []
         for number, (box, tensor) in enumerate(zip(self.boxes, self.tensors, strict=True)):
             for within in row_major_windows(box.lengths, max(WINDOW // tensor.dtype.itemsize, 1)):
@@ -74,7 +74,7 @@ class Snapshot:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, whatever the dtypes and devices; numbers that become shorter do so before they travel."""
+    """Copy between any dtypes and devices; conversion to a smaller dtype happens before the transfer."""
     if source.device.type == "cpu" or source.dtype.itemsize <= target.dtype.itemsize:
         as_bytes(target).copy_(as_bytes(source))
         return

@@ -1,8 +1,8 @@
-"""Publishing directly: a publisher keeps its last snapshot at hand and sends it to whichever receivers ask.
+"""Publish directly: the publisher sends its last snapshot to the receivers that ask for it.
 
-The trainer waits for nobody.  A thread on each rank serves; the first rank looks who asks, and tells the others.  Of
-receivers that die in the middle no more is known than that their transfer failed: they are forgotten, and come again as
-others.
+The training loop does not wait for receivers: a thread on each rank sends. The first rank's thread looks which group
+of receivers asks, and sends its number to the other ranks. If a transfer fails, because receivers died for instance,
+their group is removed; to receive again they register as a new group.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import msgspec
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.run.coordination import Place
 from terrazzo.errors import CommError, CommTimeout, PublishError
-from terrazzo.publish.channel import Board, Channel
+from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
-from terrazzo.publish.parts import About
+from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.snapshot import Snapshot
 from terrazzo.publish.transfer import IN_FLIGHT, Held, Message, Wanted, plan_messages
 from terrazzo.publish.versions import Version
-from terrazzo.publish.working import all_say, told
+from terrazzo.publish.working import all_true, raising_step_errors
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
 
-_LOOK: Final = 0.01  # seconds between looks for who asks
-_BEAT: Final = 1.0  # seconds after which the other ranks hear that there is nothing
+_LOOK: Final = 0.01  # seconds between two looks at which receivers ask
+_BEAT: Final = 1.0  # seconds after which the other ranks get a message also if none asks
 _NOTHING, _STOP = -1, -2
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """The version that a publisher has to give."""
+    """The version that a publisher sends now."""
 
     publisher: str
     sequence: int
@@ -45,59 +45,60 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PublisherParts(msgspec.Struct, array_like=True, frozen=True):
-    """What there is, and which rank has what."""
+    """The published tensors, and the boxes that each of the publisher's ranks has."""
 
-    abouts: dict[str, tuple[str, tuple[int, ...]]]
+    infos: dict[str, tuple[str, tuple[int, ...]]]
     aliases: dict[str, str]
     held: list[list[Held]]
 
 
 class ReceiverParts(msgspec.Struct, array_like=True, frozen=True):
-    """What the ranks of a group of receivers want."""
+    """The boxes that each rank of a group of receivers needs."""
 
     publisher: str
     wanted: list[list[Wanted]]
 
 
 class _Receivers:
-    """A group of receivers, seen from one rank of the publisher."""
+    """A group of receivers, on one rank of the publisher."""
 
     def __init__(self, connections: Connections, messages: tuple[Message, ...], count: int) -> None:
         self.connections = connections
-        self.messages = messages  # of this sender
-        self.count = count  # ranks
+        self.messages = messages  # that this rank sends
+        self.count = count  # of the receivers' ranks
 
 
 class ChannelSender:
-    """One rank's side of publishing through a channel."""
+    """Publishes through a channel, on one rank."""
 
     snapshots = 1
 
     def __init__(
-        self, channel: Channel, abouts: Mapping[str, About], aliases: Mapping[str, str], timeout: timedelta
+        self, channel: Channel, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], timeout: timedelta
     ) -> None:
         self._channel = channel
-        self._abouts = abouts
+        self._infos = infos
         self._aliases = dict(aliases)
         self._timeout = timeout
         self._name = uuid.uuid4().hex
-        self._board: Board | None = None
+        self._board: TimedStore | None = None
         self._parts = PublisherParts({}, {}, [])
         self._groups: dict[int, _Receivers] = {}
         self._gone: set[int] = set()
         self._asked: dict[int, int] = {}
-        self._taken: dict[int, int] = {}  # by group, the sequence that it has
+        self._taken: dict[int, int] = {}  # by group, the number in sequence of the version that it has
         self._sequence = 0
         self._stop = threading.Event()
         self._last: Version | None = None
 
     @property
-    def board(self) -> Board:
+    def board(self) -> TimedStore:
         assert self._board is not None
         return self._board
 
     def begin(self, place: Place, snapshot: Snapshot) -> int | None:
-        """Answer at the address, and say what there is.  There is no version before the first."""
+        """Start or find the store at the address, and write there what this publisher has. Returns None: there is no
+        earlier version."""
 
         def host(_: list[bytes]) -> bytes:
             self._board = self._channel.serve(self._timeout)
@@ -111,16 +112,16 @@ class ChannelSender:
             held = [
                 Held(name, box.offsets, box.lengths) for name, box in zip(snapshot.names, snapshot.boxes, strict=True)
             ]
-            abouts = {name: (dtype_name(about.dtype), about.shape) for name, about in self._abouts.items()}
-            return msgspec.msgpack.encode((abouts, held))
+            infos = {name: (dtype_name(info.dtype), info.shape) for name, info in self._infos.items()}
+            return msgspec.msgpack.encode((infos, held))
 
         def tell(parts: list[bytes]) -> bytes:
             said = [
                 msgspec.msgpack.decode(part, type=tuple[dict[str, tuple[str, tuple[int, ...]]], list[Held]])
                 for part in parts
             ]
-            abouts = {name: about for found, _ in said for name, about in found.items()}
-            packed = msgspec.msgpack.encode(PublisherParts(abouts, self._aliases, [held for _, held in said]))
+            infos = {name: info for found, _ in said for name, info in found.items()}
+            packed = msgspec.msgpack.encode(PublisherParts(infos, self._aliases, [held for _, held in said]))
             self.board.put(f"{self._name}/parts", packed)
             self.board.put("current", b"")
             self.board.put("publisher", self._name.encode())
@@ -130,20 +131,23 @@ class ChannelSender:
         return None
 
     def announce(self, number: int) -> None:
-        """On the first rank, when all have their snapshot: receivers may ask for it."""
+        """Allow receivers to ask for the snapshot. Called on the first rank, when all ranks have taken it."""
         if (self.board.value("publisher") or b"").decode() != self._name:
-            raise CommError(f"another publisher has begun to publish at {self._channel}: this one has to end")
+            raise CommError(
+                f"another publisher has begun to publish at {self._channel}, so this one cannot go on: close it, or "
+                "give each publisher an address of its own"
+            )
         self.board.put("current", msgspec.msgpack.encode(Offer(self._name, self._sequence + 1, number)))
 
     def starting(self) -> None:
-        """A version has been announced, and `send` follows."""
+        """Called between `announce` and `send`."""
         self._sequence += 1
         self._stop.clear()
 
     def send(self, place: Place, number: int, new: Snapshot, old: Snapshot | None) -> Version:
-        """Serve a snapshot until `settle`; returns what has been sent in all."""
+        """Send a snapshot to all receivers that ask, until `settle`; returns the version with the bytes sent."""
         sent = 0
-        with told():
+        with raising_step_errors():
             self._last = Version(number, self._sequence, self._name, None, 0, new.nbytes)
             while True:
                 group = int(place.reduce(lambda: b"", lambda _: b"%d" % self._next()))
@@ -154,7 +158,7 @@ class ChannelSender:
                     self._last = msgspec.structs.replace(self._last, nbytes=sent)
 
     def _next(self) -> int:
-        """On the first rank: who asks; after a while, nobody."""
+        """On the first rank: the group that asks; `_NOTHING` if none asks for a while, `_STOP` at the end."""
         deadline = time.monotonic() + min(_BEAT, self._timeout.total_seconds() / 4)
         while time.monotonic() < deadline:
             if self._stop.is_set() or not threading.main_thread().is_alive():
@@ -167,14 +171,14 @@ class ChannelSender:
         return _NOTHING
 
     def _present(self) -> list[int]:
-        """The groups of receivers that may ask this publisher."""
+        """The groups of receivers that are registered at this publisher."""
         found = []
         for group in range(1, self.board.count("receivers", 0) + 1):
             if group in self._gone:
                 continue
             if group not in self._taken:
                 data = self.board.value(f"receiver/{group}")
-                if data is None:  # it is about to say
+                if data is None:  # it has its number, and will register soon
                     continue
                 if msgspec.msgpack.decode(data, type=ReceiverParts).publisher != self._name:
                     self._gone.add(group)
@@ -194,7 +198,7 @@ class ChannelSender:
             known.connections.close()
 
     def _serve(self, place: Place, group: int, number: int, snapshot: Snapshot) -> int:
-        """Send the snapshot to a group of receivers; returns the bytes of all ranks."""
+        """Send the snapshot to a group of receivers; returns the bytes that all ranks sent."""
         error: CommError | PublishError | None = None
         sent = 0
         try:
@@ -204,9 +208,11 @@ class ChannelSender:
             sent = receivers.connections.send(receivers.messages, header, first, snapshot)
         except (CommError, PublishError) as caught:
             error = caught
-        if not all_say(place, error is None):
+        if not all_true(place, error is None):
             if error is not None:
-                LOGGER.warning("%s: receivers %d did not get version %d: %s", self._channel, group, number, error)
+                LOGGER.warning(
+                    "%s: group %d of receivers did not get version %d: %s", self._channel, group, number, error
+                )
             self._forget(group)
             return 0
         if place.is_coordinator:
@@ -217,9 +223,9 @@ class ChannelSender:
     def _connected(self, place: Place, group: int) -> _Receivers:
         data = self.board.value(f"receiver/{group}")
         if data is None:
-            raise CommError(f"receivers {group} have not said what they want")
+            raise CommError(f"group {group} of receivers is not registered any more")
         wanted = msgspec.msgpack.decode(data, type=ReceiverParts).wanted
-        dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.abouts.items()}
+        dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.infos.items()}
         size = self._channel.bucket_bytes // IN_FLIGHT
         mine = plan_messages(self._parts.held, wanted, dtypes, size, sender=place.rank)
         connections = Connections(
@@ -229,18 +235,18 @@ class ChannelSender:
         return found
 
     def settle(self) -> None:
-        """Stop serving, after the transfer that is under way."""
+        """Stop sending, after the present transfer."""
         self._stop.set()
 
     def wait_until_taken(self, has_ended: Callable[[], bool]) -> None:
-        """Until all receivers that are there have the last version, or serving has ended; on other ranks than the
-        first, which alone knows, not at all."""
+        """Wait until all registered receivers have the last version, or `has_ended`. Only the first rank waits: only it
+        knows the receivers."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         while not has_ended() and (late := self._late()):
             if time.monotonic() > deadline:
                 raise CommTimeout(
-                    f"{late} of {len(self._taken)} groups of receivers have not taken the last version within "
-                    f"{self._timeout.total_seconds():g} s: they have died, or do not call poll"
+                    f"{late} of {len(self._taken)} groups of receivers did not get the last version within "
+                    f"{self._timeout.total_seconds():g} s: they died, or do not call poll"
                 )
             time.sleep(_LOOK)
 
@@ -249,15 +255,15 @@ class ChannelSender:
 
     @property
     def last(self) -> Version | None:
-        """What is being served, and how many bytes of it have been sent."""
+        """The version that is being sent, with the bytes sent so far."""
         return self._last
 
     def close(self) -> None:
-        """Nothing more is to be had here."""
+        """Withdraw the version, and close the connections."""
         for group in list(self._groups):
             self._forget(group)
         if self._board is not None:
-            with suppress(CommError):  # whoever hosted the store has ended before
+            with suppress(CommError):  # the process that hosted the store may have ended
                 if (self._board.value("publisher") or b"").decode() == self._name:
                     self._board.put("current", b"")
             self._board.close()

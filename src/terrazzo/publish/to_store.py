@@ -1,4 +1,4 @@
-"""Publishing into a store: a version is a checkpoint, full or of what has changed."""
+"""Publish into a store: a version is a checkpoint of all tensors, or of the changes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
 from terrazzo.publish.delta import Difference, differences, sums_of, total_bytes, written
-from terrazzo.publish.parts import RESERVED, About
+from terrazzo.publish.parts import RESERVED, TensorInfo
 from terrazzo.publish.snapshot import Snapshot, Window
 from terrazzo.publish.versions import Published, Version, Versions
-from terrazzo.publish.working import doing, told
+from terrazzo.publish.working import doing, raising_step_errors
 
 RECORD: Final = f"{RESERVED}record"
-CHANGES: Final = f"{RESERVED}changes/"  # and the rank's position
+CHANGES: Final = f"{RESERVED}changes/"  # followed by the rank in the process group
 DATA: Final = f"{RESERVED}data/"
 _TRIES: Final = 5
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a version says of itself."""
+    """The entry of a version's checkpoint that describes it."""
 
     number: int
     base: str | None  # the id of the version whose changes these are
@@ -39,9 +39,9 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When a version is full: every `anchor_every`-th, and where more than `dense_above` of all bytes would be written.
+    """When a version is full: every `anchor_every`-th, and when changes take more than `dense_above` of all bytes.
 
-    With `sparse` single elements are compared, else checksums of windows; `keep` versions stay, and what they need.
+    With `sparse`, elements are compared, else checksums of windows. `keep` versions stay, and those they are based on.
     """
 
     anchor_every: int = 10
@@ -51,31 +51,29 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.anchor_every < 1 or self.keep < 1:
-            raise PublishValueError(
-                f"anchor_every={self.anchor_every}, keep={self.keep}: both count versions, from one on"
-            )
+            raise PublishValueError(f"anchor_every and keep must be 1 or more, not {self.anchor_every} and {self.keep}")
         if not 0 <= self.dense_above <= 1:
-            raise PublishValueError(f"dense_above={self.dense_above} is no share of all bytes: pass one from 0 to 1")
+            raise PublishValueError(f"dense_above must be a share of all bytes, from 0 to 1, not {self.dense_above}")
 
 
 class StoreSender:
-    """One rank's side of publishing into a store."""
+    """Publishes into a store, on one rank."""
 
     def __init__(
-        self, versions: Versions, policy: Policy, abouts: Mapping[str, About], aliases: Mapping[str, str]
+        self, versions: Versions, policy: Policy, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str]
     ) -> None:
         self._versions = versions
         self._policy = policy
-        self._abouts = abouts  # of this rank
+        self._infos = infos  # of this rank
         self._aliases = dict(aliases)
-        self._published = Published()  # on the coordinator
-        self._last: Version | None = None  # the version that the next may be based on
+        self._published = Published()  # the list, on the coordinator
+        self._last: Version | None = None  # the version whose changes the next one may have
         self._since_full = 0
         self._sums: list[int] = []
         self.snapshots = 2 if policy.sparse and policy.anchor_every > 1 else 1
 
     def begin(self, place: Place, snapshot: Snapshot) -> int | None:
-        """Be the publisher from now on.  Returns the number of the newest version."""
+        """Take over the list from any earlier publisher. Returns the number of the newest version, or None."""
 
         def take_over(_: list[bytes]) -> bytes:
             self._published = self._versions.take_over()
@@ -85,7 +83,7 @@ class StoreSender:
         return msgspec.msgpack.decode(place.reduce(lambda: b"", take_over), type=int | None)
 
     def send(self, place: Place, number: int, new: Snapshot, old: Snapshot | None) -> Version:
-        """Publish a snapshot; `old` is the one before.  After an error the next version is full."""
+        """Publish a snapshot; `old` is the previous one. After an error the next version is full."""
         base, self._last = self._last, None
         windows = new.windows()
         sums = [] if self._policy.sparse or self._policy.anchor_every == 1 else sums_of(new, windows)
@@ -109,25 +107,25 @@ class StoreSender:
     def _changes(
         self, place: Place, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
     ) -> list[Difference] | None:
-        """What this rank has changed; None if all ranks together have changed so much that a full version is better."""
+        """This rank's changes; None if all ranks' changes are so many that a full version is better."""
         found: list[Difference] = []
 
         def count() -> bytes:
             found.extend(differences(new, windows, old, before, self._sums))
             return msgspec.msgpack.encode((total_bytes(found), new.nbytes))
 
-        with told():
+        with raising_step_errors():
             answer = place.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
         changed, total = msgspec.msgpack.decode(answer, type=tuple[int, int])
         return None if changed > self._policy.dense_above * total else found
 
     def _whole(self, place: Place, number: int, new: Snapshot) -> dict[str, Any]:
         alone = Holders((place.global_rank,), frozenset(place.ranks))
-        chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {name: {} for name in self._abouts}
+        chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {name: {} for name in self._infos}
         for name, box, tensor in zip(new.names, new.boxes, new.tensors, strict=True):
             chunks[name][box.offsets] = box, tensor
         state: dict[str, Any] = {
-            name: ChunkedTensor(torch.Size(self._abouts[name].shape), self._abouts[name].dtype, found, alone)
+            name: ChunkedTensor(torch.Size(self._infos[name].shape), self._infos[name].dtype, found, alone)
             for name, found in chunks.items()
         }
         if place.is_coordinator:
@@ -147,9 +145,9 @@ class StoreSender:
         return state
 
     def _save(self, place: Place, state: dict[str, Any]) -> tuple[int, str]:
-        """Where the version has been saved, and its id."""
+        """Save the version; returns the number of its folder, and its id."""
         for last in reversed(range(_TRIES)):
-            with told():
+            with raising_step_errors():
                 answer = place.reduce(lambda: b"", lambda _: b"%d" % self._versions.free_place(self._published))
             at = int(answer)
             store = self._versions.store_of(at)
@@ -157,7 +155,7 @@ class StoreSender:
             session = SaveSession(DefaultSavePlanner(), writer, doing(place, f"publishing {store.location}"), None)
             try:
                 metadata = session.run(lambda: state)
-            except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher was faster
+            except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher has taken this folder
                 if not last:
                     raise
                 continue
@@ -168,7 +166,7 @@ class StoreSender:
     def _listed(
         self, place: Place, number: int, at: int, save_id: str, base: Version | None, nbytes: tuple[int, int]
     ) -> Version:
-        """Put the version into the list, and remove what the list does not need any more."""
+        """Add the version to the list, and remove versions that the list does not need any more."""
 
         def enlist(parts: list[bytes]) -> bytes:
             written, total = _sums(parts)
@@ -183,21 +181,21 @@ class StoreSender:
             self._versions.clear(longer)
             return msgspec.msgpack.encode(version)
 
-        with told():
+        with raising_step_errors():
             answer = place.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
         return msgspec.msgpack.decode(answer, type=Version)
 
     def announce(self, number: int) -> None:
-        """Nobody hears of a version before it is there."""
+        """Do nothing: a version is listed when it is complete."""
 
     def starting(self) -> None:
-        """`send` follows."""
+        """Called between `announce` and `send`."""
 
     def settle(self) -> None:
-        """A version that is being written ends by itself."""
+        """Do nothing: `send` ends when the version is complete."""
 
     def close(self) -> None:
-        """Nothing is held between versions."""
+        """Do nothing: no file or connection is open between versions."""
 
 
 def _sums(parts: Sequence[bytes]) -> tuple[int, int]:

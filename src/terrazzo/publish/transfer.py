@@ -1,11 +1,11 @@
-"""From one group of ranks to another, as messages of boxes: who sends what to whom, and in which order.
+"""The plan of a transfer from one group of ranks to another: which messages, with which boxes, in which order.
 
-Both sides make the same plan from the same two tables (what each sender has, what each receiver wants), and each rank
-makes only its own part of it.  A box that a receiver wants is cut where senders' boxes meet it, and into pieces that
-fit into a message; neighbouring pieces share one.
+Both sides compute the plan from the same two tables (the boxes that each sender has, and those that each receiver
+needs); each rank computes only its own messages. A box that a receiver needs is cut at the boundaries of senders'
+boxes, and into pieces that fit into a message; neighbouring pieces share a message.
 
-All ranks handle their messages in one common order, a few at a time.  So the first message that is not done is at the
-head of both its sender's and its receiver's queue, and no two ranks wait for each other in a circle.
+All ranks handle their messages in the same order, a few at a time. So the first unfinished message is first in its
+sender's queue and in its receiver's, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from terrazzo.errors import PublishError
 from terrazzo.layout import Box
 
 _ALIGNED: Final = 16
-IN_FLIGHT: Final = 4  # messages of a rank that are under way at once
+IN_FLIGHT: Final = 4  # messages that a rank sends or receives at once
 
 
 class Held(msgspec.Struct, array_like=True, frozen=True):
@@ -35,7 +35,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Wanted(msgspec.Struct, array_like=True, frozen=True):
-    """A box that a receiver wants, and the dtype in which it has it."""
+    """A box that a receiver needs, and its dtype there."""
 
     name: str
     offsets: tuple[int, ...]
@@ -45,8 +45,8 @@ class Wanted(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box on its way: the places of the sender's and the receiver's box that it is cut from, and where it is in the
-    message."""
+    """A box in a message: the indices of the sender's and the receiver's boxes that contain it, and where it begins in
+    the message."""
 
     source: int
     target: int
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes from one rank to another at once; `number` counts those of the pair."""
+    """A message from one rank to another; `number` counts the messages of this pair of ranks."""
 
     sender: int
     receiver: int
@@ -82,9 +82,9 @@ def plan_messages(
     sender: int | None = None,
     receiver: int | None = None,
 ) -> tuple[Message, ...]:
-    """The messages of one sender, of one receiver, or all; in the order in which they are handled.
+    """The messages of one sender, of one receiver, or all, in the order in which they are handled.
 
-    Numbers that the receiver has shorter than they are published travel as it has them.
+    If the receiver's dtype is smaller than the published one, the sender converts.
 
     >>> held = [[Held("w", (0,), (2,))], [Held("w", (2,), (2,))]]
     >>> wanted = [[Wanted("w", (1,), (3,), "float32")]]
@@ -113,7 +113,7 @@ def plan_messages(
                 if sender is None or rank == sender:
                     pairs.setdefault(rank, []).append((source, target, common, dtype))
             if lacking:
-                raise PublishError(f"{want.name}: {lacking} elements of {box} are with no sender")
+                raise PublishError(f"{want.name}: no sender has {lacking} elements of {box}")
         for rank, pieces in pairs.items():
             messages += _messages(rank, to, pieces, message_bytes)
     count = max(len(held), len(wanted))

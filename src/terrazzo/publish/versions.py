@@ -1,18 +1,17 @@
-"""The versions in a store: which there are, which are needed for which, who holds them, which are removed.
+"""The list of versions in a store: what each is based on, and which are removed.
 
-Each version is a checkpoint in a folder of its own, as a run's steps are, and is never changed.  Folders are numbered
-as they are made (`global_step12` is the 12th), whatever numbers the versions have.  A full one has all tensors; a delta
-has what changed since the version before.  One small file, `published.json`, lists the versions that count.  It is
-replaced on condition that it is still the one that was read or written before: so a version is published in one act,
-and of two publishers one loses and hears of it.
+Each version is a checkpoint in a folder of its own, as a run's steps are, and is never changed. Folders are numbered
+in the order in which they are made (`global_step12` is the 12th), whatever the versions' numbers. A full version has
+all tensors; others have the changes since the version before. The file `published.json` lists the published versions.
+A publisher replaces it only if it is still the file that the publisher read or wrote last. So a version is published
+by one operation, and if two publishers use one folder, one of them gets a `ConflictError`.
 
-    a publisher dies while it writes:      its version is in no list, and its folder is never used again
-    a publisher dies after the list:       the version is published
-    a receiver reads what is in the list, and holds it meanwhile, as readers of a run's checkpoints do
-    what no list needs any more is removed once nobody holds it
+If a publisher dies before it replaces the list, its version is not listed, and the folder is never used again; if it
+dies later, the version is published. A receiver holds the versions that it reads, as readers of a run's checkpoints
+do. Versions that the list does not need are removed when no receiver holds them.
 
-Only folders before that of the publisher's own newest version are removed: so one that has been replaced by another
-publisher, and does not know it yet, can remove nothing that is new.
+A publisher removes only folders with lower numbers than its own newest version. So a publisher that another one has
+replaced, and that does not know it yet, cannot remove new versions.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Version(msgspec.Struct, frozen=True):
     """A published version.
 
     Attributes:
-        number: what the publisher calls it.
-        place: the number of its folder; later ones have higher ones.
-        id: what tells what is in the folder from anything else.
-        base: the place of the version that it says the changes from; None: it is full.
+        number: the number that the publisher gave it.
+        place: the number of its folder; later versions have higher ones.
+        id: the id of the save, which no other checkpoint has.
+        base: the `place` of the version to which its changes apply; None: it is full.
         nbytes: the bytes of its tensors or changes.
         total: the bytes of all tensors.
     """
@@ -65,7 +64,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What `published.json` says: the versions that count, the oldest first."""
+    """The contents of `published.json`: the published versions, the oldest first."""
 
     versions: tuple[Version, ...] = ()
     publisher: str = ""
@@ -75,41 +74,43 @@ class Published(msgspec.Struct, frozen=True):
     def newest(self) -> Version | None:
         return self.versions[-1] if self.versions else None
 
-    def way_to_newest(self, held: Version | None) -> tuple[Version, ...]:
-        """What has to be read, in this order, by one who has `held`; nothing, if that is the newest.
+    def needed_for_newest(self, held: Version | None) -> tuple[Version, ...]:
+        """The versions that a receiver that has `held` must read, in order; none, if `held` is the newest.
 
         >>> full, delta = Version(10, 1, "a", None, 8, 8), Version(20, 2, "b", 1, 2, 8)
         >>> published = Published((full, delta))
-        >>> [version.number for version in published.way_to_newest(None)]
+        >>> [version.number for version in published.needed_for_newest(None)]
         [10, 20]
-        >>> [version.number for version in published.way_to_newest(full)]
+        >>> [version.number for version in published.needed_for_newest(full)]
         [20]
         """
-        return () if self.newest is None else self.way_to(self.newest, held)
+        return () if self.newest is None else self.needed_for(self.newest, held)
 
-    def way_to(self, version: Version, held: Version | None = None) -> tuple[Version, ...]:
-        """The same, to any version."""
+    def needed_for(self, version: Version, held: Version | None = None) -> tuple[Version, ...]:
+        """The versions that a receiver that has `held` must read to get `version`, in order."""
         known = {each.place: each for each in self.versions}
-        way: list[Version] = []
+        needed: list[Version] = []
         at: Version | None = version
         while at is not None and at != held:
-            way.append(at)
+            needed.append(at)
             if at.base is None:
                 break
             at = known.get(at.base)
             if at is None:
-                raise CheckpointFormatError(f"{LIST}: what version {way[-1].number} is based on is not in the list")
-        return tuple(reversed(way))
+                raise CheckpointFormatError(
+                    f"{LIST} does not list the version on which version {needed[-1].number} is based"
+                )
+        return tuple(reversed(needed))
 
     def with_newest(self, version: Version, keep: int) -> Published:
-        """This list with one more version, of which the last `keep` stay, and whatever these need."""
+        """The list with one more version; only the last `keep` stay, and the versions on which they are based."""
         longer = msgspec.structs.replace(self, versions=(*self.versions, version))
-        needed = {each.place for last in longer.versions[-keep:] for each in longer.way_to(last)}
+        needed = {each.place for last in longer.versions[-keep:] for each in longer.needed_for(last)}
         return msgspec.structs.replace(longer, versions=tuple(each for each in longer.versions if each.place in needed))
 
 
 class Versions:
-    """The versions in a folder, behind a URL or in a store."""
+    """The versions in a folder, at a URL or in a store."""
 
     def __init__(self, root: Place) -> None:
         self._catalog = Catalog(root)
@@ -124,7 +125,7 @@ class Versions:
         return self._catalog.store_of(place)
 
     def free_place(self, published: Published) -> int:
-        """A folder's number that has not been used."""
+        """A number for a folder that has not been used."""
         newest = -1 if published.newest is None else published.newest.place
         return max([newest, *self._catalog.steps()]) + 1
 
@@ -141,23 +142,24 @@ class Versions:
             raise CheckpointFormatError(f"{self.location}: {LIST} cannot be read: {error}") from error
         if published.format != _FORMAT:
             raise CheckpointFormatError(
-                f"{self.location}: {LIST} is of format {published.format}, which this release does not know"
+                f"{self.location}: {LIST} has format {published.format}, which this release cannot read: update "
+                "terrazzo"
             )
         return published
 
     def write(self, published: Published) -> None:
-        """Replace the list, if it is still the one that was read or written last."""
+        """Replace the list if it is still the one that was read or written last."""
         store = self._catalog.root.store
         try:
             self._mark = store.put(LIST, msgspec.json.encode(published), only_if=self._mark)
         except ConflictError as error:
             raise ConflictError(
-                f"{self.location}: another publisher has begun to publish here since this one did: theirs counts, and "
-                f"this one has to end"
+                f"{self.location}: another publisher has begun to publish here, so this one cannot go on: close it, or "
+                "give each publisher a folder of its own"
             ) from error
 
     def take_over(self) -> Published:
-        """Be the publisher from now on: whoever was it before loses."""
+        """Replace the list, so that an earlier publisher gets a `ConflictError`."""
         store = self._catalog.root.store
         store.prepare()
         for last in reversed(range(_TRIES)):
@@ -172,30 +174,30 @@ class Versions:
         return published
 
     def _clear_temporary(self) -> None:
-        """Remove files that were to become the list, and locks on it, of publishers that have died."""
+        """Remove temporary files and locks of the list that publishers left when they died."""
         store = self._catalog.root.store
         try:
             left = [entry for entry in store.list(f"{LIST}.") if entry.key.endswith((TEMPORARY, LOCK))]
             store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
         except OSError as error:
-            LOGGER.warning("%s: what dead publishers have left stays: %s", self.location, error)
+            LOGGER.warning("%s: temporary files of publishers that died could not be removed: %s", self.location, error)
 
     def clear(self, published: Published) -> None:
-        """Remove what is in no list any more, but for what somebody holds."""
+        """Remove versions that are not listed any more and that no receiver holds."""
         if published.newest is None:
             return
         counted = {version.place for version in published.versions}
         try:
             places = self._catalog.steps()
         except OSError as error:
-            LOGGER.warning("%s: what could be removed is not known: %s", self.location, error)
+            LOGGER.warning("%s: cannot list the folders to remove old versions: %s", self.location, error)
             return
         for place in places:
             if place not in counted and place < published.newest.place:
                 self.discard(place)
 
     def discard(self, place: int) -> None:
-        """Remove a version, if nobody holds it; what cannot be removed now will be later."""
+        """Remove a version, unless a receiver holds it. If that fails, a later `clear` tries again."""
         try:
             remove(self._catalog, place)
         except (OSError, CheckpointError) as error:
@@ -203,22 +205,22 @@ class Versions:
 
     @contextmanager
     def held(self, versions: Iterable[Version]) -> Iterator[None]:
-        """Hold versions, so that nobody removes them; `CheckpointNotFoundError` if one is being removed."""
+        """Hold versions, so that no publisher removes them; `CheckpointNotFoundError` if one is being removed."""
         with ExitStack() as stack:
             for version in versions:
                 stack.callback(take_to_read(self._catalog, version.place).release)
             yield
 
     @contextmanager
-    def hold_way(self, held: Version | None) -> Iterator[Sequence[Version]]:
-        """What one has to read who has `held`, and that it stays while it is read."""
+    def hold_needed(self, held: Version | None) -> Iterator[Sequence[Version]]:
+        """The versions that a receiver that has `held` must read, held while the context lasts."""
         with ExitStack() as stack:
             for last in reversed(range(_TRIES)):
-                way = self.read().way_to_newest(held)
+                needed = self.read().needed_for_newest(held)
                 try:
-                    stack.enter_context(self.held(way))
+                    stack.enter_context(self.held(needed))
                     break
-                except CheckpointNotFoundError:  # the list was older than a removal
+                except CheckpointNotFoundError:  # one was removed after the list was read: read it again
                     if not last:
                         raise
-            yield way
+            yield needed

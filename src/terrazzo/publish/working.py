@@ -1,4 +1,4 @@
-"""How the ranks of one side do things together, in the foreground and beside it."""
+"""What `Publisher` and `Receiver` share: steps that all ranks take together, and work on a background thread."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Raise what failed on some rank, as every rank does."""
+def raising_step_errors() -> Iterator[None]:
+    """Raise the error of a step that failed on some rank, as all ranks do, instead of `StepFailed`."""
     try:
         yield
     except StepFailed as failed:
         raise failed.error from failed.error.__cause__
 
 
-class Side(Generic[Result]):
-    """The ranks of one side, and one piece of work that goes on beside the program.
+class BackgroundWork(Generic[Result]):
+    """The ranks of a `Publisher` or a `Receiver`, and its work on a background thread.
 
-    Nothing waits longer for another rank than `timeout`.
+    No rank waits longer for another one than `timeout`.
     """
 
     def __init__(self, group: Any, timeout: timedelta | None, doing: str) -> None:
@@ -39,11 +39,11 @@ class Side(Generic[Result]):
         self._future: Future[Result] | None = None
 
     def place(self) -> Place:
-        """This rank among the others, on the main thread.  Collective."""
+        """This rank among the others, for the main thread. Collective."""
         return find_place(self._group, doing=self._doing, timeout=self._timeout)
 
-    def place_beside(self) -> Place:
-        """The same with connections of its own, for a thread.  Collective, on the main thread."""
+    def place_in_background(self) -> Place:
+        """This rank among the others, with connections for the background thread. Collective, on the main thread."""
         place = find_place(self._group, doing=self._doing, alone=True, timeout=self._timeout)
         return place if len(place.ranks) == 1 else with_plane(place, self._own_plane)
 
@@ -54,13 +54,13 @@ class Side(Generic[Result]):
         return self._plane
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
-        """Do the work on a thread.  A process that ends waits for it."""
+        """Do the work on a thread. The interpreter waits for it when it exits."""
         future: Future[Result] = Future()
 
         def run() -> None:
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: B036  # kept for whoever asks
+            except BaseException as error:  # noqa: B036  # `outcome` returns it
                 future.set_exception(error)
 
         self._future = future
@@ -73,7 +73,7 @@ class Side(Generic[Result]):
         return self._future
 
     def outcome(self) -> tuple[Result | None, BaseException | None]:
-        """Wait for the work, if any, and take its result or its error."""
+        """Wait for the work, if any, and return its result and its error; the next call returns None for both."""
         future, self._future = self._future, None
         if future is None:
             return None, None
@@ -88,10 +88,11 @@ class Side(Generic[Result]):
 
 
 def raise_if_any(place: Place, error: BaseException | None) -> None:
-    """Raise, if some rank has an error: where all have, each its own, which is the same; else that of those that do."""
-    if all_say(place, error is None):
+    """Raise on all ranks if some rank has an error: each its own, if all have one, because then it is the same error;
+    else the error of the ranks that have one."""
+    if all_true(place, error is None):
         return
-    everywhere = all_say(place, error is not None)
+    everywhere = all_true(place, error is not None)
     if everywhere and error is not None:
         raise error
 
@@ -102,11 +103,11 @@ def raise_if_any(place: Place, error: BaseException | None) -> None:
     place.together(fail)
 
 
-def all_say(place: Place, yes: bool) -> bool:
-    """Whether all ranks say yes."""
+def all_true(place: Place, yes: bool) -> bool:
+    """Whether `yes` is true on all ranks."""
     return place.reduce(lambda: b"yes" if yes else b"", lambda said: b"yes" if all(said) else b"") == b"yes"
 
 
 def doing(place: Place, what: str) -> Place:
-    """The same place, whose errors say what is being done."""
+    """`place`, with other words for what is being done, for its error messages."""
     return replace(place, doing=what)

@@ -7,10 +7,9 @@
 * This process hosts each world's store, as torchrun's agent does, so the store survives the death of a rank.
 * A rank runs one torch thread, has the default gloo group over loopback, and has RANK, WORLD_SIZE and the like in its
   environment.  Between calls the seeds, default dtype, grad mode, environment and working directory are restored.
-* Every call has a time limit.  When it is exceeded every rank writes the stacks of all its Python threads and is
-killed. * The world is replaced after any failure, or once calls have left many threads behind (process groups have
-threads). * Ranks end with this process, however it ends: they are tied to the fork server, which is tied to this
-process.
+* Every call has a time limit. If it is exceeded, every rank writes the stacks of its Python threads and is killed.
+* The world is replaced after any failure, or once calls have left many threads behind (process groups have threads).
+* Ranks end with this process, however it ends: they are tied to the fork server, which is tied to this process.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     request = Request.of(fn, args)
     pool = _pools.get(world)
     if pool is None:
-        pool = _pools[world] = _World(world, request)
+        pool = _pools[world] = World(world, request)
     intact = False
     try:
         outcomes = pool.call(request, timeout, grace=_GRACE)
@@ -133,7 +132,7 @@ def run_fresh(
     """
     __tracebackhide__ = True
     request = Request.of(fn, args)
-    ranks = _World(world, request)
+    ranks = World(world, request)
     try:
         return ranks.call(request, timeout, timeout, awaited)
     finally:
@@ -167,10 +166,10 @@ def _raise_failures(request: Request, outcomes: Sequence[Outcome]) -> None:
 # ------------------------------------------------------------------ the processes
 
 
-class _World:
+class World:
     """The processes of one world, and the store through which they find each other.
 
-    They have loaded the module of the first request before its time limit starts.
+    They have loaded the module of the first request before its time limit starts. Close it at the end.
     """
 
     def __init__(self, size: int, first: Request) -> None:
@@ -182,7 +181,7 @@ class _World:
         try:
             for rank in range(size):
                 self._ranks.append(_Rank(rank, size, self._store.port, self._folder, first))
-            _raise_failures(replace(first, function="(at the start)"), self._collect(_START_LIMIT, grace=_GRACE))
+            _raise_failures(replace(first, function="(at the start)"), self.end(_START_LIMIT, grace=_GRACE))
         except BaseException:
             self.close()
             raise
@@ -190,18 +189,33 @@ class _World:
     def call(
         self, request: Request, timeout: float, grace: float, awaited: Collection[int] | None = None
     ) -> list[Outcome]:
+        self.begin(request)
+        return self.end(timeout, grace, awaited)
+
+    def begin(self, request: Request) -> None:
+        """Start a call on all ranks, and return; `end` follows."""
         for rank in self._ranks:
             rank.send(request)
-        return self._collect(timeout, grace, awaited)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether each rank has returned from the call, or died."""
+        return all(wait(rank.sources, 0) for rank in self._ranks)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are alive."""
+        return [pid for rank in self._ranks if (pid := rank.pid) is not None]
 
     def close(self) -> None:
+        """Kill the processes and those that they started."""
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _collect(self, timeout: float, grace: float, awaited: Collection[int] | None = None) -> list[Outcome]:
-        """Waits for every rank's (or every awaited one's) reply or death, at most `timeout` seconds and at most `grace`
+    def end(self, timeout: float, grace: float = _GRACE, awaited: Collection[int] | None = None) -> list[Outcome]:
+        """Wait for every rank's (or every awaited one's) reply or death, at most `timeout` seconds and at most `grace`
         after a failure."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
@@ -253,9 +267,14 @@ class _Rank:
         self._process.join(_END_LIMIT)
         return Outcome(self.index, exitcode=self._process.exitcode, hung=self._process.exitcode is None), 0
 
+    @property
+    def pid(self) -> int | None:
+        """Its process, if that is alive."""
+        return self._process.pid if self._process.is_alive() else None
+
     def ask_for_stacks(self) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+        if (pid := self.pid) is not None:
+            os.kill(pid, signal.SIGUSR1)
 
     def stacks(self) -> str:
         return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
@@ -265,10 +284,10 @@ class _Rank:
 
     def kill(self) -> None:
         """Ends the process and those that it started, which are in its process group."""
-        if self._process.is_alive() and self._process.pid is not None:
+        if (pid := self.pid) is not None:
             for end in (os.killpg, os.kill):  # kill for a rank that has no process group yet
                 try:
-                    end(self._process.pid, signal.SIGKILL)
+                    end(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
             self._process.join()
@@ -312,5 +331,5 @@ _context = multiprocessing.get_context("forkserver")
 # torch._dynamo, because every optimizer imports it.
 _preloaded: tuple[str, ...] = ("torch._dynamo", "terrazzo.testing.preloaded")
 _context.set_forkserver_preload(list(_preloaded))
-_pools: dict[int, _World] = {}
+_pools: dict[int, World] = {}
 atexit.register(close_all)

@@ -1,4 +1,4 @@
-"""The viewer: checkpoints, differences, layouts, steps and runs as one page, which fetches nothing.
+"""The viewer: checkpoints, differences, layouts, steps and runs as one page of HTML, which needs no network.
 
 `terrazzo view` makes such pages from files; `page_of` from objects.
 """

@@ -22,9 +22,9 @@ from terrazzo.view.page import Page
 
 
 def page_of(*things: Any, title: str = "") -> Page:
-    """The page of a checkpoint, two checkpoints, a layout, a DTensor, a step or several, a sharded model, or a run.
+    """A page that shows a checkpoint, two checkpoints, a layout, a DTensor, a step, a sharded model, or a run.
 
-    `page_of(...).save("page.html")` writes it, and in a notebook it is shown.
+    `page_of(...).save("page.html")` writes it to a file. A notebook displays it.
 
     >>> from terrazzo.layout import Layout, Shard
     >>> from terrazzo.view.data.layout_data import SketchedMesh
@@ -32,12 +32,12 @@ def page_of(*things: Any, title: str = "") -> Page:
     'layout'
 
     Args:
-        things: a `Checkpoint`, or two, to be compared; a `Layout` or a `DTensor`; the `Trace` or the `Timeline` of each
-            rank; a module that `fully_shard` was called on, of which the planned step is shown; a `Run`.
-        title: of the page.
+        things: a `Checkpoint`, or two to compare; a `Layout` or a `DTensor`; the `Trace` or the `Timeline` of each
+            rank; a module that `fully_shard` was called on, whose planned step is shown; a `Run`.
+        title: the title of the page.
     """
     if not things:
-        raise ViewError("page_of needs something to show: a checkpoint, a layout, a trace, a model or a run")
+        raise ViewError("page_of needs an argument: a checkpoint, a layout, a trace, a sharded model or a run")
     if all(isinstance(thing, Checkpoint) for thing in things) and len(things) <= 2:
         if len(things) == 1:
             return Page(checkpoint_data(things[0], title or "checkpoint"))
@@ -59,6 +59,6 @@ def page_of(*things: Any, title: str = "") -> Page:
             return Page(data_of_run(thing))
     kinds = ", ".join(type(thing).__name__ for thing in things)
     raise ViewError(
-        f"{kinds} cannot be shown together: page_of takes a checkpoint or two, a layout, a DTensor, traces, a sharded "
-        "model, or a run"
+        f"page_of cannot show {kinds} on one page: it takes a checkpoint or two, a layout, a DTensor, traces, a "
+        "sharded model, or a run"
     )

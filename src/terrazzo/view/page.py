@@ -1,7 +1,7 @@
-"""A page from its data: one file of HTML with styles, scripts and data in it, which fetches nothing.
+"""A page from its data: one HTML file that contains its styles, scripts and data, and needs no network.
 
-The data stand in an element that is no script, in which nothing can end that element; a policy in the page lets
-the scripts run that are known by their hash, and no others, and lets the page talk to nobody but who served it.
+The data are in an element that browsers do not run, escaped so that they cannot end it. A content security policy in
+the page allows only its own scripts, by their hashes, and connections only to the server of the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from terrazzo.errors import ViewError
 
-# In the order in which they use each other.
+# In order: each uses only those before it.
 SCRIPTS: Final = (
     "dom.js",
     "list.js",
@@ -44,29 +44,29 @@ _FRAME_HEIGHT: Final = 640
 
 @dataclass(frozen=True)
 class Page:
-    """What the viewer shows, as data; `html` makes one file of it, and a notebook shows it in a frame.
+    """A page of the viewer, as data. `html` makes one file of it, and a notebook displays it in a frame.
 
     Attributes:
-        data: plain values, as the functions of `terrazzo.view.data` make them.
+        data: plain values, from the functions of `terrazzo.view.data`.
     """
 
     data: dict[str, Any]
 
     @property
     def title(self) -> str:
-        """Of the page."""
+        """The title of the page."""
         return str(self.data["title"])
 
     def html(self, *, served: bool = False) -> str:
-        """The page.
+        """The page as HTML.
 
         Args:
-            served: whether there is a server that computes statistics; the page then asks it.
+            served: whether a server computes statistics, which the page then requests.
         """
         scripts = [_script()]
         if served or self.data["kind_of_page"] in _WITH_CHARTS:
             scripts.insert(0, _plotly())
-        # In JSON nothing but text has a "<", and there it may be written otherwise.
+        # JSON has "<" only in strings, in which it can be escaped.
         data = json.dumps(self.data | {"served": served}, allow_nan=False, separators=(",", ":")).replace(
             "<", "\\u003c"
         )
@@ -86,7 +86,7 @@ class Page:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file."""
+        """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -105,7 +105,7 @@ def _policy(scripts: list[str]) -> str:
 
 @cache
 def _script() -> str:
-    """Our modules as one: each uses those before it, so their imports are not needed."""
+    """All modules as one script. Each uses only those before it, so their imports can be removed."""
     parts = []
     for name in SCRIPTS:
         text = _IMPORT.sub("", _text(name))
@@ -119,11 +119,11 @@ def _plotly() -> str:
         offline = import_module("plotly.offline")
     except ImportError as error:
         raise ViewError(
-            "charts are drawn with plotly, which cannot be imported: pip install 'terrazzo[view]'. Pages of "
-            "checkpoints, differences and layouts need it only when they are served"
+            "charts need plotly, which cannot be imported: pip install 'terrazzo[view]'. Pages of checkpoints, "
+            "differences and layouts need it only when they are served"
         ) from error
     text: str = offline.get_plotlyjs()
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # as a browser reads it, before it takes the hash
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # browsers do the same before they compute the hash
 
 
 def _text(name: str) -> str:

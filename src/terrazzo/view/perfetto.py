@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from terrazzo.fsdp import Timeline
-from terrazzo.view.data.trace_data import LANES, memory_of, spans_of
+from terrazzo.view.data.trace_data import LANES, OVERLAPPING, memory_of, spans_of
 
 
 def perfetto(timelines: Sequence[Timeline]) -> bytes:
-    """The trace of one rank or several as JSON; of plans, an operation takes a microsecond.
+    """The timelines of one or several ranks as a JSON trace. In a plan, an operation takes a microsecond.
 
     >>> import json
     >>> document = json.loads(perfetto([Timeline(3, 4, 0.0, True, [], [], [], 8, 16)]))
@@ -38,7 +38,7 @@ def perfetto(timelines: Sequence[Timeline]) -> bytes:
 
 
 def _of_spans(timeline: Timeline, unit: float, later: float) -> list[dict[str, Any]]:
-    """Gathers and reductions overlap, so they are asynchronous events; the others follow one another."""
+    """The events of bars. In some lanes bars overlap, so they are asynchronous events there."""
     found: list[dict[str, Any]] = []
     for number, span in enumerate(spans_of(timeline)):
         about = {
@@ -48,7 +48,7 @@ def _of_spans(timeline: Timeline, unit: float, later: float) -> list[dict[str, A
             "tid": LANES.index(span.lane),
         }
         begin, took = span.begin * unit + later, (span.end - span.begin) * unit
-        if span.lane in ("gathers", "reductions"):
+        if span.lane in OVERLAPPING:
             both = {**about, "id": f"{timeline.rank}.{number}"}
             found.append({**both, "ph": "b", "ts": begin, "args": {"bytes": span.bytes}})
             found.append({**both, "ph": "e", "ts": begin + took, "args": {}})

@@ -1,7 +1,7 @@
-"""A page with what is computed on demand: a small server on this machine alone.
+"""A server for a page, on this machine only, which computes statistics on demand.
 
-It listens on 127.0.0.1. Its address has a random part that other users and pages do not know, and a request has to name
-this machine as its host, so that no page elsewhere can reach it through a name of its own. It only reads.
+It listens on 127.0.0.1. Its address has a random part, which other users and pages do not know. A request must have
+this machine as its host, so that pages of other hosts cannot reach it by a name of their own. It only reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terrazzo.view.page import Page
 from terrazzo.view.statistics import statistics
 
 _LONGEST: Final = 100_000  # characters of a value that are shown
-_IDLE: Final = 30.0  # seconds in which a request has to arrive
+_IDLE: Final = 30.0  # time limit of a request, in seconds
 
 
 class Viewer:
@@ -34,22 +34,22 @@ class Viewer:
     True
 
     Args:
-        page: what to serve.
-        checkpoints: of whose values statistics are computed: the one of the page, or both that it compares.
-        port: 0 for one that is free.
+        page: the page to serve.
+        checkpoints: the checkpoints whose statistics are computed: that of the page, or both that it compares.
+        port: the port; 0 for a free one.
     """
 
     def __init__(self, page: Page, checkpoints: Sequence[Checkpoint] = (), port: int = 0) -> None:
         self._token = secrets.token_urlsafe(16)
         self._checkpoints = list(checkpoints)
         self._html = page.html(served=bool(self._checkpoints)).encode()
-        self._reading = threading.Lock()  # one tensor at a time: that is what bounds memory
+        self._reading = threading.Lock()  # reads one tensor at a time, which bounds memory
         self._server = _Server(self, port)
         self._thread: threading.Thread | None = None
 
     @property
     def port(self) -> int:
-        """On which it listens."""
+        """The port on which it listens."""
         return int(self._server.server_address[1])
 
     @property
@@ -70,7 +70,7 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server."""
         if self._thread is not None:
             self._server.shutdown()
             self._thread.join()
@@ -80,22 +80,22 @@ class Viewer:
     # ------------------------------------------------------------------ requests
 
     def answer(self, host: str, target: str) -> tuple[int, str, bytes]:
-        """Status, type and body for a request: who is asked, and for what."""
+        """The status, content type and body for a request's host and path."""
         if host not in (f"127.0.0.1:{self.port}", f"localhost:{self.port}"):
-            return 421, "text/plain", b"this server is 127.0.0.1, and no other name"
+            return 421, "text/plain", b"this server answers only as 127.0.0.1"
         parts = urlsplit(target)
         token, _, what = parts.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return 404, "text/plain", b"the address is the one that `terrazzo view` has printed"
+            return 404, "text/plain", b"use the address that `terrazzo view` has printed"
         if not what:
             return 200, "text/html", self._html
         query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         try:
             found = self._asked(what, query)
-        except Exception as error:  # whatever a damaged checkpoint causes is said on the page
+        except Exception as error:  # a damaged checkpoint can cause any error; the page shows it
             return 500, "application/json", _json({"error": f"{type(error).__name__}: {error}"})
         if found is None:
-            return 404, "application/json", _json({"error": "there is nothing of this name"})
+            return 404, "application/json", _json({"error": "there is no value of this name"})
         return 200, "application/json", _json(found)
 
     def _asked(self, what: str, query: dict[str, str]) -> dict[str, Any] | None:
@@ -149,4 +149,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the token is in every line."""
+        """Log nothing, because every line would have the secret part of the address."""

@@ -1,4 +1,4 @@
-"""Numbers about the values of one stored tensor, read piece by piece: twice, and never more than a few MiB at once."""
+"""Statistics of one stored tensor, which is read twice, a few MiB at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BINS: Final = 64
 
 
 def statistics(tensor: LazyTensor, *, bins: int = _BINS, window: int = WINDOW) -> dict[str, Any]:
-    """Least, largest, mean, deviation and a histogram of a tensor's finite values; complex ones by magnitude.
+    """Minimum, maximum, mean, deviation and a histogram of a tensor's finite values; complex ones by magnitude.
 
     >>> import tempfile
     >>> from terrazzo.checkpoint import Checkpoint, save
@@ -28,7 +28,7 @@ def statistics(tensor: LazyTensor, *, bins: int = _BINS, window: int = WINDOW) -
     (1, 0.0, 3.0, [1, 1, 1])
     """
     if tensor.dtype in OPAQUE:
-        raise UnsupportedValueError(f"{tensor.name}: {tensor.dtype} has bytes, and no numbers to count")
+        raise UnsupportedValueError(f"{tensor.name}: {tensor.dtype} has no numbers for statistics")
     boxes = row_major_windows(tensor.shape, max(window // max(tensor.dtype.itemsize, 8), 1))
 
     finite = nan = infinite = zeros = 0
@@ -67,10 +67,10 @@ def statistics(tensor: LazyTensor, *, bins: int = _BINS, window: int = WINDOW) -
 
 
 def _edges(least: float, largest: float, bins: int) -> list[float]:
-    """Where bins of equal width begin, and where the last ends; of equal numbers there is one bin."""
+    """The edges of bins of equal width; one bin if all numbers are equal."""
     if least == largest:
         return [least, largest]
-    # In between, and not by their difference, which may be beyond the largest float.
+    # By interpolation, because the difference may be larger than the largest float.
     return [*(least * ((bins - number) / bins) + largest * (number / bins) for number in range(bins)), largest]
 
 

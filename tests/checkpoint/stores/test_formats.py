@@ -129,7 +129,7 @@ def test_deepspeed(url: str, tmp_path: Path, stage: int) -> None:
     assert detect(f"{url}/run") == "deepspeed" and differences(tmp_path / "tag", f"{url}/run") == []
     convert(f"{url}/run", tmp_path / "back", "native")
     assert differences(tmp_path / "tag", tmp_path / "back") == []
-    with pytest.raises(CheckpointExistsError, match="not written over"):
+    with pytest.raises(CheckpointExistsError, match="cannot replace another"):
         convert(f"{url}/native", f"{url}/run/tag", "deepspeed", stage=stage, ranks=2)
 
 

@@ -1,4 +1,4 @@
-"""Loading a file of `torch.save` that only one rank reads."""
+"""Load a file of `torch.save` that only one rank reads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _PIECE: Final = 64 << 20  # bytes that are broadcast at once
 
 
 class BroadcastingTorchSaveReader(StorageReader):
-    """Reads a file of `torch.save` on one rank, which sends the others what they need of it.
+    """Reads a file of `torch.save` on one rank, which sends the other ranks what they need.
 
-    For files that only one rank can see, or that all ranks reading at once would overwhelm; otherwise
-    `TorchSaveReader`, which needs no communication, is faster.  Unlike PyTorch's, it sends a tensor in pieces, never
-    holds the whole file, loads values that are not tensors too, and takes different keys on different ranks.
+    Use it if only one rank can access the file, or if the file system is too slow for all ranks at once; otherwise
+    `TorchSaveReader`, which needs no communication, is faster. Unlike PyTorch's, it sends tensors in pieces, never has
+    the whole file in memory, also loads values that are not tensors, and ranks may pass different keys.
 
     Args:
-        checkpoint_id: The file; `load(checkpoint_id=...)` names another.
+        checkpoint_id: The file. `load(checkpoint_id=...)` replaces it.
         coordinator_rank: The rank that reads.
 
     >>> import tempfile, torch
@@ -72,7 +72,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to learn: the rank that reads was named, and need not be the one that plans."""
+        """Do nothing: the reading rank was passed to the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -106,7 +106,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def _open(self) -> TorchSaveFile:
         if self.checkpoint_id is None:
-            raise CheckpointError("nothing says what to read: pass checkpoint_id to the reader or to load")
+            raise CheckpointError("the reader needs a file: pass checkpoint_id to the reader or to load")
         if self._file is None:
             self._file = TorchSaveFile(Place(self.checkpoint_id))
         return self._file
@@ -148,7 +148,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return not _together() or dist.get_rank() == self.coordinator_rank
 
     def _from_coordinator(self, make: Any) -> Any:
-        """What `make` returns, or raises, on the rank that reads; on every rank."""
+        """The result, or the error, of `make` on the reading rank; on every rank."""
         message: list[Any] = [None, None]
         if self._is_reader():
             try:
@@ -162,7 +162,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return message[0]
 
     def _wanted_anywhere(self, names: list[str]) -> list[str]:
-        """The names that any rank asks for, in the same order everywhere."""
+        """The names that any rank needs, in the same order on all ranks."""
         if not _together():
             return names
         every: list[Any] = [None] * dist.get_world_size()
@@ -171,10 +171,10 @@ class BroadcastingTorchSaveReader(StorageReader):
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """Plans loading from storage that has no table of contents: what the state dict asks for is taken to be there.
+    """Plans loads from storage without metadata: everything in the state dict is assumed to exist.
 
-    Where the storage does have one (`BroadcastingTorchSaveReader` sends the file's), that is used, so that missing
-    names, other shapes and lossy dtypes are found as usual.
+    If the storage has metadata (`BroadcastingTorchSaveReader` sends the file's), they are used, so that missing names,
+    different shapes and lossy dtypes are found as usual.
     """
 
     def set_up_planner(

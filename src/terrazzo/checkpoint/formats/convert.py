@@ -1,7 +1,7 @@
-"""From one format to another, without the whole checkpoint in memory.
+"""Convert from one format to another, without having the whole checkpoint in memory.
 
-A piece of a tensor is read, written, forgotten; what is held at once is bounded by the pieces (`source`), not by the
-largest tensor.
+Tensors are read and written in pieces (`source`), so memory is bounded by the size of a piece, not of the largest
+tensor.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def convert(
     """Copy a checkpoint of any format that terrazzo reads to `target`, in the format `to`.
 
     Args:
-        source: where the checkpoint is, a path, a URL or a store, or a reader of it.
-        target: a file for `torch_save` and `safetensors`, a folder for the others, or its URL, or a store in place of a
-            folder; of `deepspeed` it is that of a tag, and the source has to be a checkpoint of a training engine,
+        source: the checkpoint's path, URL or store, or a reader of it.
+        target: a file for `torch_save` and `safetensors`, a folder for the others, or its URL, or a store instead of a
+            folder. For `deepspeed` it is the folder of a tag, and the source must be a checkpoint of a training engine,
             terrazzo's or DeepSpeed's.
         to: `native`, `dcp`, `deepspeed`, `huggingface`, `safetensors`, `torch_save`, or a format of your own
             (`formats.register`).
-        overwrite: whether a checkpoint at `target` may be replaced; it is whole until the new one is.  Not for
-            `deepspeed`, whose files cannot be replaced all at once.
-        allow_pickle: store values that have no typed form (in the native format) as pickles.
-        progress: told of each part that has been copied.
-        stage: for `deepspeed`, the ZeRO stage that will resume; None: that of the run that was saved, or 1.
-        ranks: for `deepspeed`, the number of data-parallel ranks that will resume; None: as many as saved.
-        only: for `huggingface` and `safetensors`, which hold nothing but tensors: where in the checkpoint the weights
-            are (`"model"`).
+        overwrite: whether a checkpoint at `target` may be replaced; it stays complete until the new one is. Not for
+            `deepspeed`, whose files cannot be replaced by one operation.
+        allow_pickle: store values that terrazzo's format has no type for as pickles.
+        progress: called with the name and the bytes of each part that has been copied.
+        stage: for `deepspeed`, the ZeRO stage that will resume; None: that of the saved run, or 1.
+        ranks: for `deepspeed`, the number of data-parallel ranks that will resume; None: the number that saved.
+        only: for `huggingface` and `safetensors`, which have only tensors: the key of the weights in the checkpoint
+            (`"model"`).
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -58,7 +58,7 @@ def convert(
     for option, value in (("stage", stage), ("ranks", ranks), ("only", only)):
         if value is not None and option not in format.options:
             takers = ", ".join(registry.that_take(option))
-            raise CheckpointFormatError(f"the format {to} has no use for {option}={value!r}, which is for {takers}")
+            raise CheckpointFormatError(f"the format {to} does not use {option}={value!r}, which is for {takers}")
     reader = source if isinstance(source, StorageReader) else reader_for(source)
     place = target if isinstance(target, Place) else Place(target)
     format.write(reader, place, Writing(overwrite, allow_pickle, progress, stage, ranks, only))

@@ -1,4 +1,4 @@
-"""What formats need to write a checkpoint that is read from another: a piece is read, written, forgotten."""
+"""Functions with which formats copy a checkpoint from a reader, in pieces."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None
 
 
 def check_absent(target: Place, how: Writing) -> None:
-    """Raise if there is something at a place, and it is not to be replaced."""
+    """Raise if the target exists and may not be replaced."""
     if not how.overwrite and target.exists():
-        raise CheckpointExistsError(f"{target} exists; convert to another name, or with overwrite=True")
+        raise CheckpointExistsError(f"{target} exists: convert to another name, or with overwrite=True")
 
 
 @contextmanager
 def new_file(target: Place) -> Iterator[Upload]:
-    """A file, to be written from its beginning to its end, which takes the place of what was there when all is written.
+    """A new file, to be written from its beginning to its end. It replaces an existing one when it is complete.
 
-    If an error is raised, what was there stays.
+    If an error is raised, the existing file stays.
     """
     store = target.parent.store
     store.prepare()
@@ -56,7 +56,7 @@ def new_file(target: Place) -> Iterator[Upload]:
 
 
 class _Reporting(CopyPlanner):
-    """Says what is being copied."""
+    """A planner that reports the progress of the copy."""
 
     def __init__(self, source: Source, how: Writing) -> None:
         super().__init__(source, allow_pickle=how.allow_pickle)

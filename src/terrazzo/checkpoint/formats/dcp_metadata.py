@@ -1,6 +1,6 @@
-"""The table of contents of a torch DCP checkpoint, `.metadata`: a pickle of PyTorch's classes, read as plain data.
+"""The metadata of a torch DCP checkpoint, `.metadata`: a pickle of PyTorch's classes, read as plain data.
 
-It is rebuilt as terrazzo's `Metadata`.  In the other direction PyTorch's own classes are made and pickled.
+It becomes terrazzo's `Metadata`. For writing, PyTorch's own classes are created and pickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION: Final = "1.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where the bytes of one item are."""
+    """The position of the bytes of one item."""
 
     file: str
     offset: int
@@ -112,9 +112,9 @@ class _Location(Record):
         fields = self.fields
         file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if not isinstance(file, str) or not is_plain_name(file):
-            raise CheckpointCorruptError(f"the checkpoint refers to the file {file!r}, outside of its folder")
+            raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
         if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
-            raise CheckpointCorruptError(f"the checkpoint refers to the bytes {offset!r}, {length!r} of {file!r}")
+            raise CheckpointCorruptError(f"the metadata name the bytes {offset!r}, {length!r} of {file!r}")
         transforms = fields.get("transform_descriptors") or ()
         return Location(file, offset, length, tuple(map(str, _listed(transforms))))
 
@@ -145,9 +145,9 @@ class _Metadata(Record):
 
 
 def _listed(items: Any) -> Sequence[Any]:
-    """Items that are in the pickle: a range could be of any length."""
+    """Items of a list or tuple. A range is refused, because it could have any length."""
     if type(items) not in (list, tuple):
-        raise CheckpointCorruptError(f"a {type(items).__name__} where a list should be")
+        raise CheckpointCorruptError(f"expected a list, not a {type(items).__name__}")
     return items
 
 
@@ -161,7 +161,7 @@ def _entries(table: Any) -> dict[str, STORAGE_TYPES]:
 
 
 def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """A tensor's chunks lie in it, and do not have more elements than it has."""
+    """Raise unless a tensor's chunks are inside it and have no more elements than it."""
     whole = Box.whole(entry.size)
     elements = 0
     for chunk in entry.chunks:
@@ -175,19 +175,19 @@ def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
 
 
 def _paths(data: Any) -> Any:
-    """Planner data; what looks like the paths of names has to be that, and lists in it cannot be of any length."""
+    """Planner data. If they look like the paths of names, they are checked, and so are indices of lists."""
     if not isinstance(data, dict):
         return data
     for path in data.values():
         for key in path if isinstance(path, tuple | list) else ():
             if type(key) is int and not 0 <= key <= len(data):
-                raise CheckpointCorruptError(f"a list in the state dict would have a place {key}")
+                raise CheckpointCorruptError(f"a list in the state dict would have the index {key}")
     return data
 
 
 def _size(numbers: Any) -> torch.Size:
     if type(numbers) not in (tuple, list, torch.Size) or not all(type(number) is int for number in numbers):
-        raise CheckpointCorruptError("a size or offset that is not a list of numbers")
+        raise CheckpointCorruptError("a size or offset must be a list of numbers")
     size = torch.Size(numbers)
     if any(number < 0 for number in size):
         raise CheckpointCorruptError(f"a negative number in the size or offset {tuple(size)}")
@@ -196,7 +196,7 @@ def _size(numbers: Any) -> torch.Size:
 
 def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise CheckpointCorruptError(f"a {type(value).__name__} where a {kind.__name__} should be")
+        raise CheckpointCorruptError(f"expected a {kind.__name__}, not a {type(value).__name__}")
     return value
 
 
@@ -209,7 +209,7 @@ _CLASSES: Final = {
     "BytesStorageMetadata": _Bytes,
     "MetadataIndex": _Index,
     "StorageMeta": _StorageMeta,
-    "_MEM_FORMAT_ENCODING": Call(lambda number: number),  # memory formats play no part in reading
+    "_MEM_FORMAT_ENCODING": Call(lambda number: number),  # memory formats are not used
 }
 _NAMES: Final[unpickle.Names] = MappingProxyType(
     {
@@ -227,7 +227,7 @@ def parse(data: bytes | bytearray, where: str) -> Metadata:
     """The contents of a `.metadata` file."""
     metadata = unpickle.load_tree(io.BytesIO(data), where, names=_NAMES)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointFormatError(f"{where}: not the table of contents of a torch DCP checkpoint")
+        raise CheckpointFormatError(f"{where}: not the metadata of a torch DCP checkpoint")
     for index, location in metadata.storage_data.items():
         _typed(index, MetadataIndex)
         _typed(location, Location)
@@ -235,7 +235,7 @@ def parse(data: bytes | bytearray, where: str) -> Metadata:
 
 
 def merged(parts: Sequence[Metadata]) -> Metadata:
-    """One table from those that ranks wrote each for itself (`__0.metadata`, ...: saved without collectives)."""
+    """One metadata object from those of the ranks (`__0.metadata`, ..., which are saved without collectives)."""
     entries: dict[str, STORAGE_TYPES] = {}
     storage: dict[MetadataIndex, Location] = {}
     paths: dict[str, Any] = {}
@@ -254,9 +254,9 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
 # ------------------------------------------------------------------ writing
 
 
-@originals()  # a pickle names classes by where they are found
+@originals()  # so that the pickle names PyTorch's classes
 def encode(metadata: Metadata) -> bytes:
-    """`metadata`, whose `storage_data` maps indices to locations, as PyTorch pickles it."""
+    """Pickle `metadata` as PyTorch does; its `storage_data` maps indices to locations."""
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as theirs
 
@@ -288,11 +288,11 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Planner data must not bring terrazzo's own classes into a file that PyTorch reads."""
+    """Planner data without terrazzo's classes, because PyTorch reads the file."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)) and not isinstance(value, Enum):
         return value
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
-    raise CheckpointFormatError(f"planner data of type {type(value).__name__} has no place in a torch DCP checkpoint")
+    raise CheckpointFormatError(f"a torch DCP checkpoint cannot have planner data of type {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Reading torch DCP checkpoints: only the bytes that are needed, straight to where they belong."""
+"""Read torch DCP checkpoints: only the needed bytes, directly into the tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from terrazzo.layout.box import Box
 
 
 class DCPReader(StorageReader):
-    """Reads what `torch.distributed.checkpoint.save` wrote to a folder.
+    """Reads checkpoints of `torch.distributed.checkpoint.save`.
 
-    Nothing in the checkpoint is run: its pickles are read as plain data, and one that refers to anything else raises
-    `UnsafePickleError`.
+    No code in the checkpoint is run: its pickles are read as plain data, and a pickle that refers to anything else
+    raises `UnsafePickleError`.
 
     Args:
-        path: The folder, or its URL; `load(checkpoint_id=...)` names another.
+        path: The folder, or its URL. `load(checkpoint_id=...)` replaces it.
     """
 
     plans_alone = True
@@ -88,7 +88,7 @@ class DCPReader(StorageReader):
         for item in plan.items:
             location = self._locations.get(item.storage_index)
             if location is None:
-                raise CheckpointCorruptError(f"{self.place}: {item.storage_index} is listed, but has no place")
+                raise CheckpointCorruptError(f"{self.place}: the metadata have no position for {item.storage_index}")
             by_file.setdefault(location.file, []).append((location, item))
         store = self.place.store
         for name, items in by_file.items():
@@ -112,7 +112,7 @@ class DCPReader(StorageReader):
 
 
 class _FileReading:
-    """One data file.  Archives and headers in it that have been opened stay open until it has been dealt with."""
+    """One open data file, and the archives and headers in it that have been read."""
 
     def __init__(self, file: ReadFile, where: str, entries: Mapping[str, Any]) -> None:
         self._file = file
@@ -121,24 +121,24 @@ class _FileReading:
         self._opened: tuple[Location, Archive | Header] | None = None
 
     def read(self, location: Location, item: ReadItem, planner: LoadPlanner) -> int:
-        """Give the planner what an item asks for; the bytes that were needed."""
+        """Read an item for the planner; returns the number of bytes."""
         if location.transforms:
             raise CheckpointFormatError(
                 f"{self._where}: {item.storage_index.fqn} is stored through the stream extensions "
-                f"{', '.join(location.transforms)}, which cannot be read; save it without extensions"
+                f"{', '.join(location.transforms)}, which cannot be read: save it without extensions"
             )
         if item.type is LoadItemType.BYTE_IO:
             window = Window(self._file, location.offset, location.length, f"{self._where}, {item.storage_index.fqn}")
             if is_archive(window):
                 planner.load_bytes(item, ObjectBytes(open_archive(window).materialised()))
-            else:  # a planner's own bytes
+            else:  # bytes that a custom planner encoded
                 planner.load_bytes(item, io.BytesIO(window.read(0, window.length)))
             return location.length
         target = planner.resolve_tensor(item).detach()
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.lengths:
             raise CheckpointFormatError(
-                f"{item.storage_index.fqn}: the planner gave a tensor of shape {tuple(target.shape)} "
+                f"{item.storage_index.fqn}: the planner returned a tensor of shape {tuple(target.shape)} "
                 f"for a box of shape {box.lengths}"
             )
         opened = self._open(location, item)
@@ -161,7 +161,7 @@ class _FileReading:
         if is_archive(window):
             opened: Archive | Header = open_archive(window)
         else:
-            # Every tensor of a file written by safetensors is said to begin where the whole of them begins.
+            # For files of safetensors, PyTorch gives the offset of the whole data for every tensor.
             opened = read_header(Window(self._file, location.offset, self._file.size - location.offset, where))
         self._opened = (location, opened)
         return opened
@@ -169,14 +169,14 @@ class _FileReading:
     def _in_header(self, header: Header, item: ReadItem, box: Box) -> Strided:
         stored = header.tensors.get(item.storage_index.fqn)
         if stored is None:
-            raise CheckpointCorruptError(f"{self._where}: there is no tensor {item.storage_index.fqn!r} in it")
+            raise CheckpointCorruptError(f"{self._where} does not have the tensor {item.storage_index.fqn!r}")
         self._check(stored, item, box)
         return stored
 
     def _check(self, stored: Any, item: ReadItem, box: Box) -> None:
         if not isinstance(stored, (StoredTensor, Strided)):
             raise CheckpointCorruptError(f"{self._where}: {item.storage_index.fqn} is a value, not a tensor")
-        # A file of another rank, or of another checkpoint, may hold something else under the same name.
+        # A file of another rank, or of another checkpoint, may have another tensor of the same name.
         index, entry = item.storage_index, self._entries.get(item.storage_index.fqn)
         fits = len(stored.shape) == box.ndim and Box.whole(stored.shape).contains(box)
         if fits and isinstance(entry, TensorStorageMetadata):
@@ -184,6 +184,6 @@ class _FileReading:
             fits = tuple(stored.shape) in sizes and stored.dtype == entry.properties.dtype
         if not fits:
             raise CheckpointCorruptError(
-                f"{self._where}: {index.fqn} is {stored.dtype} of the shape {tuple(stored.shape)}, "
-                f"which is not what the table of contents says"
+                f"{self._where}: {index.fqn} is {stored.dtype} of the shape {tuple(stored.shape)}, unlike in the "
+                "metadata"
             )

@@ -1,9 +1,9 @@
-"""Writing torch DCP checkpoints: what `torch.distributed.checkpoint.load` reads.
+"""Write torch DCP checkpoints, which `torch.distributed.checkpoint.load` reads.
 
-PyTorch names data files after ranks, so saving twice to one folder overwrites the first checkpoint while it is
-still the valid one.  Nothing in the format asks for that: here every save has file names of its own, and the table of
-contents replaces the old one at the end, if it is still the one that was there at the beginning.  The old data files
-go after that, and those of saves that were killed.
+PyTorch's data files are named after ranks, so that a second save to a folder overwrites the first checkpoint while it
+is still valid. The format does not require this. Here every save has its own file names, and the metadata replace the
+old ones at the end, if these have not changed since the save began. Then the old data files are removed, and those
+of killed saves.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class DCPWriter(StorageWriter):
     """Writes checkpoints for `torch.distributed.checkpoint.load`.
 
     Args:
-        path: The folder, or its URL; `save(checkpoint_id=...)` names another.
+        path: The folder, or its URL. `save(checkpoint_id=...)` replaces it.
         sync_files: Wait until everything is on the disk.
-        overwrite: Whether a checkpoint that is there may be replaced.
+        overwrite: Whether an existing checkpoint may be replaced.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Store, sync_files: bool = True, overwrite: bool = True) -> None:
         self.sync_files = sync_files
         self.overwrite = overwrite
-        self._name = ""  # what the names of this rank's files begin with
+        self._name = ""  # the prefix of this rank's files
         self._committed = False
         self._replacing: Absent | Version = ABSENT
-        self._replaced: set[str] = set()  # the files of the checkpoint that was there
+        self._replaced: set[str] = set()  # the files of the old checkpoint
         self._lease = SaveLease()
         self._go_to(path)
 
@@ -66,7 +66,7 @@ class DCPWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the next checkpoint goes."""
+        """Where the next checkpoint is written."""
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -79,14 +79,14 @@ class DCPWriter(StorageWriter):
         self._store.prepare()
         if not is_coordinator:
             return
-        # First of all, for whoever commits from now on is in this save's way.
+        # First, so that this save fails if another one commits from now on.
         try:
             data, self._replacing = self._store.get(METADATA)
         except FileNotFoundError:
             self._replacing, self._replaced = ABSENT, set()
         else:
             if not self.overwrite:
-                raise CheckpointExistsError(f"{self.path} holds a checkpoint; save elsewhere, or with overwrite=True")
+                raise CheckpointExistsError(f"{self.path} has a checkpoint: save elsewhere, or with overwrite=True")
             self._replaced = _files_of(data, str(self.path)) or set()
         _remove_leftovers(self._store)
 
@@ -101,7 +101,7 @@ class DCPWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(plan.storage_data, str):
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            raise CheckpointError(f"rank {rank}: the plan has not passed through this writer's prepare_global_plan")
+            raise CheckpointError(f"rank {rank}: the plan does not come from this writer's prepare_global_plan")
         self._name = plan.storage_data
         done: Future[list[WriteResult]] = Future()
         try:
@@ -116,7 +116,7 @@ class DCPWriter(StorageWriter):
         results: list[WriteResult] = []
         left = list(reversed(items))
         while left:
-            # One file, or several where files should be small; they are named as PyTorch names those of threads.
+            # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
             name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
             file = self._store.upload(name, 0) if caps.in_place else self._store.stream(name)
             try:
@@ -137,15 +137,15 @@ class DCPWriter(StorageWriter):
         data = planner.resolve_data(item)
         if item.tensor_data is None:
             if isinstance(data, torch.Tensor):
-                raise CheckpointError(f"{item.index.fqn}: the plan promised bytes, but resolve_data gave a tensor")
+                raise CheckpointError(f"{item.index.fqn}: the plan has bytes, but resolve_data returned a tensor")
             content = data.getbuffer()
             file.write(position, [content])
             return position + len(content)
         if not isinstance(data, torch.Tensor) or data.shape != item.tensor_data.chunk.sizes:
             got = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             raise CheckpointError(
-                f"{item.index.fqn}: the plan promised a tensor of shape {tuple(item.tensor_data.chunk.sizes)}, "
-                f"but resolve_data gave {got}"
+                f"{item.index.fqn}: the plan has a tensor of shape {tuple(item.tensor_data.chunk.sizes)}, "
+                f"but resolve_data returned {got}"
             )
         return write_archive(file, position, data.detach())
 
@@ -160,16 +160,16 @@ class DCPWriter(StorageWriter):
         self._store.delete(self._replaced - used)
 
     def abandon(self) -> None:
-        """The save has failed: remove what this rank has written."""
+        """Remove the files that this rank has written, because the save failed."""
         self._remove_own()
         self._lease.release()
 
     def save_side(self) -> _Side:
-        """How a save deals with it."""
+        """The interface for a save."""
         return _Side(self)
 
     def may_abandon(self) -> bool:
-        """Whether the checkpoint is certainly not valid, so that its files are of no use."""
+        """Whether the checkpoint is certainly not committed, so that its files can be removed."""
         return not self._committed
 
     def _remove_own(self) -> None:
@@ -186,7 +186,7 @@ class DCPWriter(StorageWriter):
 
 
 class _Side(PlainSide):
-    """A save that has failed on some rank takes away what all have written."""
+    """Removes all ranks' files if a save failed."""
 
     def __init__(self, writer: DCPWriter) -> None:
         super().__init__(writer)
@@ -200,7 +200,7 @@ class _Side(PlainSide):
 
 
 def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
-    """The data files of a checkpoint; None if its table of contents cannot be read."""
+    """The data files of a checkpoint; None if its metadata cannot be read."""
     try:
         found = dcp_metadata.parse(data, f"{where}/{METADATA}").storage_data
     except (CheckpointCorruptError, CheckpointFormatError):
@@ -209,10 +209,10 @@ def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
 
 
 def _remove_leftovers(store: Store) -> None:
-    """Remove the files of saves that have ended and were never committed.
+    """Remove the files of saves that ended without a commit.
 
-    First it is seen which files there are, then which leases are held, then what is committed: a save that commits in
-    between is either seen to be alive or seen to be committed.
+    Files are listed first, then leases, then the committed ones: a save that commits in between either still has its
+    lease, or is found to be committed.
     """
     by_save: dict[str, list[Entry]] = defaultdict(list)
     for entry in store.list():

@@ -1,4 +1,4 @@
-"""The formats that checkpoints may have.  Whoever is given a checkpoint's place asks here what is there."""
+"""The known formats of checkpoints, and the search for the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
-# In the order in which they are asked; the first that finds a checkpoint has it.  Those that come with terrazzo are
-# loaded when they are asked: most checkpoints are native, and the others' modules are many.
+# In the order in which they are tried; the first that finds a checkpoint is used. terrazzo's own ones are imported when
+# they are tried: most checkpoints are native, and the others have many modules.
 _formats: dict[str, Format | str] = {
     "native": "native:Native",
     "dcp": "dcp:DCP",
@@ -26,7 +26,7 @@ _formats: dict[str, Format | str] = {
 }
 
 
-# Packages that bring a format name its class in their metadata: `[project.entry-points."terrazzo.formats"]`.
+# Installed packages can add formats, by `[project.entry-points."terrazzo.formats"]` with the format's class.
 GROUP: Final = "terrazzo.formats"
 
 
@@ -34,15 +34,15 @@ _asked = False
 
 
 def _brought() -> None:
-    """Register the formats that installed packages bring; one that cannot be loaded is left out, with a warning."""
+    """Register the formats of installed packages; one that cannot be imported is left out with a warning."""
     global _asked
     if _asked:
         return
-    _asked = True  # first of all: a package may ask for formats while it is loaded
+    _asked = True  # first, because a package may look up formats while it is imported
     for entry in entry_points(group=GROUP):
         try:
             register(entry.load()())
-        except Exception as error:  # whatever is wrong with a package, all other formats work
+        except Exception as error:  # an error in a package must not affect the other formats
             warnings.warn(
                 f"the checkpoint format {entry.name!r} ({entry.value}) cannot be used: {type(error).__name__}: {error}",
                 stacklevel=2,
@@ -50,18 +50,18 @@ def _brought() -> None:
 
 
 def register(format: Format) -> None:
-    """From now on checkpoints of this format are read, written and compared as any other.
+    """Add a format, whose checkpoints can then be read, written and compared like all others.
 
-    It is asked what a place has before the formats that are known already.
+    It is tried before the formats that are already registered.
     """
     global _formats
     if format.name in _formats:
-        raise CheckpointFormatError(f"there is a format {format.name} already; give this one another name")
+        raise CheckpointFormatError(f"a format {format.name} is already registered: use another name")
     _formats = {format.name: format, **_formats}
 
 
 def names() -> list[str]:
-    """What the formats are called.
+    """The names of the formats.
 
     >>> names()
     ['native', 'dcp', 'deepspeed', 'huggingface', 'safetensors', 'torch_save']
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def named(name: str) -> Format:
-    """The format of this name."""
+    """The format with this name."""
     _brought()
     found = _formats.get(name)
     if found is None:
@@ -84,12 +84,12 @@ def named(name: str) -> Format:
 
 
 def that_take(option: str) -> list[str]:
-    """The names of the formats that understand an option of `convert`."""
+    """The names of the formats that have an option of `convert`."""
     return [name for name in names() if option in named(name).options]
 
 
 def find(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place] | None:
-    """The format of what lies at a path, a URL or in a store, and where exactly it is; None if no format is known."""
+    """The format of the checkpoint at a path, a URL or in a store, and its exact place; None if none is recognised."""
     found = Found(path if isinstance(path, Place) else Place(path))
     for name in names():
         format = named(name)
@@ -100,7 +100,7 @@ def find(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place] |
 
 
 def detect(path: str | os.PathLike[str] | Place | Store) -> str | None:
-    """The name of the format of the checkpoint at `path`; None if it is none that is known.
+    """The name of the format of the checkpoint at `path`; None if none is recognised.
 
     >>> import tempfile, torch
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -117,15 +117,15 @@ def detect(path: str | os.PathLike[str] | Place | Store) -> str | None:
 
 
 def located(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place]:
-    """The format of the checkpoint at a path, a URL or in a store, and where exactly it is; raises if there is none."""
+    """The format of the checkpoint at a path, a URL or in a store, and its exact place; raises if there is none."""
     place = path if isinstance(path, Place) else Place(path)
     found = find(place)
     if found is not None:
         return found
     _check_there(place)
-    named_by_latest(place)  # which says what is wrong with it
+    named_by_latest(place)  # raises if `latest` is the cause
     raise CheckpointNotFoundError(
-        f"there is no committed checkpoint at {place}: neither a {MANIFEST} nor a file of another format that is known"
+        f"there is no committed checkpoint at {place}: it has neither a {MANIFEST} nor files of another known format"
     )
 
 

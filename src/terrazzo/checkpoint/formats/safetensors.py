@@ -1,4 +1,4 @@
-"""Single safetensors files, as one of the formats: whatever their name, and beside whatever others."""
+"""The format of single safetensors files, with any name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.checkpoint.stores import Place
 
 
 class Safetensors(Format):
-    """A file with tensors under names, and nothing else."""
+    """A file with tensors by name."""
 
     name = "safetensors"
     options = frozenset({"only"})

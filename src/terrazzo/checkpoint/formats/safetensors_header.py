@@ -1,4 +1,4 @@
-"""The header of safetensors data: which tensors it holds, and where their bytes are."""
+"""The header of safetensors data: the tensors and the positions of their bytes."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Header:
 
 
 def is_start_of_safetensors(data: bytes, size: int) -> bool:
-    """Whether a file of `size` bytes that begins so can be safetensors data."""
+    """Whether a file of `size` bytes that begins with `data` can be safetensors data."""
     return len(data) > 8 and data[8:9] == b"{" and 2 <= int.from_bytes(data[:8], "little") <= min(_LONGEST, size - 8)
 
 
 def read_header(window: Window) -> Header:
-    """The header that begins a window: eight bytes of length, JSON, then the tensors' bytes."""
+    """The header at the beginning of a window: eight bytes of length, JSON, then the tensors' bytes."""
     length = int.from_bytes(window.read(0, 8), "little") if window.length >= 8 else 0
     if not 2 <= length <= min(_LONGEST, window.length - 8):
-        raise CheckpointFormatError(f"{window.where}: neither what torch.save nor what safetensors writes")
+        raise CheckpointFormatError(f"{window.where}: neither a file of torch.save nor of safetensors")
     try:
         entries: dict[str, Any] = json.loads(window.read(8, length))
         metadata = entries.pop("__metadata__", {})

@@ -1,4 +1,4 @@
-"""Any checkpoint as a place to fetch single tensors and values from, and as something that a writer can save."""
+"""Any checkpoint as a source of single tensors and values, and a planner that copies it to a writer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
-_PIECE: Final = 16 << 20  # bytes that are held at once when a tensor passes through
+_PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
 _CHUNK: Final = 256 << 20  # larger chunks are copied in parts
 
 
@@ -43,8 +43,8 @@ class Source:
     """A checkpoint behind a reader.
 
     Attributes:
-        metadata: its table of contents.
-        paths: where in a nested state dict each name belongs.
+        metadata: its metadata.
+        paths: the path of each name in the nested state dict.
     """
 
     def __init__(self, reader: StorageReader) -> None:
@@ -75,13 +75,13 @@ class Source:
                     )
                 )
         if sum(Box(tuple(item.dest_offsets), tuple(item.lengths)).numel for item in items) != box.numel:
-            raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor")
+            raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor's elements")
         self._fetch(items, _Fetch(target))
 
     def pieces(self, name: str, progress: Callable[[str, int], None] | None = None) -> Iterator[memoryview]:
-        """A tensor's bytes in row-major order, a few at a time, each good until the next is asked for.
+        """A tensor's bytes in row-major order, in pieces; each is valid until the next one is requested.
 
-        `progress` is told of each when the next is asked for.
+        `progress` is called for each piece when the next one is requested.
         """
         entry = self.metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
@@ -98,7 +98,7 @@ class Source:
                 progress(name, part.nbytes)
 
     def value(self, name: str) -> io.BytesIO:
-        """What is stored under a name that is not a tensor: an `ObjectBytes`, or a planner's own bytes."""
+        """A stored value that is not a tensor: an `ObjectBytes`, or bytes that a custom planner encoded."""
         none = torch.Size()
         fetch = _Fetch(None)
         self._fetch([ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, MetadataIndex(name), none, none)], fetch)
@@ -111,7 +111,7 @@ class Source:
 
 
 class _Fetch(ReadingPlanner):
-    """Takes what a reader reads: into one tensor, or one value."""
+    """A load planner for one tensor or one value."""
 
     def __init__(self, target: torch.Tensor | None) -> None:
         self._target = target
@@ -127,7 +127,7 @@ class _Fetch(ReadingPlanner):
 
 
 class CopyPlanner(SavePlanner):
-    """Saves what is in a source, chunk by chunk, each read when the writer asks for it."""
+    """Saves the contents of a source, chunk by chunk; each is read when the writer needs it."""
 
     def __init__(self, source: Source, *, allow_pickle: bool = False) -> None:
         self._source = source
@@ -184,7 +184,7 @@ class CopyPlanner(SavePlanner):
 
 
 def _parts(box: Box, itemsize: int) -> list[Box]:
-    """A chunk, or the parts of it that are copied one after the other."""
+    """A chunk, or its parts, if it is large."""
     if box.numel * itemsize <= _CHUNK:
         return [box]
     return [part.shifted(box.offsets) for part in row_major_windows(box.lengths, _CHUNK // itemsize)]

@@ -1,4 +1,4 @@
-"""What a name in a pickle stands for: something that builds plain data, and that the pickle cannot change."""
+"""Stand-ins for names in pickles: they build plain data, and pickles cannot change them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from terrazzo.errors import CheckpointCorruptError, UnsafePickleError
 
 
 class Call:
-    """A function that a pickle may call; nothing else can be done to it."""
+    """A function that a pickle may call, but not change."""
 
     __slots__ = ("_function",)
     _function: Callable[..., Any]
@@ -25,9 +25,9 @@ class Call:
 
 
 class Record:
-    """An instance of some class, as the arguments and the state that its pickle gives it.
+    """An instance of a class, read as the arguments and the state in the pickle.
 
-    A subclass for each class that a pickle may hold; `finish` turns what was gathered into the value to return.
+    There is a subclass for each class that a pickle may have; `finish` makes the value from arguments and state.
     """
 
     __slots__ = ("args", "state")
@@ -43,18 +43,18 @@ class Record:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        # Called on the class itself, `self` is the state and this function's own argument is missing: a TypeError.
+        # Called on the class itself, `self` would be the state, and the argument missing, which raises a TypeError.
         if not isinstance(self, Record):
             raise UnsafePickleError("a pickle tries to change a class")
         self.state = state
 
     def finish(self) -> Any:
-        """The value; the record itself unless a subclass knows better."""
+        """The value; the record itself unless a subclass overrides this."""
         return self
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The state, of a class whose state is its attributes."""
+        """The state as a dict of attributes."""
         if not isinstance(self.state, dict):
             raise CheckpointCorruptError(f"a pickled {type(self).made_of or type(self).__name__} has no fields")
         return self.state

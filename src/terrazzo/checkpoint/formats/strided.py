@@ -1,4 +1,4 @@
-"""Reading a box of a tensor that lies in a file with some strides, reading little more than its bytes."""
+"""Read a box of a tensor with any strides in a file, and little more than its bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.layout.box import Box
 
 _BUFFER: Final = 8 << 20
-# Runs of bytes shorter than this are not worth a read of their own: what lies between them is read along.
+# Gaps shorter than this are read along, instead of making another read.
 _SHORT: Final = 16 << 10
 
 
@@ -24,7 +24,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Where the elements of a tensor lie in a source: `start` in bytes, strides in elements."""
+    """The positions of a tensor's elements in a source: `start` in bytes, strides in elements."""
 
     start: int
     dtype: torch.dtype
@@ -50,11 +50,11 @@ class Strided:
         return sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
 
     def span(self, box: Box) -> int:
-        """From the first to the last element of a box, both included."""
+        """The number of elements from the first to the last element of a box."""
         return 1 + sum((length - 1) * stride for length, stride in zip(box.lengths, self.strides, strict=True))
 
     def is_run(self, box: Box) -> bool:
-        """Whether the elements of a box follow one another without gaps, in row-major order."""
+        """Whether the elements of a box are contiguous, in row-major order."""
         step = 1
         for length, stride in zip(reversed(box.lengths), reversed(self.strides), strict=True):
             if length != 1:
@@ -85,7 +85,7 @@ def read_box(source: Source, stored: Strided, box: Box, target: torch.Tensor) ->
 
 
 def _pieces(stored: Strided, box: Box, itemsize: int) -> Iterator[Box]:
-    """A cover of the box by boxes whose spans fit the buffer and are mostly wanted."""
+    """Boxes that cover the box, whose spans fit into the buffer and have few other elements."""
     span = stored.span(box) * itemsize
     wanted = box.numel * itemsize
     if span <= _BUFFER and (span <= 2 * wanted or _run_length(stored, box) * itemsize < _SHORT):
@@ -102,7 +102,7 @@ def _pieces(stored: Strided, box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _run_length(stored: Strided, box: Box) -> int:
-    """How many elements of the box follow one another without a gap."""
+    """The number of contiguous elements of the box."""
     step = 1
     for stride, length in sorted(zip(stored.strides, box.lengths, strict=True)):
         if length == 1:

@@ -1,7 +1,7 @@
-"""Finding the records of an uncompressed zip archive, which may be part of a larger file.
+"""Find the records of an uncompressed zip archive, which may be a part of a larger file.
 
-`torch.save` writes zip archives; a file of a torch DCP checkpoint holds one after the other.  Only the directory at an
-archive's end is read here; the records' contents stay where they are until somebody wants some of their bytes.
+`torch.save` writes zip archives; a file of a torch DCP checkpoint has one after the other. Only the directory at an
+archive's end is read here, not the records' contents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE: Final = 64 << 10  # archives up to this size are read in one go
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: its size, its CRC-32 (0 if the writer was told not to compute it), where its local header begins."""
+    """One record: its size, its CRC-32 (0 if it was not computed), and the offset of its local header."""
 
     size: int
     crc: int
@@ -33,12 +33,12 @@ class Record:
 
 
 class Window:
-    """A part of a file; small ones are kept in memory, so that many small reads become one."""
+    """A part of a file. A small one is read as a whole, instead of by many small reads."""
 
     def __init__(self, file: ReadFile, start: int, length: int, where: str) -> None:
         if start < 0 or length < 0 or start + length > file.size:
             raise CheckpointCorruptError(
-                f"{where}: bytes {start} to {start + length} are wanted, but the file has only {file.size}"
+                f"{where}: bytes {start} to {start + length} are needed, but the file has only {file.size}"
             )
         self.file = file
         self.start = start
@@ -81,7 +81,7 @@ class ZipDirectory:
             raise CheckpointCorruptError(f"{window.where}: damaged zip directory ({error})") from error
 
     def start_of(self, name: str) -> int:
-        """Where the contents of a record begin: behind its local header, which has a length of its own."""
+        """The offset of a record's contents, after its local header, which has its own length fields."""
         start = self._starts.get(name)
         if start is None:
             record = self.records[name]
@@ -95,7 +95,7 @@ class ZipDirectory:
         return start
 
     def read(self, name: str) -> bytes:
-        """All of a record, checked."""
+        """The contents of a record, with its checksum verified."""
         record = self.records.get(name)
         if record is None:
             raise CheckpointFormatError(
@@ -157,7 +157,7 @@ class ZipDirectory:
 
 
 def _large_fields(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The 64-bit values of those fields that say to look for them in the extra field."""
+    """The 64-bit values of fields that refer to the extra field."""
     values = [unpacked, packed, header]
     position = 0
     while position + 4 <= len(extra) and _LARGE in values:

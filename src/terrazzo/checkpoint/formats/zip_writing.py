@@ -1,4 +1,4 @@
-"""Writing uncompressed zip archives, alone in a file or one after the other, as `torch.save` lays them out."""
+"""Write uncompressed zip archives in the layout of `torch.save`, one or several to a file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TOGETHER: Final = 1 << 20  # bytes gathered before they are written
 
 
 class ZipWriter:
-    """One archive, begun at `start` of a file and written from its beginning to its end.
+    """One archive, which begins at `start` in a file and is written from its beginning to its end.
 
-    `finish` writes its directory and says where it ends.
+    `finish` writes its directory and returns where it ends.
     """
 
     def __init__(self, file: Upload, start: int, folder: str = "archive") -> None:
@@ -39,15 +39,15 @@ class ZipWriter:
         self._directory: list[bytes] = []
 
     def add(self, name: str, data: bytes | memoryview) -> None:
-        """A record whose contents are at hand."""
+        """Add a record."""
         view = memoryview(data).cast("B")
         self._append(self._header(name, len(view), zlib.crc32(view)))
         self._append(view)
 
     def add_pieces(self, name: str, size: int, pieces: Iterable[memoryview]) -> None:
-        """A record whose contents come piece by piece: its checksum, known only then, comes after it.
+        """Add a record from pieces; its checksum is written after it, because it is known only then.
 
-        Each piece is written before the next is asked for.
+        Each piece is written before the next is requested.
         """
         self._append(self._header(name, size, None))
         self.flush()
@@ -59,14 +59,14 @@ class ZipWriter:
             self._position += len(piece)
             written += len(piece)
         if written != size:
-            raise ValueError(f"the record {name!r} was to have {size} bytes and got {written}")
+            raise ValueError(f"the record {name!r} should have {size} bytes, but got {written}")
         entry = bytearray(self._directory[-1])
         struct.pack_into("<L", entry, 16, crc)
         self._directory[-1] = bytes(entry)
         self._append(struct.pack("<4sL2Q" if size >= _LARGE else "<4s3L", b"PK\x07\x08", crc, size, size))
 
     def finish(self) -> int:
-        """Write the directory; the position after it."""
+        """Write the directory; returns the position after it."""
         offset = self._position + self._waiting_bytes - self._start
         directory = b"".join(self._directory)
         count = len(self._directory)
@@ -85,9 +85,9 @@ class ZipWriter:
         return self._position
 
     def _header(self, name: str, size: int, crc: int | None) -> bytes:
-        """The local header of the next record, padded to align its contents; also notes the directory entry.
+        """The local header of the next record, padded to align its contents. Also adds the directory entry.
 
-        Without a checksum, it and the size are left to what follows the contents.
+        Without a checksum, checksum and size follow the contents.
         """
         path = f"{self._folder}/{name}".encode()
         offset = self._position + self._waiting_bytes - self._start

@@ -1,6 +1,6 @@
-"""A checkpoint under a name in the folder of a run, and `latest`, which moves to it once it is committed.
+"""Save a checkpoint under a name in a run's folder, then write the name to `latest`.
 
-`CheckpointManager` and `Engine.save_checkpoint` both save by this.
+`CheckpointManager` and `Engine.save_checkpoint` use this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from terrazzo.checkpoint.stores import Place
 
 
 class Unmade:
-    """Stands in a state for what could not be made: the save asks for it, fails, and tells the other ranks."""
+    """An object that a state has instead of a value that raised: the save calls it and fails on all ranks."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -29,7 +29,7 @@ class Unmade:
         raise self._error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing is loaded into it."""
+        """Do nothing."""
 
 
 def save_named(
@@ -44,14 +44,14 @@ def save_named(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Future[None]:
-    """Save from all ranks together; the future is done once the checkpoint is committed and `latest` names it.
+    """Save from all ranks together. The future is done when the checkpoint is committed and `latest` names it.
 
     Args:
         root: The folder of the run.
-        name: The checkpoint's, in it.
+        name: The checkpoint's name in that folder.
         state, planner, process_group, timeout: As for `terrazzo.checkpoint.save`.
-        base: A checkpoint whose unchanged tensors are not written again.
-        latest: Whether `latest` is to name it.
+        base: A checkpoint whose unchanged tensors are shared, not written again.
+        latest: Whether to write the name to `latest`.
         async_op: Return as soon as the state has been copied.
     """
     place = root / name
@@ -71,7 +71,7 @@ def save_named(
             try:
                 done.result()
                 move()
-            except BaseException as error:  # kept for whoever asks
+            except BaseException as error:  # the future raises it
                 finished.set_exception(error)
             else:
                 finished.set_result(None)
@@ -87,7 +87,7 @@ def save_named(
 def do_together(
     doing: str, work: Callable[[], object], process_group: Any = None, timeout: timedelta | None = None
 ) -> None:
-    """Work on every rank; returns when all are done, and raises the same error on all if one fails."""
+    """Call `work` on every rank. Returns when all are done; raises the same error on all ranks if one fails."""
 
     def run() -> bytes:
         work()
@@ -103,7 +103,7 @@ def reduce_over(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> bytes:
-    """`step` on every rank, then `combine` on the first, whose result all hear; or its error."""
+    """Call `step` on every rank, then `combine` on the first with all results; all ranks get its result or error."""
     place = find_place(process_group, doing=doing, timeout=timeout)
     try:
         return place.reduce(step, combine)

@@ -1,7 +1,7 @@
-"""A whole checkpoint from the local folders of a run's hosts to its store: each host sends what it has.
+"""Copy a checkpoint from the local folders of a run's hosts to the root: each host sends its files.
 
-The copy is file by file the same, and becomes a checkpoint by its manifest, which comes last, as in a save.  A copy
-that was killed is gone on with: files that are there have arrived whole.
+The files are copied unchanged. The manifest is written last and makes the copy a checkpoint, as in a save. A copy that
+was interrupted is continued: files that exist at the target are complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from terrazzo.errors import CheckpointIOError
 
 
 def copy_checkpoint(source: HostsStore, target: Store) -> None:
-    """Copy the checkpoint of a step; what is at the target is valid until the copy is."""
+    """Copy the checkpoint of a step. A checkpoint at the target is valid until the copy is complete."""
     data, _ = source.get(MANIFEST)
     manifest = decode_manifest(data, source.location)
     files = dict(needed_files(manifest))
@@ -37,7 +37,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
         loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
         host: LocalStore | PeerStore
         for key, holders in source.hosts.holders(sorted(files, key=lambda key: -files[key])).items():
-            host = min(holders, key=loads.__getitem__)  # of those that have it, who has least to do
+            host = min(holders, key=loads.__getitem__)  # the host with the fewest bytes to send
             loads[host] += files[key]
             work[host].append(key)
         with ThreadPoolExecutor(max(len(work), 1), "terrazzo-copy") as pool:
@@ -45,7 +45,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
         there = {entry.key: entry.size for entry in target.list()}
         missing = [key for key, size in files.items() if there.get(key) != size]
         if missing:
-            raise CheckpointIOError(f"{target.location}: {missing[0]} has been copied, but is not there as it was sent")
+            raise CheckpointIOError(f"{target.location}: {missing[0]} was copied, but is missing or has another size")
         target.put(MANIFEST, memoryview(data), only_if=replacing)
     finally:
         lease.release()
@@ -61,7 +61,7 @@ def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> None:
 
 
 def copy_file(source: Store, target: Store, key: str) -> None:
-    """Copy a file, unless it is there."""
+    """Copy a file unless the target has it."""
     with closing(source.open(key)) as file:
         with suppress(FileNotFoundError):
             if target.stat(key).size == file.size:

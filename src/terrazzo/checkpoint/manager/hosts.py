@@ -1,11 +1,11 @@
 """The local folders of all hosts of a run as one store.
 
-Every rank writes to its own host, and each file has a replica on the next one, made before the file counts as written.
-The manifest is on all hosts.  Reads, whatever rank asks, go to its own host if the file is there, else to one that has
-it: so any number of ranks, on other hosts too, can load what is left when a host is lost.
+Every rank writes to its own host. Each file is also sent to the next host (a replica) before it counts as written; the
+manifest is on all hosts. A rank reads a file from its own host if it is there, else from a host that has it. So if a
+host is lost, any number of ranks on any hosts can load the checkpoint.
 
-A disk may come back empty, or with what an older run has left.  So a manifest counts only if all files that it names
-are somewhere; of several, the one that was committed last.
+A host may come back with an empty disk, or with files of an older run. So a manifest is valid only if all files that it
+names exist on some host; of several valid ones, the one that was committed last is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from terrazzo.comm.addresses import own_address
 from terrazzo.errors import CheckpointError, CheckpointManagerError, ConflictError
 
 _MARK: Final = "host-"
-_PATIENCE: Final = 60.0  # seconds without a sign of life of another host
+_PATIENCE: Final = 60.0  # seconds without a message from another host
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Hosts:
     """The local folders of a run.
 
     Attributes:
-        own: of this rank's host.
-        others: of the other hosts, the next one first.
-        replicas: on how many of these each file is as well.
+        own: the folder of this rank's host.
+        others: the folders of the other hosts, the next one first.
+        replicas: the number of other hosts that get a copy of each file.
     """
 
     own: LocalStore
@@ -53,30 +53,30 @@ class Hosts:
     replicas: int
 
     def beneath(self, name: str) -> Hosts:
-        """The same folder in each."""
+        """The subfolder `name` of each."""
         others = tuple(other.beneath(name) for other in self.others)
         return Hosts(self.own.beneath(name), others, self.replicas)
 
     @property
     def all(self) -> tuple[LocalStore | PeerStore, ...]:
-        """This rank's host first."""
+        """All hosts' folders, this rank's host first."""
         return (self.own, *self.others)
 
     def holders(self, keys: Iterable[str]) -> dict[str, list[LocalStore | PeerStore]]:
-        """The hosts that have each of these files."""
+        """The hosts that have each file."""
         there = [(host, {entry.key for entry in host.list()}) for host in self.all]
         return {key: [host for host, names in there if key in names] for key in keys}
 
 
 class HostsStore(Store):
-    """One store of the local folders."""
+    """The local folders of all hosts as one store."""
 
     caps = LocalStore.caps
 
     def __init__(self, hosts: Hosts, folder: str = "", known: dict[str, Entry] | None = None) -> None:
         self.hosts = hosts
         self._folder = folder
-        # By folder, the manifest of this host of which all files were there: hosts do not leave while a run lives.
+        # By folder: this host's manifest, if all its files were found. They stay, as hosts do not leave during a run.
         self._known: dict[str, Entry] = {} if known is None else known
 
     @property
@@ -125,7 +125,7 @@ class HostsStore(Store):
         return entry
 
     def holder(self, key: str) -> LocalStore | PeerStore:
-        """A host that has a file."""
+        """The first host that has a file."""
         found = next((host for host in self.hosts.all if host.exists(key)), None)
         if found is None:
             raise FileNotFoundError(f"no host has {self._folder}/{key}")
@@ -139,7 +139,7 @@ class HostsStore(Store):
         return data, _version_of(data)
 
     def _whole(self) -> tuple[LocalStore | PeerStore, bytearray]:
-        """The manifest that counts, and a host that has it."""
+        """The valid manifest, and a host that has it."""
         found: list[tuple[float, str, LocalStore | PeerStore, bytearray]] = []
         files: set[tuple[str, int]] | None = None
         errors: list[CheckpointError] = []
@@ -161,11 +161,11 @@ class HostsStore(Store):
             return newest[2], newest[3]
         if errors:
             raise errors[0]
-        raise FileNotFoundError(f"no host has a whole checkpoint in {self._folder or self.location}")
+        raise FileNotFoundError(f"no host has a complete checkpoint in {self._folder or self.location}")
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
         if only_if is not None and self._present(key) != only_if:
-            raise ConflictError(f"{self.location}/{key} has been replaced by somebody else since this save began")
+            raise ConflictError(f"{self.location}/{key} was replaced by another save since this one began")
         self.hosts.own.put(key, data)
         for other in self.hosts.others:
             other.put(key, data)
@@ -184,8 +184,8 @@ class HostsStore(Store):
 
     def remove_folder(self, name: str) -> None:
         folder = self.beneath(name)
-        with suppress(CheckpointError):  # of a damaged one nothing is touched
-            if not folder.exists(MANIFEST):  # of one that lost files with a host, the manifest is left
+        with suppress(CheckpointError):  # leave a damaged checkpoint
+            if not folder.exists(MANIFEST):  # the manifest may be left if a host with files was lost
                 folder.delete([MANIFEST])
         for host in self.hosts.all:
             host.remove_folder(name)
@@ -231,7 +231,7 @@ class HostsStore(Store):
 
 
 class _Replicated(Upload):
-    """A file of this host, which is sent to others when it is complete."""
+    """An upload to this host, which sends the complete file to the next hosts."""
 
     def __init__(self, own: Upload, replicate: Callable[[], object]) -> None:
         self._own = own
@@ -267,15 +267,15 @@ def _version_of(data: bytes | bytearray | memoryview) -> Version:
     return Version(xxhash.xxh3_128_hexdigest(data))
 
 
-# ------------------------------------------------------------------ finding each other
+# ------------------------------------------------------------------ connecting the hosts
 
 
 class Connected:
-    """The hosts of a run that have found each other, and this host's server.
+    """The connected hosts of a run, and this host's server.
 
     Attributes:
-        store: the local folders of all of them as one.
-        leads: whether this rank acts for its host.
+        store: the local folders of all hosts as one store.
+        leads: whether this rank is the first one of its host.
     """
 
     def __init__(self, store: HostsStore, server: PeerServer | None, leads: bool) -> None:
@@ -284,7 +284,7 @@ class Connected:
         self._server = server
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the connections and the server."""
         if self._server is not None:
             self._server.close()
         for other in self.store.hosts.others:
@@ -292,7 +292,7 @@ class Connected:
 
 
 class _Home(msgspec.Struct, frozen=True):
-    """A host, by the first of its ranks."""
+    """What the first rank of a host sends to the others."""
 
     rank: int
     address: Address | None = None
@@ -305,12 +305,12 @@ def connect(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Connected:
-    """Find the hosts of a run: ranks that see the same folder are on one.  Collective.
+    """Connect the hosts of a run. Ranks that see the same folder are on the same host. Collective.
 
     Args:
         own: the folder of this rank's host.
-        send_on: carries a file in the folder of a step to where checkpoints are copied.
-        replicas: on how many other hosts each file is as well.
+        send_on: copies a file of a step's folder to the root.
+        replicas: the number of other hosts that get a copy of each file.
     """
     rank = find_place(process_group, alone=True).rank
     name = f"{_MARK}{uuid.uuid4().hex[:12]}"
@@ -329,7 +329,7 @@ def connect(
         home = min(position for position, mark in enumerate(marks) if mark in seen)
         if home != rank:
             return b""
-        own.delete(seen - set(marks))  # of runs that were killed
+        own.delete(seen - set(marks))  # left by runs that were killed
         if any(mark not in seen for mark in marks):
             server = PeerServer(own, own_address(), _PATIENCE, send_on)
         return msgspec.msgpack.encode(_Home(rank, None if server is None else server.address))
@@ -351,5 +351,5 @@ def connect(
     addresses = [each.address for each in (*homes[place + 1 :], *homes[:place])]  # the next one first
     others = tuple(PeerStore(address, _PATIENCE) for address in addresses if address is not None)
     if not 0 <= replicas:
-        raise CheckpointManagerError(f"replicas={replicas}: on how many other hosts each file is as well, 0 or more")
+        raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
     return Connected(HostsStore(Hosts(own, others, replicas)), server, home == rank)

@@ -1,6 +1,6 @@
-"""What follows a save, on the first rank and in the background: copying to the root, and removing what is not kept.
+"""After a save, on the first rank in the background: copy checkpoints to the root, and remove those that are not kept.
 
-Removals wait for nobody but other removals, and copies for nobody but other copies, so the next save waits for neither.
+Removals and copies run on a thread each, so the next save does not wait for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 class Housekeeping:
-    """The work under way."""
+    """The background work of a manager."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -33,7 +33,7 @@ class Housekeeping:
         self._under_way: set[Future[None]] = set()
 
     def after(self, step: int, saving: Future[None]) -> None:
-        """Begin with what follows the save of a step, once it is committed."""
+        """Start the work that follows the save of a step, when the save is committed."""
 
         def follow() -> None:
             failed = saving.exception()
@@ -47,13 +47,13 @@ class Housekeeping:
         self._start(self._janitor, follow)
 
     def finish(self, newest: bool) -> Future[None]:
-        """Begin to copy what is to be copied, and with `newest` the newest in any case; the future has the error."""
+        """Start to copy what the settings ask for, and with `newest` also the newest; the future has the error."""
         return self._start(self._copier, lambda: self.copy(newest))
 
     def idle(self, seconds: float) -> bool:
-        """Whether nothing is under way, or so soon."""
+        """Whether no work is running; waits for at most so many seconds."""
         pending = set(self._under_way)
-        while pending:  # a removal begins a copy
+        while pending:  # a removal may start a copy
             if wait(pending, seconds).not_done:
                 return False
             self._under_way -= pending
@@ -61,7 +61,7 @@ class Housekeeping:
         return True
 
     def close(self) -> None:
-        """Wait for what is under way, and begin nothing more."""
+        """Wait for running work, and start no more."""
         self._janitor.shutdown(wait=True)
         self._copier.shutdown(wait=True)
 
@@ -77,14 +77,14 @@ class Housekeeping:
             LOGGER.warning("%s: checkpoints could not be %s: %s", self._tiers.root.root, what, error)
 
     def remove(self, tier: Tier) -> None:
-        """Remove what is not kept in a tier; of local checkpoints never what is still to be copied."""
+        """Remove checkpoints of a tier that are not kept; local ones only if they are not still to be copied."""
         needed: dict[int, str] = {}
         if tier is self._tiers.local:
             needed = {record.step: UNTIL_COPIED for record in self._tiers.uncopied() if record.uncopied == 0}
         tier.remove(needed)
 
     def copy(self, newest: bool = False) -> None:
-        """Copy local checkpoints to the root, the oldest first; then remove what need not be kept any more."""
+        """Copy local checkpoints to the root, the oldest first; then remove those that are not kept."""
         local = self._tiers.local
         if local is None:
             return
@@ -94,7 +94,7 @@ class Housekeeping:
         for record in due:
             try:
                 self._copy(local, record)
-            except CheckpointExistsError as error:  # somebody reads what would be replaced: the others all the same
+            except CheckpointExistsError as error:  # a reader holds the one to replace: go on with the others
                 failed = error
         if due:
             self.remove(self._tiers.root)
@@ -105,7 +105,7 @@ class Housekeeping:
     def _copy(self, local: Tier, record: Record) -> None:
         target = self._tiers.root.catalog.store_of(record.step)
         if target.exists(MANIFEST) and is_held(target):
-            raise CheckpointExistsError(f"{target.location} would be replaced, but somebody is reading it")
+            raise CheckpointExistsError(f"cannot replace {target.location} while it is being read")
         lease = take_to_read(local.catalog, record.step)
         try:
             source = local.catalog.store_of(record.step)
@@ -113,5 +113,5 @@ class Housekeeping:
             copy_checkpoint(source, target)
         finally:
             lease.release()
-        if self._tiers.root.catalog.read()[-1].step == record.step:  # not one from which the run has gone back
+        if self._tiers.root.catalog.read()[-1].step == record.step:  # `latest` must not name an older one
             name_as_latest(self._tiers.root.root, name_of_step(record.step))

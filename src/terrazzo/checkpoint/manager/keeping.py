@@ -1,7 +1,7 @@
-"""Which checkpoints to keep: small policies that combine by `|`.
+"""Policies for which checkpoints to keep. They combine with `|`.
 
-A policy is asked about all checkpoints of a run together, the oldest first, and says which to keep and why.  Whatever
-it says, the newest is kept.
+A policy gets the records of all checkpoints of a run, the oldest first, and returns which to keep and why. The newest
+is always kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ UNTIL_COPIED = "until copied"
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What makes a checkpoint better than another: a metric's name, or a function of the metrics.
+    """The order of checkpoints from best to worst: by a metric's name, or by a function of the metrics.
 
-    Checkpoints without that metric, or where it is not a number, are never the best.
+    A checkpoint without that metric, or for which it is NaN, is never the best.
 
     >>> Best("accuracy", "max").order([Record(1, 1.0, {"accuracy": 0.5}), Record(2, 2.0, {"accuracy": 0.7})])[0].step
     2
@@ -37,13 +37,13 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise CheckpointManagerError(f"Best: mode is {self.mode!r}, neither 'min' nor 'max'")
+            raise CheckpointManagerError(f"Best: `mode` must be 'min' or 'max', not {self.mode!r}")
 
     def __str__(self) -> str:
         return self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "metric")
 
     def order(self, records: Sequence[Record]) -> list[Record]:
-        """Those that can be compared, the best first; of equal ones, the newest."""
+        """The records that have the metric, the best first; of equal ones the newest first."""
         sign = 1.0 if self.mode == "min" else -1.0
         values = [(self._value(record), record) for record in records]
         found = [(sign * value, -record.saved, record) for value, record in values if not math.isnan(value)]
@@ -56,11 +56,11 @@ class Best:
 
 
 class KeepPolicy(abc.ABC):
-    """Which checkpoints to keep.  One of your own has `keeps`."""
+    """Which checkpoints to keep. A policy of your own overrides `keeps`."""
 
     @abc.abstractmethod
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        """The steps to keep of all that there are, the oldest first; and in a few words, why."""
+        """The steps to keep, of all the records (the oldest first), each with the reason in a few words."""
 
     def __or__(self, other: KeepPolicy) -> KeepAny:
         if not isinstance(other, KeepPolicy):
@@ -69,7 +69,7 @@ class KeepPolicy(abc.ABC):
 
 
 def keep_policies(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
-    """The policies that one is made of."""
+    """The policies that a policy combines."""
     if not isinstance(policy, KeepAny):
         return (policy,)
     return tuple(part for inner in policy.policies for part in keep_policies(inner))
@@ -77,7 +77,7 @@ def keep_policies(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KeepAny(KeepPolicy):
-    """What any of several policies keeps: what `|` makes."""
+    """Keeps what any of several policies keeps: the result of `|`."""
 
     policies: tuple[KeepPolicy, ...]
 
@@ -90,7 +90,7 @@ class KeepAny(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(KeepPolicy):
-    """The newest `count`.
+    """Keeps the newest `count` checkpoints.
 
     >>> KeepLast(1).keeps([Record(1, 1.0), Record(2, 2.0)])
     {2: 'last 1'}
@@ -107,7 +107,7 @@ class KeepLast(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(KeepPolicy):
-    """The best `count`, by a metric; without one, by what the manager was told is best.
+    """Keeps the best `count` checkpoints, by a metric, or else by the manager's `best`.
 
     >>> KeepBest(1, "loss").keeps([Record(1, 1.0, {"loss": 2.5}), Record(2, 2.0, {"loss": 3.5})])
     {1: 'best 1 by loss'}
@@ -122,13 +122,13 @@ class KeepBest(KeepPolicy):
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
         by = Best(self.by) if isinstance(self.by, str) else self.by
         if by is None:
-            raise CheckpointManagerError("KeepBest: by which metric? Name it here, or as the manager's best=")
+            raise CheckpointManagerError("KeepBest needs a metric: pass it here, or to the manager as best=")
         return {record.step: f"best {self.count} by {by}" for record in by.order(records)[: self.count]}
 
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(KeepPolicy):
-    """Each step that is a multiple of `steps`; or the oldest, and each that is `seconds` younger than the one before.
+    """Keeps multiples of `steps`; or the oldest, and each that is `seconds` younger than the last that is kept.
 
     >>> KeepEvery(seconds=10).keeps([Record(1, 0.0), Record(2, 6.0), Record(3, 12.0), Record(4, 18.0)])
     {1: 'every 10 seconds', 3: 'every 10 seconds'}
@@ -155,7 +155,7 @@ class KeepEvery(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepWhen(KeepPolicy):
-    """What a function of a `Record` says.
+    """Keeps the checkpoints for whose `Record` a function returns True.
 
     >>> KeepWhen(lambda record: record.step < 2, "early").keeps([Record(1, 1.0), Record(2, 2.0)])
     {1: 'early'}
@@ -170,10 +170,10 @@ class KeepWhen(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepUntilCopied(KeepPolicy):
-    """What another place does not have yet, for a program of yours that copies; `local=` of the manager needs it not.
+    """Keeps checkpoints until your own program has copied them elsewhere. The manager's `local=` does not need it.
 
     Args:
-        to: the folder, URL or store that gets the copies, of the same names.
+        to: the folder, URL or store of the copies, which have the same names.
     """
 
     to: str | os.PathLike[str] | Store
@@ -184,28 +184,28 @@ class KeepUntilCopied(KeepPolicy):
 
 
 def not_copied(records: Sequence[Record], there: Sequence[Record]) -> list[Record]:
-    """The checkpoints that another place has not, or in an older form."""
+    """The checkpoints of which another place has no copy, or an older one."""
     saved = {record.step: record.saved for record in there}
     return [record for record in records if saved.get(record.step, -math.inf) < record.saved]
 
 
 def _check_count(policy: object, count: int) -> None:
     if count != int(count) or count < 1:
-        raise CheckpointManagerError(f"{type(policy).__name__}({count}): pass how many to keep, one or more")
+        raise CheckpointManagerError(f"{type(policy).__name__}: the number to keep must be 1 or more, not {count}")
 
 
 def settled(policy: KeepPolicy, best: Best | None) -> KeepPolicy:
-    """The policy, in which what is best is settled."""
+    """The policy with `best` filled in where a `KeepBest` has no metric."""
     parts = keep_policies(policy)
     if best is None and any(isinstance(part, KeepBest) and part.by is None for part in parts):
-        raise CheckpointManagerError("KeepBest: by which metric? Name it here, or as the manager's best=")
+        raise CheckpointManagerError("KeepBest needs a metric: pass it here, or to the manager as best=")
     return KeepAny(
         tuple(replace(part, by=best) if isinstance(part, KeepBest) and part.by is None else part for part in parts)
     )
 
 
 def reasons_to_keep(policy: KeepPolicy | None, best: Best | None, records: Sequence[Record]) -> dict[int, list[str]]:
-    """Which of a run's checkpoints are kept, the newest last, and everything that keeps them."""
+    """The steps that are kept, the newest last, with all reasons."""
     reasons: dict[int, list[str]] = {}
     if policy is None:
         reasons = {record.step: ["all"] for record in records}

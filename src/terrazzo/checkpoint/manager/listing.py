@@ -1,4 +1,4 @@
-"""What commands and the viewer say of the folder of a run: its steps, their metrics, and what keeps them."""
+"""The steps of a run's folder, with metrics and reasons to keep them, for commands and the viewer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.errors import CheckpointFormatError
 
 
 def steps_at(path: str) -> list[Record]:
-    """The steps that the folder of a run has, in order; none if it is another folder, or itself a checkpoint."""
+    """The records of a run's folder, in order; none if it is another folder, or a checkpoint."""
     place = Place(path)
     if place.local is not None and not place.local.is_dir():
         return []
@@ -23,7 +23,7 @@ def steps_at(path: str) -> list[Record]:
 
 
 def rows_of(path: str, records: list[Record]) -> list[dict[str, Any]]:
-    """A row for each of these steps."""
+    """A row of a table for each record."""
     place = Place(path)
     reasons, latest = read_reasons(place), latest_of(path)
     return [
@@ -41,7 +41,7 @@ def rows_of(path: str, records: list[Record]) -> list[dict[str, Any]]:
 
 
 def latest_of(path: str) -> str | None:
-    """What `latest` names."""
+    """The name in `latest`, or None."""
     try:
         return next((folder.name for folder in named_by_latest(Place(path))), None)
     except CheckpointFormatError:

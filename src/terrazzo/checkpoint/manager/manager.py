@@ -1,17 +1,17 @@
-"""`CheckpointManager`: saves the steps that a policy wants, keeps the checkpoints that another wants, finds them again.
+"""`CheckpointManager`: policies decide which steps it saves and which checkpoints it keeps; it finds and restores them.
 
 A save, on all ranks:
-    1. the policy is asked; all ranks have the same answer (`saving`)
-    2. ranks agree on the step, and hear whether the save before has failed anywhere
-    3. the checkpoint is saved and committed, in the background
-and then on the first rank alone, still in the background:
-    4. `latest` moves to it
-    5. what is to be copied is copied, and what no policy keeps is removed, unless somebody reads it (`housekeeping`)
+    1. call the policy, whose answer is the same on all ranks (`saving`)
+    2. agree on the step, and on whether the previous save failed on any rank
+    3. save and commit the checkpoint, in the background
+then on the first rank alone, in the background, too:
+    4. write its name to `latest`
+    5. copy checkpoints if necessary, and remove those that no policy keeps and no reader holds (`housekeeping`)
 
-With a local folder there are two places (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
+With a local folder there are two tiers (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
 copied to the root (`copying`).
 
-At every moment the newest whole checkpoint is there, and `latest` names a whole one.
+The newest complete checkpoint is never removed, and `latest` always names a complete one.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ from terrazzo.errors import (
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
-_PATIENCE: Final = 5.0  # seconds after which the first rank, when it is busy, lets the others hear of it
+_PATIENCE: Final = 5.0  # seconds after which the first rank, if it is busy, sends the others a message
 
 
 class CheckpointManager:
-    """The checkpoints of a run, in a folder, behind a URL or in a store: which are made, which are kept.
+    """The checkpoints of a run, in a folder, at a URL or in a store: saves, keeps, finds and restores them.
 
-    All ranks make one with the same arguments, and call its methods together, but for `steps`, `records`,
-    `latest_step`, `best_step` and `hold`.  Step 100 is saved as `global_step100`, and `latest` names the last one, as
-    the engine does it.
+    All ranks construct one with the same arguments, and call its methods together, except `steps`, `records`,
+    `latest_step`, `best_step` and `hold`. Step 100 is saved as `global_step100`, and `latest` names the last one, as
+    the engine does.
 
     Args:
         root: The folder, URL or store.
         save: Which steps to save: a policy, or n for `SaveEvery(n)`; None: each for which `save` is called.
         keep: Which checkpoints to keep: a policy, or n for `KeepLast(n)`; None: all.
-        best: Which is best: a metric whose smallest value is best, or a `Best`.  That one is kept.
+        best: Which checkpoint is best: a metric's name, if its smallest value is best, or a `Best`. It is kept.
         async_op: Save in the background.
-        reuse: Do not write again what has not changed since the last checkpoint: see `base` of `save`.
-        local: A folder of each host, where steps are saved first; `root` gets copies, in the background.
-        copy_every: Of the checkpoints saved locally every so many is copied, and at the end the newest.
-        keep_local: Which local checkpoints to keep, besides those that are still to be copied: as `keep`.
-        replicas: On how many other hosts each local file is as well: that many may be lost.
+        reuse: Do not write tensors again that have not changed since the last checkpoint: see `base` of `save`.
+        local: A local folder of each host, where steps are saved first; they are copied to `root` in the background.
+        copy_every: One of so many local checkpoints is copied; and at the end the newest.
+        keep_local: Which local checkpoints to keep, besides those still to be copied: as `keep`.
+        replicas: To how many other hosts each local file is copied: that many hosts may be lost.
         process_group: The ranks that save together; default: all.
-        timeout: How long a rank waits for the slowest one; default: as long as the process group's collectives do.
+        timeout: How long a rank waits for the others; default: the process group's time limit.
 
     >>> import tempfile, torch
     >>> with CheckpointManager(tempfile.mkdtemp(), save=10, keep=2, best="loss") as manager:
@@ -109,14 +109,14 @@ class CheckpointManager:
         self._reuse = reuse
         self._copy_every = int(copy_every)
         if self._copy_every < 1:
-            raise CheckpointManagerError(f"copy_every={copy_every}: pass one or more; each so many-th is copied")
+            raise CheckpointManagerError(f"copy_every must be 1 or more, not {copy_every}")
         self._group = process_group
         self._timeout = timeout
         self._since = time.monotonic()
-        self._went_back = False  # steps that are there may be saved again
-        self._trains = False  # who only looks or holds copies nothing
+        self._went_back = False  # whether existing steps may be saved again
+        self._trains = False  # a manager that only restores or holds does not copy
         self._records: list[Record] = []
-        self._pending: Future[None] | None = None  # the save under way
+        self._pending: Future[None] | None = None  # the running save
         self._tiers = open_tiers(
             Place(root), local, keep, keep_local, self._best, replicas, process_group=process_group, timeout=timeout
         )
@@ -140,18 +140,18 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
     ) -> bool:
-        """Save a step, if the policy wants it or with `force`; returns whether it does, the same on all ranks.
+        """Save a step if the policy says so or with `force`; returns whether it is saved, the same on all ranks.
 
-        To be called at every step.  In the background, an error comes out of the next call that saves, or of `wait`.
-        The metrics are those of the first rank.  A step that has just been saved is not saved again.  One that is there
-        from another time is replaced by a run that went back, with `restore`; else `CheckpointExistsError`.
+        Call it at every step. An error in the background is raised by the next call that saves, or by `wait`. The first
+        rank's metrics are stored. A step that has just been saved is not saved again. An older checkpoint of the step
+        is replaced if the run has called `restore`; else it is a `CheckpointExistsError`.
 
         Args:
-            step: Its number.
-            state: What to save, as for `terrazzo.checkpoint.save`; or a function that makes it, which is called if the
+            step: The number of the step.
+            state: The state, as for `terrazzo.checkpoint.save`; or a function that returns it, which is called if the
                 step is saved.
-            metrics: Numbers by name, kept with the checkpoint.
-            force: Save it whatever the policy says.
+            metrics: Numbers by name, stored with the checkpoint.
+            force: Save it even if the policy does not.
             planner: As for `terrazzo.checkpoint.save`.
         """
         self._check_open()
@@ -183,7 +183,7 @@ class CheckpointManager:
         return True
 
     def _made(self, state: STATE_DICT_TYPE | Callable[[], STATE_DICT_TYPE], record: Record) -> STATE_DICT_TYPE:
-        """What to save; what could not be made fails the save, on all ranks."""
+        """The state to save. If it cannot be made, the save fails on all ranks."""
         try:
             values = state() if callable(state) else state
             _check_names(values)
@@ -192,11 +192,11 @@ class CheckpointManager:
             return {"state": Unmade(error)}
 
     def _wants(self, step: int) -> bool:
-        """Whether the policy wants the step: the same on all ranks."""
+        """Whether the policy wants to save the step; the same on all ranks."""
         if not self._save_policies:
             return True
         moment = Moment(step, self._last, time.monotonic() - self._since)
-        # Each is asked, whatever the others say: a stop signal expects that.
+        # Call each policy, also if another has answered yes: a stop signal must be checked at every step.
         alike = [policy.wants(moment) for policy in self._save_policies if policy.same_everywhere]
         others = [policy for policy in self._save_policies if not policy.same_everywhere]
         if any(alike) or not others:
@@ -208,7 +208,7 @@ class CheckpointManager:
         return self._reduce(f"asking whether to save step {step}", lambda: b"", ask) == b"yes"
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: object) -> tuple[Record, int | None]:
-        """Agree on a save: what to say of it, and on which checkpoint it builds."""
+        """Agree on a save: its record, and the step of the checkpoint whose files it shares."""
 
         def ready() -> bytes:
             self._join()
@@ -222,17 +222,17 @@ class CheckpointManager:
             if len(set(steps)) > 1:
                 said = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(steps))
                 raise DivergentValueError(
-                    f"ranks save different steps ({said}); call save with the same step everywhere"
+                    f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
             records = [record for record, _ in self._tiers.read()]
             fast = self._tiers.fast
             if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
-                return b""  # it may be being removed, or copied
+                return b""  # the step may be being removed or copied
             if any(record.step == step for record in records):
                 self._check_replacing(step)
             fast.being_saved.add(step)
             now = time.time()
-            if records and now <= records[-1].saved:  # clocks differ, and the newest has to be the newest
+            if records and now <= records[-1].saved:  # clocks differ; the new checkpoint must be the newest
                 now = math.nextafter(records[-1].saved, math.inf)
             copied = 0 if self._tiers.local is None else (records[-1].uncopied if records else 0) + 1
             record = Record(step, now, checked_metrics(metrics), copied % self._copy_every)
@@ -252,22 +252,20 @@ class CheckpointManager:
             store = tier.catalog.store_of(step)
             if not self._went_back:
                 raise CheckpointExistsError(
-                    f"{store.location} is there already, and this run has not restored a checkpoint: restore one first "
-                    f"to go on from it, or use another folder"
+                    f"{store.location} exists, and this run has not restored a checkpoint: call restore first to "
+                    "continue from one, or use another folder"
                 )
             if is_held(store):
-                raise CheckpointExistsError(
-                    f"{store.location} would be replaced, but somebody is reading it; save later"
-                )
+                raise CheckpointExistsError(f"cannot replace {store.location} while it is being read: save later")
 
     def _join(self) -> None:
-        """Wait for the save under way, and raise what went wrong."""
+        """Wait for the running save, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _idle(self) -> bool:
-        """On the first rank: whether nothing follows a save any more; waits less long than the others would."""
+        """On the first rank: whether housekeeping is done. Waits for it, but less long than the other ranks wait."""
         limit, group = self._timeout, self._group
         if limit is None and len(find_place(group, alone=True).ranks) > 1:
             world: Any = dist.group.WORLD
@@ -278,24 +276,24 @@ class CheckpointManager:
     # ------------------------------------------------------------------ finding
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are whole, as all ranks saw them last: at the start, or in `wait` or `reload`."""
+        """The steps of complete checkpoints, as of the start or the last `wait`, `restore` or `reload`."""
         return sorted(record.step for record in self._records)
 
     def records(self) -> list[Record]:
-        """The same, with their times and metrics, the newest last."""
+        """The records of `steps`, with times and metrics, the newest last."""
         return list(self._records)
 
     def latest_step(self) -> int | None:
-        """The newest of `steps`: the one that was saved last."""
+        """The step that was saved last, or None."""
         return self._records[-1].step if self._records else None
 
     def best_step(self) -> int | None:
-        """The best of `steps`."""
+        """The best step, or None."""
         found = in_order_of_merit(self._best, self._records)
         return found[0].step if found else None
 
     def reload(self) -> None:
-        """See what is there now."""
+        """Look again which checkpoints there are."""
         told = self._reduce(f"looking at {self.root}", lambda: b"", lambda _: self._encoded_records())
         self._records = msgspec.msgpack.decode(told, type=list[Record])
 
@@ -309,14 +307,14 @@ class CheckpointManager:
     ) -> int:
         """Load a step, the "latest" or the "best" into a state dict, in place; returns the step.
 
-        The latest is the newest whole one.  What is being read is not removed.  All ranks load the same, or all raise
-        the same error.  An optimizer that has not stepped yet gets the state that it had.  Of a local file that is
-        damaged another host's copy is read, or else the copy of the checkpoint in the root, with a warning.
+        "latest" is the newest complete one. It is not removed while it is read. All ranks load the same checkpoint,
+        or all raise the same error. An optimizer that has not stepped yet gets its saved state. If a local file is
+        damaged, another host's copy is read, or else the checkpoint's copy in the root, with a warning.
 
         Args:
-            step: Which.
-            state: As for `terrazzo.checkpoint.load`; or a function that is given the checkpoint's store, and loads; it
-                is called again with another store where the first one's files are damaged.
+            step: A number, "latest" or "best".
+            state: As for `terrazzo.checkpoint.load`; or a function that loads from the store that it gets. If files of
+                that store are damaged, it is called again with another store.
             planner: As for `terrazzo.checkpoint.load`.
         """
         self._check_open()
@@ -358,10 +356,10 @@ class CheckpointManager:
 
     @contextmanager
     def hold(self, step: Which) -> Iterator[Store]:
-        """Keep a checkpoint from being removed while this process reads it: the store, for `load` and `Checkpoint`.
+        """Keep a checkpoint from being removed while this process reads it; yields its store for `load`, `Checkpoint`.
 
-        For programs of their own too, such as evaluations; one process is enough, and it waits for nobody.  Where there
-        are no locks (object stores) it is renewed for as long as it lasts, and ends by itself if its process dies.
+        Other programs, such as evaluations, can use it, too; it is not collective. In object stores, which have no
+        locks, a thread renews the hold; it expires if the process dies.
 
         >>> import tempfile, torch
         >>> from terrazzo.checkpoint import Checkpoint
@@ -379,11 +377,11 @@ class CheckpointManager:
         finally:
             lease.release()
 
-    # ------------------------------------------------------------------ the end, and all ranks together
+    # ------------------------------------------------------------------ closing, and collective steps
 
     def wait(self) -> None:
-        """Wait until the last save is whole, `latest` names it, what is to be copied is copied, and what is not kept is
-        removed; raise its error.  The others wait for the first rank however long that takes."""
+        """Wait until the last save is complete, `latest` names it, copies are made and checkpoints that are not kept
+        are removed; raise its error. The other ranks wait for the first rank, however long that takes."""
         self._finish(newest=False)
 
     def _finish(self, newest: bool) -> None:
@@ -411,7 +409,7 @@ class CheckpointManager:
         self._settled = self._last
 
     def close(self) -> None:
-        """`wait`, copy the newest local checkpoint, and use the manager no more, but for what it knows of them."""
+        """`wait`, and copy the newest local checkpoint. Afterwards only `steps`, `records` and the like can be used."""
         if self._house is None:
             return
         try:
@@ -432,7 +430,7 @@ class CheckpointManager:
         if kind is None:
             self.close()
             return
-        try:  # the others may never answer; what is under way here ends
+        try:  # not collective, because other ranks may not have failed
             self._join()
         except Exception as failed:
             LOGGER.warning("%s: the last save failed too: %s", self.root, failed)
@@ -441,7 +439,7 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._house is None:
-            raise CheckpointManagerError(f"the manager of {self.root} is closed; make another")
+            raise CheckpointManagerError(f"the manager of {self.root} is closed: construct another one")
 
     @property
     def _is_first(self) -> bool:
@@ -451,7 +449,7 @@ class CheckpointManager:
         do_together(doing, work, self._group, self._timeout)
 
     def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """As `_reduce`, as often as `combine` returns nothing because the first rank is busy."""
+        """Like `_reduce`, repeated while `combine` returns nothing because the first rank is busy."""
         while True:
             told = self._reduce(doing, step, combine)
             if told:
@@ -463,4 +461,4 @@ class CheckpointManager:
 
 def _check_names(state: object) -> None:
     if isinstance(state, Mapping) and VALUE in state:
-        raise CheckpointManagerError(f"the state has a value {VALUE!r}, which is the manager's own: rename it")
+        raise CheckpointManagerError(f"the state has a value {VALUE!r}, a name that the manager uses: rename it")

@@ -1,8 +1,8 @@
-"""Damaged local files are replaced by the copies that other hosts have.
+"""Replace damaged local files by other hosts' copies.
 
-It is looked for damage where reading has failed: every host reads what it has of the checkpoint once and compares it
-with its checksums.  A damaged file of which another host has a whole copy is removed, so that nobody reads, copies or
-builds on it, and fetched anew.
+When reading has failed, every host reads its files of the checkpoint and compares them with their checksums. A damaged
+file of which another host has an intact copy is removed first, so that it is not read, copied or shared, and then
+fetched from there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What damage there is.
+    """The damage that was found.
 
     Attributes:
         mended: whether any file was replaced.
-        lost: by name the damaged or missing files of which no host has a whole copy, and what is wrong with them.
+        lost: the damaged or missing files of which no host has an intact copy: by name, what is wrong.
     """
 
     mended: bool
@@ -39,7 +39,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class _Look(msgspec.Struct, array_like=True, frozen=True):
-    """What a host has of a checkpoint's files, and what is wrong with some of them."""
+    """The intact and the damaged files of a checkpoint on a host."""
 
     whole: list[str]
     damaged: dict[str, str]
@@ -52,19 +52,19 @@ class _Told(msgspec.Struct, array_like=True, frozen=True):
 
 
 def may_be_damage(error: CheckpointException) -> bool:
-    """Whether ranks have failed to read for what damaged files do."""
+    """Whether damaged files may be the cause of an error."""
     return any(isinstance(each, CheckpointCorruptError | OSError | EOFError) for each, _ in error.failures.values())
 
 
 def mend(
     store: HostsStore, leads: bool, doing: str, process_group: Any = None, timeout: timedelta | None = None
 ) -> Found:
-    """Look at all files of a checkpoint, and replace those that are damaged but whole on another host.  Collective.
+    """Verify all files of a checkpoint, and replace damaged ones that are intact on another host. Collective.
 
     Args:
-        store: the checkpoint's.
-        leads: whether this rank acts for its host.
-        doing: what is being done, for errors.
+        store: the checkpoint's store.
+        leads: whether this rank is the first one of its host.
+        doing: what is being done, for error messages.
     """
     mine: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ def mend(
     told = msgspec.msgpack.decode(reduce_over(doing, look, _judged, process_group, timeout), type=_Told)
     replaced = {name: what for name, what in mine.items() if name in told.replaced}
     if told.replaced:
-        # All are gone before the first is fetched, so that whoever has one has a whole one.
+        # All are removed before the first is fetched, so that only intact files can be fetched.
         do_together(doing, partial(store.hosts.own.delete, list(replaced)), process_group, timeout)
         do_together(doing, partial(_fetch, store, replaced), process_group, timeout)
     return Found(bool(told.replaced), told.lost)
@@ -107,10 +107,10 @@ def _judged(parts: list[bytes]) -> bytes:
 def _fetch(store: HostsStore, names: Mapping[str, str]) -> None:
     own = store.hosts.own
     for name, what in names.items():
-        LOGGER.warning("%s; the copy of another host has replaced it", what)
+        LOGGER.warning("%s; it was replaced by another host's copy", what)
         try:
             copy_file(store.holder(name), own, name)
-        except (CheckpointError, OSError) as error:  # it is read from there
+        except (CheckpointError, OSError) as error:  # it will be read from the other host
             LOGGER.warning("%s could not be fetched from the host that has it: %s", _where(own, name), error)
 
 

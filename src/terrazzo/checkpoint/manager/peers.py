@@ -1,11 +1,11 @@
-"""The folder of another host as a store: a server on each host, for the ranks of the same run alone.
+"""The folder of another host as a store: a server on each host, for the ranks of the same run only.
 
-    request:  a frame (operation, folder, arguments, bytes that follow), and those bytes
-    answer:   frames that say `working` as long as the operation takes, then one with its result, and its bytes
+    request:  a frame (operation, folder, arguments, number of bytes that follow), and those bytes
+    answer:   frames with `working` while the operation runs, then a frame with its result, and its bytes
 
-A frame is four bytes of length and MessagePack.  A connection begins with the run's secret, which ranks have told each
-other over the process group.  Folders are those of steps, keys are plain names, so nothing else can be reached.  A side
-that hears nothing for its time limit gives up: `working` is said more often than that.
+A frame is four bytes of length and MessagePack. A connection begins with the run's secret, which ranks exchanged over
+the process group. Only folders of steps and plain file names are accepted, so no other files can be reached. Each side
+closes the connection if it receives nothing within its time limit; `working` is sent more often than that.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.stores import Absent, Entry, MemoryUpload, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
 
-PIECE: Final = 4 << 20  # bytes that are moved at once
+PIECE: Final = 4 << 20  # bytes that are sent at once
 _LONGEST_FRAME: Final = 64 << 20
 _SECRET: Final = 32
-_BREATH: Final = 5.0  # seconds between two signs of life of an operation that takes long
+_BREATH: Final = 5.0  # seconds between two `working` frames
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a host's server is, and what it wants to hear first."""
+    """The address of a host's server, and its secret."""
 
     host: str
     port: int
@@ -55,7 +55,7 @@ class _Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PeerServer:
-    """Serves a folder of this host; `send_on` carries a file of it to where all hosts' checkpoints are copied."""
+    """Serves a folder of this host. `send_on` copies a file of it to the root."""
 
     def __init__(self, store: LocalStore, host: str, timeout: float, send_on: Callable[[str, str], None]) -> None:
         self._store = store
@@ -67,7 +67,7 @@ class PeerServer:
         threading.Thread(target=self._accept, name="terrazzo-peer", daemon=True).start()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Close the server."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -79,7 +79,7 @@ class PeerServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed
+            except OSError:  # the socket was closed
                 return
             threading.Thread(target=self._serve, args=(connection,), name="terrazzo-peer", daemon=True).start()
 
@@ -103,7 +103,7 @@ class PeerServer:
                     _send(connection, answer)
                     if payload:
                         connection.sendall(payload)
-        except (OSError, EOFError, msgspec.MsgspecError):  # the other side has gone, or is none of ours
+        except (OSError, EOFError, msgspec.MsgspecError):  # the other side has ended, or is not a rank of the run
             pass
         finally:
             self._open.discard(connection)
@@ -114,7 +114,7 @@ class PeerServer:
             result = self._done(call, rest)
         except (FileNotFoundError, NotADirectoryError) as error:
             return _Answer("absent", str(error)), b""
-        except Exception as error:  # told to whoever asked
+        except Exception as error:  # sent to the caller
             rest.drain()
             return _Answer("failed", f"{type(error).__name__}: {error}"), b""
         if isinstance(result, bytearray):
@@ -198,7 +198,7 @@ class PeerStore(Store):
         return Entry(*self._call("stat", key))
 
     def get(self, key: str) -> tuple[bytearray, Version]:
-        return self._call("get", key), Version("")  # who replaces it asks the host itself
+        return self._call("get", key), Version("")  # `put` of that host finds the version itself
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
         self._call("put", key, data=[memoryview(data)], follows=len(data))
@@ -208,14 +208,14 @@ class PeerStore(Store):
         return MemoryUpload(size, lambda data: self._call("file", key, data=[data], follows=len(data)))
 
     def send(self, key: str, path: str) -> None:
-        """Have a file of this host there as well."""
+        """Send a file of this host there."""
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             pieces = iter(lambda: memoryview(file.read(PIECE)), memoryview(b""))
             self._call("file", key, data=pieces, follows=size)
 
     def send_on(self, key: str) -> None:
-        """Have that host carry a file to where checkpoints are copied."""
+        """Make that host copy a file to the root."""
         self._call("send_on", key)
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
@@ -241,12 +241,12 @@ class PeerStore(Store):
         return bool(self._call("lease_ended", key, last_sign))
 
     def adopt_from(self, other: str, key: str) -> bool:
-        """Have a file of another folder of that host."""
+        """Take over a file from another folder of that host."""
         return bool(self._call("adopt", other, key))
 
 
 class _Pool:
-    """Connections to one server, each for one call at a time."""
+    """Connections to one server; each carries one call at a time."""
 
     def __init__(self, address: Address, timeout: float) -> None:
         self.address = address
@@ -308,7 +308,7 @@ class _Rest:
             self._connection.settimeout(None)
 
     def drain(self) -> None:
-        """Read what nobody wanted, so that the next call can be heard."""
+        """Read the remaining bytes, so that the next call can be received."""
         for _ in self:
             pass
 
@@ -348,7 +348,7 @@ class _closing:
 
 def _plain(key: Any) -> str:
     if not isinstance(key, str) or "/" in key or not is_plain_name(key):
-        raise ValueError(f"{key!r} is not the name of a file")
+        raise ValueError(f"{key!r} is not a plain file name")
     return key
 
 

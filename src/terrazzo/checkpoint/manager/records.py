@@ -1,7 +1,7 @@
-"""What is known of the checkpoints of a run: their steps, when they were saved, their metrics.
+"""Records of the checkpoints of a run: step, time and metrics.
 
-The checkpoint of step 100 is the folder `global_step100`, and it is one once its manifest is in it.  Time and metrics
-are a value of the checkpoint itself, so they become valid with it, in the same atomic act.
+The checkpoint of step 100 is the folder `global_step100`; it is complete when it has its manifest. Time and metrics are
+a value in the checkpoint itself, so they are committed with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from terrazzo.errors import CheckpointError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
-VALUE: Final = "checkpoint_manager"  # the name, among a checkpoint's values, of what its manager says of it
-KEPT: Final = "kept.json"  # in the folder of a run: why each step is kept, for people
-RUN: Final = "run.id"  # there and in its local folders: which run they are of
+VALUE: Final = "checkpoint_manager"  # the name of the record among a checkpoint's values
+KEPT: Final = "kept.json"  # file in the run's folder with the reasons why each step is kept, for people
+RUN: Final = "run.id"  # file in the run's folder and in its local folders that identifies the run
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -34,10 +34,10 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         step: its step.
-        saved: when it was begun, in seconds since 1970; no two of a run have the same.
-        metrics: what was said of it when it was saved.
-        uncopied: of a run with a local folder, how many were saved there since the last that is to be copied; 0 for
-            one that is.
+        saved: when the save began, in seconds since 1970; different for all checkpoints of a run.
+        metrics: the metrics that were passed to `save`.
+        uncopied: with a local folder, the number of checkpoints saved since the last one to be copied; 0 if this one
+            is to be copied.
     """
 
     step: int
@@ -46,13 +46,13 @@ class Record(msgspec.Struct, frozen=True):
     uncopied: int = 0
 
     def value(self) -> str:
-        """What is stored in the checkpoint: JSON, in which metrics may be NaN."""
+        """The value that is stored in the checkpoint: JSON, in which metrics may be NaN."""
         said = {"saved": self.saved, "metrics": self.metrics}
         return json.dumps({**said, "uncopied": self.uncopied} if self.uncopied else said)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as numbers.
+    """Metrics converted to floats.
 
     >>> checked_metrics({"loss": 1}), checked_metrics(None)
     ({'loss': 1.0}, {})
@@ -60,11 +60,11 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     found = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):
-            raise CheckpointManagerError(f"metrics have names, and {name!r} is none: pass a dict of text to numbers")
+            raise CheckpointManagerError(f"names of metrics must be text, not {name!r}: pass a dict of text to numbers")
         try:
             found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
-            raise CheckpointManagerError(f"the metric {name!r} is no number: {error}; pass a float") from error
+            raise CheckpointManagerError(f"the metric {name!r} must be a number: {error}; pass a float") from error
     return found
 
 
@@ -77,16 +77,16 @@ def checked_step(step: Any) -> int:
     try:
         number = int(step.__index__())
     except (AttributeError, TypeError) as error:
-        raise CheckpointManagerError(f"the step {step!r} is no integer") from error
+        raise CheckpointManagerError(f"the step must be an integer, not {step!r}") from error
     if step_of_name(name_of_step(number)) != number:
-        raise CheckpointManagerError(f"the step {number} is negative or too large: pass one below 10**18")
+        raise CheckpointManagerError(f"the step must be from 0 to 10**18 - 1, not {number}")
     return number
 
 
 class Catalog:
-    """The whole checkpoints of numbered steps in the folder of a run.
+    """The complete checkpoints of numbered steps in a run's folder.
 
-    What was read of a checkpoint is kept as long as its manifest stays the same.
+    Records are cached as long as their manifests do not change.
     """
 
     def __init__(self, root: Place) -> None:
@@ -94,16 +94,16 @@ class Catalog:
         self._known: dict[int, tuple[Entry, Record]] = {}
 
     def store_of(self, step: int) -> Store:
-        """The store of a step's checkpoint, whether it is there or not."""
+        """The store of a step's checkpoint, which need not exist."""
         return (self.root / name_of_step(step)).store
 
     def steps(self) -> list[int]:
-        """The steps of which there is a folder, whether a checkpoint is in it or not."""
+        """The steps that have a folder, complete or not."""
         steps = map(step_of_name, self.root.store.folders())
         return sorted(step for step in steps if step is not None)
 
     def read(self) -> list[Record]:
-        """The whole checkpoints that there are now, the newest last."""
+        """The records of the present complete checkpoints, the newest last."""
         records = [record for step in self.steps() if (record := self._record(step)) is not None]
         return sorted(records, key=lambda record: (record.saved, record.step))
 
@@ -114,10 +114,10 @@ class Catalog:
             known = self._known.get(step)
             if known is None or known[0] != entry:
                 known = self._known[step] = entry, _read_record(store, step)
-        except FileNotFoundError:  # not whole, or removed in this moment
+        except FileNotFoundError:  # not complete, or just removed
             return None
         except CheckpointError as error:
-            LOGGER.warning("%s is left alone, and not used: %s", store.location, error)
+            LOGGER.warning("%s is ignored, because it cannot be read: %s", store.location, error)
             return None
         return known[1]
 
@@ -133,13 +133,11 @@ def _read_record(store: Store, step: int) -> Record:
             raise ValueError(f"it was saved at {record.saved}")
         return record
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise CheckpointManagerError(
-            f"{store.location}: what its manager said of it cannot be read: {error}"
-        ) from error
+        raise CheckpointManagerError(f"{store.location}: the manager's record in it cannot be read: {error}") from error
 
 
 def read_reasons(root: Place) -> dict[int, list[str]]:
-    """Why each step is kept, as the run's manager has last said."""
+    """The reasons why each step is kept, as the run's manager wrote them last."""
     try:
         data, _ = root.store.get(KEPT)
         return msgspec.json.decode(bytes(data), type=dict[int, list[str]])
@@ -148,5 +146,5 @@ def read_reasons(root: Place) -> dict[int, list[str]]:
 
 
 def write_reasons(root: Place, reasons: Mapping[int, list[str]]) -> None:
-    """Say why each step is kept."""
+    """Write the reasons why each step is kept."""
     root.store.put(KEPT, msgspec.json.encode({step: list(why) for step, why in reasons.items()}))

@@ -1,13 +1,13 @@
-"""Readers that hold a checkpoint, and the removal of one that nobody holds.
+"""Hold a checkpoint while it is read, and remove checkpoints that no reader holds.
 
-A reader puts its lease in the checkpoint's folder and then looks whether somebody removes it; who removes it puts its
-own lease there and then looks whether somebody reads.  Of two that come in the same moment at least one sees the other
-and gives way, so nothing is removed that is being read.
+A reader first writes its lease into the checkpoint's folder, then looks for a lease of a removal; a removal writes its
+lease first, then looks for readers. If both happen at the same time, at least one finds the other's lease and gives up,
+so no checkpoint is removed while it is read.
 
-Where there are no locks a lease is judged by its age, so a reader renews its own for as long as it reads.
+In stores without locks a lease expires, so a thread renews a reader's lease.
 
-A removal takes the manifest away first: from then on there is no checkpoint, and what is left of its files is removed
-as what dead saves leave is, now or, if this process dies, by a later one.
+A removal deletes the manifest first. The other files are then like those of a failed save, and are removed now or, if
+this process dies, by a later removal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEASE: Final = ".lease"
 def take_to_read(catalog: Catalog, step: int) -> Lease:
     """Hold a checkpoint until the lease is released."""
     store = catalog.store_of(step)
-    gone = CheckpointNotFoundError(f"there is no whole checkpoint at {store.location}, or it is being removed")
+    gone = CheckpointNotFoundError(f"{store.location} has no complete checkpoint, or it is being removed")
     if not store.exists(MANIFEST):
         raise gone
     lease: Lease = _Renewed(store, _READER)
@@ -51,7 +51,7 @@ def take_to_read(catalog: Catalog, step: int) -> Lease:
 
 @contextmanager
 def removing(store: Store) -> Iterator[bool]:
-    """Whether a checkpoint may be removed, and that nobody begins to read it meanwhile."""
+    """Yields whether a checkpoint may be removed; while the context lasts no reader can begin to hold it."""
     lease = _Renewed(store, _REMOVER)
     try:
         yield not is_held(store)
@@ -60,12 +60,12 @@ def removing(store: Store) -> Iterator[bool]:
 
 
 def is_held(store: Store, kind: str = _READER) -> bool:
-    """Whether somebody reads a checkpoint (or removes it)."""
+    """Whether there is a reader of a checkpoint (or a removal)."""
     return any(not store.lease_ended(entry.key, entry.modified) for entry in _leases(store, kind))
 
 
 def remove(catalog: Catalog, step: int) -> bool:
-    """Remove a checkpoint; False if somebody holds it."""
+    """Remove a checkpoint; returns False if a reader holds it."""
     store = catalog.store_of(step)
     with removing(store) as may:
         if not may:
@@ -78,20 +78,20 @@ def remove(catalog: Catalog, step: int) -> bool:
 
 
 def clear(catalog: Catalog, step: int) -> None:
-    """Remove what saves, readers and removals that have ended have left; and the folder, if no checkpoint is in it."""
+    """Remove files that ended saves, readers and removals have left, and the folder if it has no checkpoint."""
     store = catalog.store_of(step)
     remove_leftovers(store)
     left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
-    left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # copies of files, half made
+    left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
     store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
     if not store.exists(MANIFEST):
         catalog.root.store.remove_folder(name_of_step(step))
 
 
 def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
-    """The same for every other step of a run, and files that were to become `latest` and the like.
+    """`clear` every step of a run except `spared`, and remove temporary files of `latest` and the like.
 
-    The folder of one that is being saved may still be empty.
+    A step that is being saved must be in `spared`, because its folder may still be empty.
     """
     root = catalog.root.store
     files = [
@@ -104,12 +104,12 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
 
 
 class _Renewed(Lease):
-    """A lease that stays young while it is held."""
+    """A lease that a thread renews while it is held."""
 
     def __init__(self, store: Store, kind: str) -> None:
         while True:
             self._key = f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}"
-            with suppress(FileExistsError):  # somebody who looked at it took it for one that has ended
+            with suppress(FileExistsError):  # it was removed as expired: create it again
                 self._lease = store.lease(self._key)
                 break
         self._store = store
@@ -121,12 +121,12 @@ class _Renewed(Lease):
         while not self._over.wait(max(self._store.lease_seconds / 4, _SOONEST)):
             try:
                 self._store.renew_lease(self._key)
-            except OSError as error:  # three more tries are left
+            except OSError as error:  # it expires only after three more failures
                 LOGGER.warning("%s: the lease %s could not be renewed: %s", self._store.location, self._key, error)
 
     def release(self) -> None:
         self._over.set()
-        self._thread.join()  # what it writes now would stay
+        self._thread.join()  # or it could write the lease again
         self._lease.release()
 
 

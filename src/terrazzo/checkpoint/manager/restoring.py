@@ -1,4 +1,4 @@
-"""Loading a step where local files may be damaged: from other hosts' copies of them, or else from the root's copy."""
+"""Load a step whose local files may be damaged: from other hosts' copies, or else from the copy in the root."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from terrazzo.errors import CheckpointError, CheckpointException
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
-_MENDS: Final = 2  # the second, for what can be looked at only when the first has brought an index back
+_MENDS: Final = 2  # twice, because some files can be verified only when a missing index has been replaced
 
 
 @dataclass(frozen=True)
 class Loading:
-    """A checkpoint that all ranks load; its methods are collective.
+    """The load of a checkpoint on all ranks. Its methods are collective.
 
     Attributes:
-        tiers: where it may be.
-        record: which it is.
+        tiers: the tiers in which it may be.
+        record: its record.
         load: loads it from a store, or raises the same `CheckpointException` on all ranks.
     """
 
@@ -40,9 +40,9 @@ class Loading:
     timeout: timedelta | None = None
 
     def load_from(self, tier: Tier, leases: list[Lease]) -> bool:
-        """Load from a tier; returns whether its files are damaged for good, and the root's were loaded.
+        """Load from a tier. Returns whether its files are damaged beyond repair, so that the root's were loaded.
 
-        Leases of what is read besides are added to `leases`.
+        The lease of the root's copy is added to `leases`.
         """
         for number in range(_MENDS + 1):
             try:
@@ -68,7 +68,7 @@ class Loading:
         raise AssertionError("the last attempt returns or raises")
 
     def discard_local(self) -> None:
-        """Remove what is damaged locally, and whole in the root: no save builds on it, and nobody reads it again."""
+        """Remove the damaged local checkpoint, so that no save shares its files and no rank reads it again."""
         local = self.tiers.local
         assert local is not None
 
@@ -77,7 +77,7 @@ class Loading:
                 return
             if not remove(local.catalog, self.record.step):
                 where = local.catalog.store_of(self.record.step).location
-                LOGGER.warning("%s is damaged and stays, for somebody reads it", where)
+                LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
 
         do_together(
             f"removing the damaged step {self.record.step} from {local.root}", discard, self.group, self.timeout
@@ -90,7 +90,7 @@ class Loading:
         return mend(store, self.tiers.leads, doing, self.group, self.timeout)
 
     def _held_in_root(self, leases: list[Lease]) -> bool:
-        """Whether the root has this very checkpoint, not one of another save of the step; if so it is held."""
+        """Whether the root has a copy of this checkpoint, not of another save of the step; if so, hold it."""
 
         def take(_: list[bytes]) -> bytes:
             catalog = self.tiers.root.catalog

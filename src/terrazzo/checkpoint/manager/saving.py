@@ -1,8 +1,8 @@
-"""When to save: small policies that combine by `|`.
+"""Policies for when to save. They combine with `|`.
 
-A policy is asked at every step.  What it may look at decides who is asked: policies of which all ranks give the same
-answer are asked everywhere, all others (clocks, and whatever a user writes) on the first rank, and all ranks hear its
-answer.  So no rank saves alone.
+A policy is called at every step. If its answer is the same on all ranks by itself, it is called on all ranks; else (it
+looks at a clock, or a user wrote it) it is called on the first rank, which sends the answer to the others. So all ranks
+save the same steps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from terrazzo.errors import CheckpointManagerError
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a policy is asked about.
+    """The argument of a policy.
 
     Attributes:
-        step: which may be saved.
-        last_step: that was saved or restored last; None if there is no checkpoint yet.
-        seconds: since the last save began, or since the manager was made.
+        step: the step that may be saved.
+        last_step: the step that was saved or restored last; None if there is no checkpoint yet.
+        seconds: the time since the last save began, or since the manager was constructed.
     """
 
     step: int
@@ -31,16 +31,16 @@ class Moment:
 
 
 class SavePolicy(abc.ABC):
-    """Whether to save.  One of your own has `wants`, and is asked on the first rank."""
+    """Whether to save. A policy of your own overrides `wants`, which is called on the first rank."""
 
     @property
     def same_everywhere(self) -> bool:
-        """Whether all ranks, asked at the same step, give the same answer by themselves."""
+        """Whether all ranks get the same answer at the same step without communication."""
         return False
 
     @abc.abstractmethod
     def wants(self, moment: Moment) -> bool:
-        """Whether to save at this moment."""
+        """Whether to save."""
 
     def __or__(self, other: SavePolicy) -> SaveAny:
         if not isinstance(other, SavePolicy):
@@ -49,7 +49,7 @@ class SavePolicy(abc.ABC):
 
 
 def save_policies(policy: SavePolicy) -> tuple[SavePolicy, ...]:
-    """The policies that one is made of."""
+    """The policies that a policy combines."""
     if not isinstance(policy, SaveAny):
         return (policy,)
     return tuple(part for inner in policy.policies for part in save_policies(inner))
@@ -57,18 +57,18 @@ def save_policies(policy: SavePolicy) -> tuple[SavePolicy, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SaveAny(SavePolicy):
-    """If any of several policies wants it: what `|` makes."""
+    """Saves if any of several policies does: the result of `|`."""
 
     policies: tuple[SavePolicy, ...]
 
     def wants(self, moment: Moment) -> bool:
-        answers = [policy.wants(moment) for policy in self.policies]  # each is asked
+        answers = [policy.wants(moment) for policy in self.policies]  # call each, also after a yes
         return any(answers)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvery(SavePolicy):
-    """Each step that is a multiple of `steps`; or once `seconds` have passed since the last save, for the first rank.
+    """Saves multiples of `steps`; or when `seconds` have passed since the last save, by the first rank's clock.
 
     >>> SaveEvery(100).wants(Moment(200, None, 0.0)), SaveEvery(seconds=60).wants(Moment(200, None, 59.0))
     (True, False)
@@ -92,7 +92,7 @@ class SaveEvery(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveAt(SavePolicy):
-    """Given steps.
+    """Saves the given steps.
 
     >>> SaveAt({10, 1000}).wants(Moment(1000, 10, 0.0))
     True
@@ -113,7 +113,7 @@ class SaveAt(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveFirst(SavePolicy):
-    """The first step of a run that has no checkpoint yet.
+    """Saves the first step of a run that has no checkpoint yet.
 
     >>> SaveFirst().wants(Moment(1, None, 0.0)), SaveFirst().wants(Moment(2, 1, 0.0))
     (True, False)
@@ -128,17 +128,17 @@ class SaveFirst(SavePolicy):
 
 
 class Agreed(Protocol):
-    """Something that gives all ranks the same answer: `terrazzo.launch.StopSignal`."""
+    """A stop signal with the same answer on all ranks: `terrazzo.launch.StopSignal`."""
 
     def agreed(self) -> bool:
-        """Whether the job is to end; every rank asks once in each step."""
+        """Whether the job should end. Every rank must call it once in each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOnStop(SavePolicy):
-    """When the job is told to end, by a signal or a file: `SaveOnStop(StopSignal())`.
+    """Saves when the job should end, because of a signal or a file: `SaveOnStop(StopSignal())`.
 
-    The manager asks the signal then, once in each step: the program looks at `stop.ending`.
+    The manager calls the stop signal once in each step, so the program only looks at `stop.ending`.
     """
 
     stop: Agreed
@@ -152,9 +152,9 @@ class SaveOnStop(SavePolicy):
 
 
 def check_period(policy: object, steps: int | None, seconds: float | None) -> None:
-    """Raise unless either is given, and positive."""
+    """Raise unless exactly one is given, and positive."""
     given = [value for value in (steps, seconds) if value is not None]
     if len(given) != 1 or given[0] <= 0 or (steps is not None and steps != int(steps)):
         raise CheckpointManagerError(
-            f"{type(policy).__name__}(steps={steps}, seconds={seconds}): pass a positive number of steps, or of seconds"
+            f"{type(policy).__name__} needs a positive number of steps or of seconds, not {steps=}, {seconds=}"
         )

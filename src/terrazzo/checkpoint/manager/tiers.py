@@ -1,4 +1,4 @@
-"""The places where the checkpoints of a run are, what is kept in each, and which checkpoint is meant."""
+"""The tiers of a run's checkpoints (local folders and the root), what is kept in each, and the choice of a step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Tier:
 
     Attributes:
         root: the folder.
-        catalog: what is in it.
-        being_saved: the step whose save is under way; when it is added its folder is not there, or nothing is removed.
+        catalog: its checkpoints.
+        being_saved: the step that is being saved, which must not be cleared.
     """
 
     def __init__(self, root: Place, keep: KeepPolicy | None, best: Best | None) -> None:
@@ -42,7 +42,7 @@ class Tier:
         self._removing = threading.Lock()
 
     def remove(self, needed: Mapping[int, str] | None = None) -> None:
-        """Remove what no policy keeps, nobody needs (and why) and nobody reads."""
+        """Remove checkpoints that no policy keeps, that are not `needed` (for a reason) and that no reader holds."""
         with self._removing:
             records = self.catalog.read()
             reasons = reasons_to_keep(self._keep, self._best, records)
@@ -50,9 +50,9 @@ class Tier:
                 reasons.setdefault(step, []).append(why)
             for record in records:
                 if record.step not in reasons and not remove(self.catalog, record.step):
-                    reasons[record.step] = ["somebody reads it"]
+                    reasons[record.step] = ["being read"]
             write_reasons(self.root, reasons)
-            if not self._cleared:  # once: what runs that were killed have left
+            if not self._cleared:  # once: files that killed runs have left
                 self._cleared = True
                 clear_all(self.catalog, self.being_saved)
 
@@ -61,8 +61,8 @@ class Tiers:
     """All places of a run's checkpoints.
 
     Attributes:
-        root: the run's folder or store, for good.
-        local: the folders of its hosts, if it has any.
+        root: the run's folder or store.
+        local: the local folders of its hosts, if it has any.
     """
 
     def __init__(self, root: Tier, local: Tier | None, hosts: Connected | None) -> None:
@@ -71,27 +71,27 @@ class Tiers:
         self._hosts = hosts
 
     def close(self) -> None:
-        """Leave the other hosts."""
+        """Close the connections to the other hosts."""
         if self._hosts is not None:
             self._hosts.close()
 
     @property
     def leads(self) -> bool:
-        """Whether this rank acts for its host."""
+        """Whether this rank is the first one of its host."""
         return self._hosts is not None and self._hosts.leads
 
     @property
     def fast(self) -> Tier:
-        """Where a step is saved."""
+        """The tier in which steps are saved."""
         return self.local or self.root
 
     @property
     def all(self) -> list[Tier]:
-        """The fast one first."""
+        """All tiers, the fast one first."""
         return [self.root] if self.local is None else [self.local, self.root]
 
     def read(self) -> list[tuple[Record, Tier]]:
-        """The whole checkpoints, the newest last; of a step that both have the newer one, or else the local one."""
+        """The complete checkpoints, the newest last. If both tiers have a step: the newer one, or the local one."""
         found: dict[int, tuple[Record, Tier]] = {}
         for tier in self.all:
             for record in tier.catalog.read():
@@ -101,7 +101,7 @@ class Tiers:
         return sorted(found.values(), key=lambda each: (each[0].saved, each[0].step))
 
     def uncopied(self) -> list[Record]:
-        """The local checkpoints that the root has not, or in an older form; the oldest first."""
+        """The local checkpoints of which the root has no copy, or an older one; the oldest first."""
         if self.local is None:
             return []
         return not_copied(self.local.catalog.read(), self.root.catalog.read())
@@ -118,32 +118,32 @@ def open_tiers(
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Tiers:
-    """The places that a manager is told of; collective if it has local folders."""
+    """The tiers for a manager's arguments. Collective if it has local folders."""
     top = Tier(root, _settled(keep, best), best)
     below = _settled(keep_local, best)
     if local is None:
         return Tiers(top, None, None)
     own = local if isinstance(local, LocalStore) else Place(local).store
     if not isinstance(own, LocalStore):
-        raise CheckpointManagerError(f"local={local}: pass a folder of this host")
+        raise CheckpointManagerError(f"local must be a folder of this host, not {local}")
 
     def send_on(folder: str, key: str) -> None:
         copy_file(own.beneath(folder), (root / folder).store, key)
 
     if root.local is not None and root.local.resolve() == own.path.resolve():
-        raise CheckpointManagerError(f"local={local} is the root itself: pass another folder")
+        raise CheckpointManagerError(f"local and root must be different folders, not both {local}")
     _claim(root, own, process_group, timeout)
     hosts = connect(own, send_on, replicas, process_group, timeout)
     return Tiers(top, Tier(Place(hosts.store), below, best), hosts)
 
 
 def _claim(root: Place, own: LocalStore, process_group: Any, timeout: timedelta | None) -> None:
-    """Make sure that a local folder is of this run: what another one has left there is not to be resumed from."""
+    """Raise if a local folder has checkpoints of another run, from which this one must not resume."""
     doing = f"looking at the local folder {own.location}"
 
     def name(_: list[bytes]) -> bytes:
         root.store.prepare()
-        with suppress(ConflictError):  # there is one
+        with suppress(ConflictError):  # it exists
             root.store.put(RUN, uuid.uuid4().hex.encode(), only_if=ABSENT)
         return bytes(root.store.get(RUN)[0])
 
@@ -175,21 +175,21 @@ def _settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | N
 
 
 def in_order_of_merit(best: Best | None, records: list[Record]) -> list[Record]:
-    """The best first."""
+    """The records, the best first."""
     if best is None:
-        raise CheckpointManagerError("which checkpoint is best? Make the manager with best=, a metric's name or a Best")
+        raise CheckpointManagerError("to find the best checkpoint, pass the manager best=: a metric's name or a Best")
     return best.order(records)
 
 
 def choose(which: Which, there: list[tuple[Record, Tier]], best: Best | None, root: str) -> tuple[int, Tier]:
-    """The step that is meant of those that are there, and where it is."""
+    """The step that `which` means, and its tier."""
     records = [record for record, _ in there]
     if which == "latest":
         found = records[-1:]
     elif which == "best":
         found = in_order_of_merit(best, records)[:1]
     elif isinstance(which, str):
-        raise CheckpointManagerError(f"{which!r} is neither a step nor 'latest' nor 'best'")
+        raise CheckpointManagerError(f"expected a step, 'latest' or 'best', not {which!r}")
     else:
         number = checked_step(which)
         found = [record for record in records if record.step == number]

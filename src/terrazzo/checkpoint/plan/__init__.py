@@ -1,1 +1,1 @@
-"""Who saves and reads what: state dicts and tensors seen as chunks, and the default planners."""
+"""Plan saves and loads: state dicts and tensors as chunks, and the default planners."""

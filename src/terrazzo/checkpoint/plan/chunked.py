@@ -1,7 +1,7 @@
-"""A distributed tensor made of nothing but chunks.
+"""A distributed tensor that consists of chunks only.
 
-Checkpoints save and load anything that says which chunks it has (`__create_chunk_list__`), so with this the whole
-engine is that of checkpoints: planning, who writes what, reading in ranges, filling in place.
+Checkpoints save and load anything with `__create_chunk_list__`, so other parts of the library can use this class to
+save and load boxes of tensors: planning, choosing writers, reading in ranges, filling in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from terrazzo.layout.box import Box
 
 
 class ChunkedTensor:
-    """What this rank has of a tensor: boxes, and their elements in memory that is somebody else's, or made for it."""
+    """This rank's boxes of a tensor, and tensors with their elements."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ChunkedTensor:
         return self._size
 
     def to_local(self) -> torch.Tensor:
-        """The data, of the only chunk."""
+        """The data of the only chunk."""
         ((_, data),) = self._chunks.values()
         return data
 
@@ -49,5 +49,5 @@ class ChunkedTensor:
 
     @property
     def chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
-        """The boxes that this rank has, and their elements."""
+        """This rank's boxes, and their elements."""
         return list(self._chunks.values())

@@ -1,4 +1,4 @@
-"""Digests of tensors' values, for asking whether ranks hold the same."""
+"""Digests of tensors' values, to compare the values of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> int:
-    """64 bits that depend on every element.  Only digests made on the same type of device can be compared.
+    """64 bits that depend on every element. Digests can be compared only if made on the same type of device.
 
     >>> digest_of_tensor(torch.arange(6).reshape(2, 3).T) == digest_of_tensor(torch.tensor([[0, 3], [1, 4], [2, 5]]))
     True
@@ -32,7 +32,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> int:
 
 
 def _digest_on_device(tensor: torch.Tensor) -> int:
-    """Without bringing the data to the host: a sum of the bytes, each times a number that depends on its place."""
+    """Without copying the data to the host: a sum of the bytes, each times a number that depends on its position."""
     total = 0
     for box in row_major_windows(tensor.shape, _WINDOW // tensor.dtype.itemsize):
         window = tensor[box.slices()].resolve_conj().resolve_neg().contiguous()

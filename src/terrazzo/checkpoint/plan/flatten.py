@@ -1,8 +1,8 @@
 """Nested state dicts as flat ones, and back.
 
-A flat state dict has one name per value: the path to it, joined with dots (`optim.state.w.exp_avg`), as in
-PyTorch's checkpoints.  Dicts are walked; lists are walked if they hold, at any depth, a tensor or a dict; all
-else is one value.
+A flat state dict has one name per value: the path to it, joined with dots (`optim.state.w.exp_avg`), as in PyTorch's
+checkpoints. Dicts are flattened; lists are if they contain, at any depth, a tensor or a dict; everything else is one
+value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
         if name in flat:
             raise CheckpointError(
                 f"two values of the state dict have the name {name!r}: "
-                f"at {list(paths[name])} and at {list(path)}; rename one"
+                f"at {list(paths[name])} and at {list(path)}: rename one"
             )
         flat[name] = value
         paths[name] = path
@@ -65,10 +65,10 @@ def _is_walked(items: list[Any]) -> bool:
 
 
 def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN_MAPPING:
-    """Paths from which the nested dict can be rebuilt: numbers are places in lists, keys of dicts are text.
+    """Paths from which the nested dict can be rebuilt: numbers are indices of lists, keys of dicts are text.
 
-    A number that is a dict's key (an optimizer's own `state`) becomes text, as in PyTorch's checkpoints; left as it is
-    it could not be told from a place in a list.
+    A number that is a key of a dict (in an optimizer's `state`) becomes text, as in PyTorch's checkpoints, because it
+    would look like an index of a list.
 
     >>> nested = {"state": {0: {"x": 1}}, "groups": [{"lr": 2}]}
     >>> paths_to_store(nested, flatten_state_dict(nested)[1])
@@ -86,7 +86,7 @@ def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN
 
 
 def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> None:
-    """Put `value` at `path`, making dicts and lists on the way where there are none.
+    """Set `value` at `path`, creating missing dicts and lists.
 
     >>> root = {}
     >>> set_element(root, ("a", 1, "b"), 5); root
@@ -123,7 +123,7 @@ def _descend(container: Any, key: Any, default: Any) -> Any:
 
 
 def _contradiction(key: object) -> CheckpointError:
-    return CheckpointError(f"the paths of names contradict each other: {key!r} leads into what cannot have it")
+    return CheckpointError(f"the paths of names contradict each other: {key!r} is not a key of the value before it")
 
 
 def _extend_to(items: list[Any], index: Any) -> None:

@@ -1,6 +1,6 @@
-"""The coordinator's side of planning, where a planner or a storage wants to see the plans of all ranks.
+"""The coordinator's planning, if a planner or a storage needs the plans of all ranks.
 
-Planners with the default global step do not come here: see `ownership`.
+It is not used for planners with the default global step: see `ownership`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from terrazzo.errors import CheckpointError
 
 
 def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePlan]:
-    """The same plans with each item in one of them only: the lowest, or the one that has fewest bytes so far."""
+    """The plans with each item in one plan only: that of the lowest rank, or of the one with fewest bytes so far."""
     holders: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
     for rank, plan in enumerate(plans):
@@ -51,7 +51,7 @@ def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePl
 
 
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
-    """The table of contents of a checkpoint that these plans write."""
+    """The metadata of the checkpoint that these plans write."""
     entries: dict[str, STORAGE_TYPES] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     for rank, plan in enumerate(plans):
@@ -67,18 +67,17 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
                 chunks[name] = []
                 known = entries[name] = TensorStorageMetadata(data.properties, data.size, chunks[name])
             if not isinstance(known, TensorStorageMetadata) or known.size != data.size:
-                raise CheckpointError(f"{name!r} is not the same on rank {rank} and on a rank before it")
+                raise CheckpointError(f"{name!r} differs between rank {rank} and a lower rank")
             if known.properties.dtype != data.properties.dtype:
                 raise CheckpointError(
-                    f"{name!r} is {data.properties.dtype} on rank {rank} "
-                    f"and {known.properties.dtype} on a rank before it"
+                    f"{name!r} is {data.properties.dtype} on rank {rank} and {known.properties.dtype} on a lower rank"
                 )
             chunks[name].append(data.chunk)
     return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))
 
 
 def merged_planner_data(data: Sequence[Any]) -> dict[str, Any] | None:
-    """The paths of all ranks' names; whatever else a subclass has put there is the subclass's to merge."""
+    """The paths of all ranks' names. A subclass that adds other planner data must merge them itself."""
     merged: dict[str, Any] = {}
     for part in data:
         if isinstance(part, dict):
@@ -91,28 +90,28 @@ GlobalStep = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
 
 @dataclass(slots=True)
 class GlobalPlanCache:
-    """What the ranks of one planner object remember of their last global plan.
+    """A cache of the last global plan, on each rank of a planner object.
 
-    A rank whose local plan equals its last one sends an empty plan with `usable=False` instead, provided that the
-    coordinator announced that it remembers the same save (`token`).  Plans are compared as a whole: names, boxes,
-    shapes, dtypes, and whatever the planner added.  If no rank's plan has changed, the global step is skipped.
+    A rank whose local plan equals its last one sends an empty plan with `usable=False` instead, if the coordinator has
+    the same save in its cache (`token`). Plans are compared as a whole: names, boxes, shapes, dtypes, and everything
+    that the planner added. If no rank's plan has changed, the global step is skipped.
     """
 
-    token: str = ""  # which save this rank remembers
+    token: str = ""  # identifies the save in the cache
     local: SavePlan | None = None
-    # On the coordinator only: the local plans of all ranks, and what came of them.
+    # On the coordinator only: the local plans of all ranks, and the result of the global step.
     locals: list[SavePlan] = field(default_factory=list)
     result: tuple[list[SavePlan], Metadata] | None = None
 
     def to_send(self, plan: SavePlan, coordinator_token: str) -> SavePlan:
-        """This rank's plan, or word that it has not changed."""
+        """This rank's plan, or an empty one if it has not changed."""
         if self.token and self.token == coordinator_token and plan == self.local:
             return SavePlan([], usable=False)
         self.local = deepcopy(plan)  # a planner may change the properties in its items later
         return plan
 
     def global_plan(self, received: list[SavePlan], step: GlobalStep) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: the outcome of the global step, from memory if no plan has changed."""
+        """On the coordinator: the result of the global step, from the cache if no plan has changed."""
         if self.result is None or any(plan.usable for plan in received):
             self.locals = [plan if plan.usable else self.locals[rank] for rank, plan in enumerate(received)]
             self.result = step(self.locals)

@@ -1,4 +1,4 @@
-"""What a rank holds and could write, in the library's own form; and what it writes, once it is settled who holds it."""
+"""What a rank holds and could write, in the library's own form; and its part, when all holders are known."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from terrazzo.layout.chunking import chunk_span
 
 
 class Holding(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A chunk of a tensor, or with no form a value as `ObjectBytes`.
+    """A chunk of a tensor; or a value as `ObjectBytes`, if it has no form.
 
-    `holders` are the ranks of the group that hold the same (None: unknown).
+    `holders` are the ranks of the group that hold the same chunk or value (None: unknown).
     """
 
     name: str
@@ -27,10 +27,10 @@ class Holding(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Held:
-    """All that a rank holds, and its side of the agreement on who writes what.
+    """Everything that a rank holds, and its side of the agreement on which rank writes what.
 
-    `ties` are holdings, by their places, that are the same memory as an earlier one, and that one; `paths` those of the
-    names in the nested state dict.
+    `ties` maps the index of a holding to that of an earlier one with the same memory; `paths` maps names to their paths
+    in the nested state dict.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Held:
         return len(self._holdings)
 
     def settled(self, holders: Sequence[tuple[int, ...]]) -> WritePlan:
-        """This rank's part."""
+        """The plan of this rank's part."""
         shares = self.negotiation.shares(holders, split_from=self._split_from, lowest_rank=self._lowest_rank)
         pieces: list[Piece] = []
         for share in shares:
@@ -80,13 +80,13 @@ def _part_of(holding: Holding, share: Share) -> list[Piece]:
 
 
 def split_of(box: Box, index: int, parts: int) -> tuple[int, int, Box] | None:
-    """One of `parts` about equal parts of a box: the dim along which it is cut, where the part begins in it, and the
-    part; None if there are not so many.
+    """One of `parts` parts of a box with about equal size: the dim along which the box is cut, where the part begins in
+    it, and the part; None if there are fewer.
 
     >>> split_of(Box((0, 4), (2, 8)), 1, 4)
     (1, 2, Box(offsets=(0, 6), lengths=(2, 2)))
     """
-    # The first dim that is long enough: the earlier it is, the larger the runs of the part in memory.
+    # The first dim that is long enough, so that the parts are as contiguous as possible.
     dim = next((d for d, length in enumerate(box.lengths) if length >= parts), None)
     if dim is None:
         dim = max(range(box.ndim), key=lambda d: box.lengths[d])

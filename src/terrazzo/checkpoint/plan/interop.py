@@ -1,4 +1,4 @@
-"""Seeing through PyTorch's own `ShardedTensor`, which predates `__create_chunk_list__`."""
+"""The shards of PyTorch's `ShardedTensor`, which has no `__create_chunk_list__`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MODULE = "torch.distributed._shard.sharded_tensor"
 
 
 def is_sharded_tensor_type(kind: type) -> bool:
-    """Whether this is `ShardedTensor`, of which there are no instances before its module has been imported."""
+    """Whether this is `ShardedTensor`, without importing its module: before an import there are no instances."""
     module = sys.modules.get(_MODULE)
     return module is not None and issubclass(kind, module.ShardedTensor)
 
 
 def local_shards(value: Any) -> list[tuple[Box, Any]]:
-    """This rank's shards: where they lie, and their data."""
+    """This rank's shards: their boxes and data."""
     return [
         (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
         for shard in value.local_shards()

@@ -1,8 +1,8 @@
-"""What `load` asks of a checkpoint beyond what the state names.
+"""The planner of `load`, which also loads values that are not in the state dicts of new objects.
 
-A new process has new objects, and what they have not made yet they do not name: an optimizer has no state before its
-first step.  What a checkpoint has of an optimizer is restored all the same; what it has of other objects that these do
-not name is said in a warning.
+A new object's state dict may lack values that it creates later: an optimizer has no state before its first step. The
+saved state of an optimizer is loaded all the same. A warning lists saved values of other objects that their state dicts
+do not have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOLD: Final = 5  # names in a warning
 
 
 class ObjectsPlanner(DefaultLoadPlanner):
-    """Plans the loading of a state whose objects are new."""
+    """Plans the load of a state whose objects may be new."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
@@ -42,15 +42,15 @@ class ObjectsPlanner(DefaultLoadPlanner):
                 _complete(found, _at(state_dict, path), ".".join(path), stored)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         beneath = tuple(".".join(path) + "." for path, _ in self._objects)
-        # Of what each rank has of its own, names end in the rank.
+        # The names of values that each rank has for itself end in the rank.
         left = [name for name in stored if name.startswith(beneath) and name not in self.state_dict and "@" not in name]
         if left:
             names = ", ".join(left[:_TOLD]) + (f" and {len(left) - _TOLD} more" if left[_TOLD:] else "")
-            LOGGER.warning("not restored, because the objects of the state do not name it: %s", names)
+            LOGGER.warning("not loaded, because the state dicts of the objects do not have it: %s", names)
 
 
 def _objects(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Stateful]]:
-    """The stateful objects in a state, and where they are."""
+    """The stateful objects in a state, and their paths."""
     for key, value in state.items():
         here = (*path, str(key))
         if type(value) is dict:
@@ -69,14 +69,14 @@ def _at(state: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 def _complete(
     optimizer: torch.optim.Optimizer, target: dict[str, Any], name: str, stored: Mapping[str, object]
 ) -> None:
-    """Have an optimizer's state name what the checkpoint has of parameters that it has not stepped."""
+    """Add saved state of parameters that the optimizer has not stepped to its state dict."""
     prefix = f"{name}.state."
     there = {each for each in stored if each.startswith(prefix)}
-    if not there or not keyed_by_index(target):  # an optimizer with a form of its own names what it wants
+    if not there or not keyed_by_index(target):  # an optimizer with another form of state dict names all its values
         return
     try:
         whole = complete_state(optimizer, target)["state"]
-    except CheckpointError as error:  # a warning will say what is not restored
+    except CheckpointError as error:  # a warning will list what is not loaded
         LOGGER.warning("%s: %s", name, error)
         return
     for number, entry in whole.items():

@@ -1,16 +1,18 @@
-"""Who writes what: every chunk by one of its holders, bytes balanced, values that ranks share checked to be equal.
+"""Decide which rank writes what: every chunk is written by one of its holders, with balanced bytes.
 
-Each rank has *claims*: chunks that it could write.  For a distributed tensor the layout says which ranks hold
-the same chunk.  A plain tensor or an object says nothing; usually all ranks have the same ones (DDP), but not
-always (pipeline stages).  So each rank tells the coordinator, in one small message, a digest per group of holders:
+Values that several ranks have are checked to be equal.
 
-    all digests of a group agree        each member computes the same assignment by itself
-    some differ                         a second message carries a number per claim of that group, and the
-                                        coordinator answers who holds what
+Each rank has *claims*: chunks that it could write. For a distributed tensor the layout says which ranks hold the same
+chunk. For a plain tensor or an object this is unknown: usually all ranks have it (DDP), but not always (pipeline
+stages). So each rank sends the coordinator a small message with a digest for each group of holders:
 
-The digest of claims without a layout covers their values too: a random state or a position in the data that
-differs between ranks is found before anything is written, and is an error that names it.  For values that commonly
-differ (`Claim.lenient`) the lowest rank's is kept instead, and that is said.
+    all digests of a group are equal    each member computes the same assignment by itself
+    some differ                         a second message has a number for each claim of that group, and the
+                                        coordinator answers which ranks hold what
+
+The digest of claims without a layout includes their values. So a random state or a position in the data that differs
+between ranks is found before anything is written, and is an error that names it. For values that commonly differ
+(`Claim.lenient`), the lowest rank's is saved instead, with a warning.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ _NAMED = 10
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Something this rank could write.
+    """A chunk or a value that this rank could write.
 
-    `identity` is the same on all ranks that could write the same thing.  `holders` are their group ranks, in
-    order, or None where only an exchange can tell; then `content` stands for the value (None: it need not be
-    equal).  With `lowest`, the lowest holder's value is the right one; with `lenient`, it is if they differ.  `tied` is
-    the identity of a claim that is the same memory.
+    `identity` is the same on all ranks that could write it. `holders` are their ranks in the group, in order, or None
+    if they must be found by communication; then `content` is a digest of the value (None: values need not be equal).
+    With `lowest`, the lowest holder's value is saved; with `lenient`, it is if the values differ. `tied` is the
+    identity of another claim with the same memory.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says about one of its groups of claims: which group, how many members, the digests."""
+    """A rank's message about one of its groups of claims: the group, the number of claims, the digests."""
 
     group: int
     members: int
@@ -81,7 +83,7 @@ def _digest(numbers: Iterable[int]) -> int:
 
 
 class Negotiation:
-    """One rank's side of the agreement on holders: its note, and what follows from everybody's notes."""
+    """One rank's side of the agreement on holders: its notes, and its part after the exchange."""
 
     def __init__(self, claims: Sequence[Claim], rank: int, world: int) -> None:
         self.claims = claims
@@ -94,18 +96,18 @@ class Negotiation:
                 self._groups.setdefault(claim.holders, _Group(claim.holders)).claims.append(claim)
 
     def notes(self) -> list[Note]:
-        """What to tell the other ranks."""
+        """The notes to send to the coordinator."""
         return [group.note(self._world) for group in self._groups.values()]
 
     def numbers(self, unsure: Sequence[int]) -> bytes:
-        """For the coordinator: the claims of groups of which not all members say the same."""
+        """For the coordinator: the claims of groups whose members' notes differ."""
         claims = self._claims_of(unsure)
         return np.array([(c.identity, c.content or 0) for c in claims], dtype="<u8").tobytes()
 
     def settled(self, unsure: Sequence[int] = (), answer: bytes = b"") -> list[tuple[int, ...]]:
-        """The holders of each claim, in order of claims; with the coordinator's answer to `numbers`, if it was asked.
+        """The holders of each claim, in order of claims; `answer` is the coordinator's answer to `numbers`, if any.
 
-        Raises `DivergentValueError`, on every rank that holds one, for values that are not equal and have to be.
+        Raises `DivergentValueError`, on every holder, for values that differ but must be equal.
         """
         everyone = tuple(range(self._world))
         self._unsure = unsure
@@ -128,15 +130,12 @@ class Negotiation:
         ]
 
     def shares(self, holders: Sequence[tuple[int, ...]], *, split_from: int, lowest_rank: bool) -> list[Share]:
-        """What this rank writes, once all is `settled`."""
+        """This rank's part, after `settled`."""
         ties = self.ties()
         return assign(self.claims, holders, self.rank, split_from=split_from, lowest_rank=lowest_rank, ties=ties)
 
     def ties(self) -> dict[int, int]:
-        """Claims that are the same memory as another one, and that one; only such as all their holders know of.
-
-        It is known once all is `settled`.
-        """
+        """The claims that share memory with another one on all their holders, and that one; after `settled`."""
         if not any(claim.tied for claim in self.claims):
             return {}
         sure = {holders for holders in self._groups if _group_id(holders) not in self._unsure}
@@ -152,7 +151,7 @@ class Negotiation:
 
 
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Who holds the claims of a rank: for each the number of a set of ranks, and whether their values differ."""
+    """The holders of a rank's claims: for each the number of a set of ranks, and whether their values differ."""
 
     sets: list[tuple[int, ...]]
     numbers: list[int]
@@ -160,7 +159,7 @@ class _Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 def groups_unsure(notes: Sequence[list[Note]]) -> list[int]:
-    """The groups of which not all members sent the same note."""
+    """The groups whose members' notes differ."""
     seen: dict[int, tuple[Note, int]] = {}
     unsure = set()
     for of_rank in notes:

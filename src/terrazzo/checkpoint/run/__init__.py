@@ -1,1 +1,1 @@
-"""Carrying plans out: sessions of ranks that act together, staging, saving in the background."""
+"""Carry out plans: sessions of saves and loads on all ranks, staging, saving in the background."""

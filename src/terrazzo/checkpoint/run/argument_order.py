@@ -1,4 +1,4 @@
-"""The order of arguments that PyTorch had before `checkpoint_id`: the storage came second."""
+"""PyTorch's order of arguments before `checkpoint_id`, in which the storage is the second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 def storage_may_be_second(
     keyword: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Let a function whose second argument would have to be `keyword=` also take it without saying so."""
+    """Allow the keyword-only argument `keyword` of a function to be passed as its second one, with a warning."""
 
     def accept(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @wraps(function)
@@ -22,7 +22,7 @@ def storage_may_be_second(
             if len(args) != 2:
                 return function(*args, **kwargs)
             warnings.warn(
-                f"{function.__name__}(state_dict, {keyword}) is an order of arguments that is no more; say {keyword}=",
+                f"{function.__name__}(state_dict, {keyword}) is deprecated: pass {keyword}= by name",
                 FutureWarning,
                 stacklevel=2,
             )

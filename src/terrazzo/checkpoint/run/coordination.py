@@ -1,12 +1,11 @@
-"""Ranks doing one thing together: each step's result, or every rank's error on every rank.
+"""Steps that all ranks take together: each returns its result on all ranks, or raises all ranks' errors on all ranks.
 
-Everything travels as typed bytes on the control plane, which has a time limit: that of the process group, unless the
-caller says otherwise.  All that ranks tell each other goes through the coordinator, so that the messages are as many as
-the ranks.  A step that fails on some rank, whatever was raised there, fails on all of them with one
-`CheckpointException` that names each rank that failed and why; nobody waits for a rank that has given up, and a rank
-that died, stopped or is late is named too.
+Ranks exchange typed bytes over the control plane, whose time limit is the caller's, or that of the process group. All
+messages go through the coordinator, so that their number is proportional to the number of ranks. If a step raises on
+some rank, it fails on all ranks with one `CheckpointException` that names each rank that failed, and why. No rank waits
+for one that has failed; ranks that died, stopped or are late are named, too.
 
-A rank that was interrupted (`KeyboardInterrupt`, `SystemExit`) raises that itself, after the others were told.
+A rank that is interrupted (`KeyboardInterrupt`, `SystemExit`) raises that, after it has sent a failure to the others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from terrazzo.errors import CheckpointError, CommError
 class _Message(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     failures: list[Failure]
-    discard: bool = True  # whether what has been written is certainly of no use
+    discard: bool = True  # whether the checkpoint is certainly not committed, so that its files can be removed
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -36,7 +35,7 @@ _decode = msgspec.msgpack.Decoder(_Message).decode
 
 
 class StepFailed(Exception):
-    """A step failed on some rank; `error` is what to raise, `discard` whether to remove what has been written."""
+    """Raised if a step failed on some rank: `error` is to be raised, `discard` says whether to remove written files."""
 
     def __init__(self, error: BaseException, discard: bool) -> None:
         self.error = error
@@ -45,7 +44,7 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands among those that save or load together, and what they are doing."""
+    """This process's rank among those that save or load together, and what they do, for messages."""
 
     rank: int
     ranks: tuple[int, ...]  # the global ranks
@@ -66,7 +65,7 @@ class Place:
         combine: Callable[[list[bytes]], bytes],
         discard_if_combine_fails: Callable[[], bool] = lambda: True,
     ) -> bytes:
-        """Run `step` on every rank, `combine` on the coordinator with all results; every rank gets its result."""
+        """Call `step` on every rank, then `combine` on the coordinator with all results; every rank gets its result."""
         own, error = self._run(step)
         with self._heard(error):
             answers, error = self._combined(own, error, lambda parts: [combine(parts)], discard_if_combine_fails)
@@ -76,7 +75,7 @@ class Place:
         return self._received(_decode(data), error)
 
     def reduce_scatter(self, step: Callable[[], bytes], combine: Callable[[list[bytes]], list[bytes]]) -> bytes:
-        """Run `step` on every rank, `combine` on the coordinator with all results; each rank gets its part."""
+        """Call `step` on every rank, then `combine` on the coordinator with all results; each rank gets its part."""
         own, error = self._run(step)
         with self._heard(error):
             answers, error = self._combined(own, error, combine, lambda: True)
@@ -87,7 +86,7 @@ class Place:
         return self._received(_decode(data), error)
 
     def together(self, step: Callable[[], object]) -> None:
-        """Run `step` on every rank, and return when all are done."""
+        """Call `step` on every rank, and return when all are done."""
 
         def run() -> bytes:
             step()
@@ -97,7 +96,7 @@ class Place:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What goes wrong inside, between the steps, is told to the others, who would wait for this rank."""
+        """Send errors that are raised inside, between the steps, to the other ranks, which would wait for this one."""
         try:
             yield
         except StepFailed:
@@ -112,7 +111,7 @@ class Place:
     # -------------------------------------------------------------- one step
 
     def _run(self, step: Callable[[], bytes]) -> tuple[_Message, BaseException | None]:
-        """What a step gave on this rank; or that it failed, with interrupts, since the others wait for this rank."""
+        """A step's result on this rank, or its failure; also of interrupts, because other ranks wait for this one."""
         try:
             return _Message(step(), []), None
         except BaseException as error:  # noqa: B036  # `_received` raises it again
@@ -125,7 +124,7 @@ class Place:
         combine: Callable[[list[bytes]], list[bytes]],
         discard_if_combine_fails: Callable[[], bool],
     ) -> tuple[list[_Message], BaseException | None]:
-        """On the coordinator: a message for each rank (or one for all); on the others none.  And this rank's error."""
+        """On the coordinator a message for each rank (or one for all), on the others none; and this rank's error."""
         messages = [own]
         if self.plane is not None:
             gathered = self.plane.gather(_encode(own), 0)
@@ -150,7 +149,7 @@ class Place:
 
     @contextmanager
     def _heard(self, own: BaseException | None) -> Iterator[None]:
-        """Errors of the communication itself, as failures of the ranks that are to blame."""
+        """Turn errors of the communication into failures of the ranks that caused them."""
         try:
             yield
         except CommError as error:
@@ -173,17 +172,19 @@ def find_place(
     alone: bool = False,
     timeout: timedelta | None = None,
 ) -> Place:
-    """This process's place in a process group (the default one, or none at all).
+    """This process's place in a process group: the given one, the default one, or a group of its own without any.
 
-    With `alone` it will not talk to the others, and this call does not either.  Otherwise the first call for a group
-    is collective, and so is the first after connections broke.  Raises the `CheckpointException` for what went wrong.
+    With `alone` it will not communicate. Otherwise the first call for a group is collective, and so is the first call
+    after connections broke. Raises a `CheckpointException`.
     """
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Place(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None, doing)
     group = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0:
-        raise CheckpointError(f"rank {dist.get_rank()} is not in the process group it was told to save or load with")
+        raise CheckpointError(
+            f"rank {dist.get_rank()} is not in the process group: call save or load on the ranks of the group only"
+        )
     ranks = tuple(dist.get_process_group_ranks(group))
     place = Place(rank, ranks, None, doing)
     if len(ranks) == 1 or alone:
@@ -192,7 +193,7 @@ def find_place(
 
 
 def with_plane(place: Place, connect: Callable[[], ControlPlane]) -> Place:
-    """The place with the plane that `connect` makes; its failure is told as any other."""
+    """The place with the control plane from `connect`, whose failure is raised like that of a step."""
     try:
         with place._heard(None):
             return replace(place, plane=connect())

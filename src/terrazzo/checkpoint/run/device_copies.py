@@ -1,7 +1,7 @@
-"""Copies from accelerators to host memory, beside what training has queued.
+"""Copies from accelerators to host memory, while training goes on.
 
-Each device's copies run on a stream of their own, which begins when the stream that is current has done what is queued
-on it, and the host waits for an event on that stream alone: never for all that the device does.
+Each device's copies run on a stream of their own, after the work that is queued on the current stream. The host waits
+for an event on that stream, not for the whole device.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 
 
 class Accelerator(Protocol):
-    """What copies need of an accelerator; tests have a double of it."""
+    """The functions of an accelerator that copies need; tests replace it."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory that devices copy to by themselves."""
+        """Allocate pinned host memory."""
         ...
 
     def beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """What is queued inside runs after what is queued now, on a stream of its own."""
+        """While the context lasts, work is queued on a separate stream, after the work that is queued now."""
         ...
 
     def wait(self, device: torch.device) -> None:
-        """Return when what was queued `beside` is done."""
+        """Wait until the work queued in `beside` is done."""
         ...
 
 
 class ThisAccelerator:
-    """The one that PyTorch has."""
+    """PyTorch's present accelerator."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -55,7 +55,7 @@ class ThisAccelerator:
 def copy_from_devices(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], accelerator: Accelerator
 ) -> None:
-    """Copy each source to its target in host memory; complete when this returns, also if a copy cannot be queued."""
+    """Copy each source to its target in host memory, and wait; queued copies are waited for also if one fails."""
     by_device: dict[torch.device, list[int]] = {}
     for number, source in enumerate(sources):
         by_device.setdefault(source.device, []).append(number)
@@ -68,7 +68,7 @@ def copy_from_devices(
             with accelerator.beside(device):
                 for number in numbers:
                     targets[number].copy_(sources[number], non_blocking=True)
-        for number in by_device.get(torch.device("cpu"), []):  # while the devices copy
+        for number in by_device.get(torch.device("cpu"), []):  # meanwhile the devices copy
             targets[number].copy_(sources[number])
     finally:
         for device in queued:

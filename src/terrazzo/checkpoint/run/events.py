@@ -1,4 +1,4 @@
-"""Structured log events: what a checkpoint operation did, how long it took, how many bytes it moved.
+"""Structured log events of checkpoint operations: duration, bytes and details.
 
 Every event is an INFO record (ERROR when the operation failed) of the logger `terrazzo.checkpoint`, with the
 `Event` as its attribute `event`:
@@ -51,7 +51,7 @@ class Event:
 
 @contextmanager
 def operation(what: str, checkpoint_id: str | os.PathLike[str] | None, rank: int = 0) -> Iterator[Event]:
-    """Time what happens inside and log it at the end; the caller may fill in `bytes` and `details`."""
+    """Measure the time of the context and log an event at its end; the caller may set `bytes` and `details`."""
     event = Event(what, None if checkpoint_id is None else os.fspath(checkpoint_id), rank)
     start = time.perf_counter()
     try:

@@ -1,7 +1,7 @@
-"""A rank's failure, as it is told to the others, and the exception that all ranks raise for it.
+"""A rank's failure, as it is sent to the others, and the exception that all ranks raise for it.
 
-What travels is text: the type's name, the message, and where it happened.  On the rank itself the exception is the
-`__cause__` of the one that all raise.
+The other ranks get text: the type's name, the message and the traceback. On the rank itself, the original exception is
+the `__cause__` of the one that all ranks raise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from terrazzo.errors import CheckpointError, CheckpointException, CommError, Ter
 _LONGEST: Final = 4000  # characters of a message
 _DEEPEST: Final = 20  # frames, the innermost
 _MOST_NAMES: Final = 50
-# Attributes of our exceptions that travel with them.
+# Attributes of our exceptions that are sent, too.
 _NAMES: Final = ("missing", "mismatched")
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """What went wrong on one rank."""
+    """An exception of one rank, as data."""
 
     rank: int  # global
     kind: str  # the name of the exception's class
@@ -35,18 +35,18 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     names: dict[str, list[str]] = {}
 
     def exception(self) -> BaseException:
-        """An exception like the one that was raised: of the same type, if that is ours or Python's own."""
+        """An exception like the one that was raised: of the same type, if it is ours or a builtin one."""
         known = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
         if isinstance(known, type) and issubclass(known, BaseException):
             try:
                 return known(self.message)
             except TypeError:
-                pass  # one that takes more than a message
+                pass  # its constructor needs more than a message
         return CheckpointError(f"{self.kind}: {self.message}")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What to tell the other ranks about an exception of this rank."""
+    """An exception of this rank, for the other ranks."""
     message = str(error) or repr(error)
     if len(message) > _LONGEST:
         message = message[:_LONGEST] + " ..."
@@ -57,15 +57,15 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         if isinstance(value := getattr(error, name, None), tuple) and all(isinstance(item, str) for item in value)
     }
     kind = type(error).__name__
-    if isinstance(error, CheckpointException):  # of a save or load inside: what all its failures are
+    if isinstance(error, CheckpointException):  # of a save or load inside this step: the type of its failures
         kind = getattr(error, "_told", ("",))[0] or "CheckpointException"
     return Failure(rank, kind, message, [(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames], names)
 
 
 def failures_of(error: CommError, ranks: Iterable[int]) -> list[Failure]:
-    """The failures of the ranks that an operation among `ranks` failed for."""
-    reports = {rank: error.reports.get(rank, "gave no word") for rank in (*error.missing, *error.reports)}
-    if not reports:  # nobody knows who began
+    """The failures of ranks that made a communication among `ranks` fail."""
+    reports = {rank: error.reports.get(rank, "did not answer") for rank in (*error.missing, *error.reports)}
+    if not reports:  # it is not known which rank failed first
         reports = dict.fromkeys(ranks, "lost its connections")
     return [Failure(rank, type(error).__name__, report) for rank, report in sorted(reports.items())]
 
@@ -73,7 +73,7 @@ def failures_of(error: CommError, ranks: Iterable[int]) -> list[Failure]:
 def exception_of(
     failures: list[Failure], doing: str, cause: BaseException | None, why: str = ""
 ) -> CheckpointException:
-    """The exception that all ranks raise, from this rank's own one if it has one."""
+    """The exception that all ranks raise, with this rank's own exception as its cause."""
     ranks = sorted({failure.rank for failure in failures})
     lines = [f"rank {failure.rank}: {failure.kind}: {failure.message}" for failure in failures]
     count = f"{len(ranks)} rank" + ("s" if len(ranks) != 1 else "")
@@ -90,7 +90,7 @@ def _made(kind: str, text: str, failures: list[Failure], cause: BaseException | 
     error = _class_of(kind, getattr(theirs, "CheckpointException", None))(text, told)
     for name in _NAMES:
         names = dict.fromkeys(item for failure in failures for item in failure.names.get(name, ()))
-        names |= dict.fromkeys(getattr(cause, name, ()))  # here they are all known
+        names |= dict.fromkeys(getattr(cause, name, ()))  # this rank has all of its own names, not only the first ones
         if names:
             setattr(error, name, tuple(names))
     if isinstance(error, CommError):
@@ -103,12 +103,12 @@ def _made(kind: str, text: str, failures: list[Failure], cause: BaseException | 
 
 @functools.cache
 def _class_of(kind: str, theirs: Any) -> type[CheckpointException]:
-    """`CheckpointException` that is also of the type that all failures are of, and of PyTorch's of this name."""
+    """A `CheckpointException` that is also a subclass of the failures' common type and of PyTorch's exception."""
     known = getattr(errors, kind, None)
     more = []
     if isinstance(known, type) and issubclass(known, TerrazzoError) and not issubclass(CheckpointException, known):
         more.append(known)
-    if theirs is not None and not issubclass(CheckpointException, theirs):  # under install() it is ours
+    if theirs is not None and not issubclass(CheckpointException, theirs):  # after install(), theirs is ours
         more.append(theirs)
     body = {
         "__module__": CheckpointException.__module__,

@@ -1,10 +1,10 @@
 """One load on one rank.
 
-The usual load talks to nobody: the rank reads the table of contents, plans what it needs and reads it.  A caller
-that asks for it, a planner with a global step, or somebody else's storage bring the ranks together; then an error of
-one rank is the same `CheckpointException` on all of them, and `load` returns on none before it has been carried out on
-all.  Of the native format the coordinator then reads the root and gives it to all, so that all load the same
-checkpoint, whoever replaces it.
+Usually a load does not communicate: the rank reads the metadata, plans what it needs and reads it. If the caller asks
+for it, or if the planner has a global step or the storage is not terrazzo's, the load is collective: an error of one
+rank is raised as the same `CheckpointException` on all ranks, and `load` returns when all ranks are done. With
+terrazzo's format the coordinator then reads the root for all ranks, so that all load the same checkpoint, even if it is
+replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class LoadSession:
 
     @property
     def together(self) -> bool:
-        """Whether ranks wait for each other."""
+        """Whether the load is collective."""
         return self.wanted_together or self.once_per_node or not self._plans_alone
 
     @property
     def _side(self) -> LoadPlannerSide:
-        """How the planner takes part."""
+        """The planner, as the load uses it."""
         if self._planner_side is None:
             self._planner_side = load_side_of(self.planner)
         return self._planner_side
 
     @property
     def _storage(self) -> LoadSide:
-        """How the reader takes part."""
+        """The reader, as the load uses it."""
         if self._reader_side is None:
             self._reader_side = side_of(self.reader)
         return self._reader_side
@@ -72,7 +72,7 @@ class LoadSession:
     def run(
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
     ) -> None:
-        """Load into what `state_dict()` returns, in place, and hand it to `give_back`."""
+        """Load into the result of `state_dict()`, in place, and pass it to `give_back`."""
         with operation("load", self.checkpoint_id, self.place.global_rank) as event:
             try:
                 self._run(state_dict, give_back)
@@ -95,7 +95,7 @@ class LoadSession:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors as the exception that ranks raise together, which says on which rank and of which checkpoint."""
+        """Turn errors into a `CheckpointException`, which names the rank and the checkpoint."""
         try:
             yield
         except Exception as error:
@@ -113,19 +113,19 @@ class LoadSession:
         self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
 
     def _items(self) -> LoadPlan:
-        """What this rank reads, as PyTorch's items."""
+        """This rank's plan as PyTorch's items."""
         with paused_collector():
             return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
     def _own_plan(self) -> ReadPlan | None:
-        """What this rank reads, in the library's own form; None if planner or reader want PyTorch's."""
+        """This rank's plan in the library's own form; None if planner or reader need PyTorch's items."""
         if not self._storage.takes_read_plans:
             return None
         with paused_collector():
             return self._side.read_plan()
 
     def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
-        """Plan and read, without word from any other rank."""
+        """Plan and read, without communication."""
         self._set_up(state_dict, root)
         own = self._own_plan()
         if own is None:
@@ -161,7 +161,7 @@ class LoadSession:
             plans = self.planner.create_global_plan([messages.decode(part, LoadPlan) for part in parts])
             return [messages.encode(part) for part in self.reader.prepare_global_plan(plans)]
 
-        # Nothing is handed to objects of the caller before every rank has read.
+        # The caller's objects get their states only when every rank has read.
         if alone and all(nodes) and self.place.plane is not None:
             values = self._read_once_per_node(nodes, name, state_dict, root, self.place.plane.timeout)
         elif alone:
@@ -179,7 +179,7 @@ class LoadSession:
         root: bytes | None,
         timeout: timedelta,
     ) -> STATE_DICT_TYPE:
-        """Read what several ranks of a node want once there; all ranks hear of errors after each step."""
+        """Read what several ranks of a node need once, and send it to them; errors are exchanged after each step."""
         values: STATE_DICT_TYPE = {}
         own: ReadPlan | None = None
         node: Node | None = None
@@ -199,7 +199,7 @@ class LoadSession:
 
         def read() -> None:
             assert node is not None
-            if own is None:  # what such a planner hands out need not be what the state dict has in the end
+            if own is None:  # a custom planner's tensors need not be those of the state dict
                 self._read_items(self._items())
             else:
                 self._storage.read(node.own_part(own, passed), self._side)
@@ -218,8 +218,8 @@ class LoadSession:
         return values
 
     def _agree(self) -> tuple[bool, bytes | None, list[str], str]:
-        """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; each
-        rank's node, if it wants things to be read once there; and a name that no other load has."""
+        """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; the name
+        of each rank's node, for `once_per_node`; and a name that is unique to this load."""
 
         def step() -> bytes:
             node = node_name() if self.once_per_node else ""

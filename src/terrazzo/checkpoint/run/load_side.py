@@ -1,7 +1,7 @@
-"""What a load asks of a storage reader beyond PyTorch's interface: the one protocol between sessions and readers.
+"""The interface between a load and a storage reader, beyond PyTorch's interface.
 
-A reader that has a `load_side()` takes part as what that returns.  Any other one, also one built on PyTorch's classes,
-takes part as a `PlainSide`.
+A reader may have a `load_side()`, which returns an object with this interface. For other readers, including those built
+on PyTorch's classes, `PlainSide` is used.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from terrazzo.errors import CheckpointError
 
 
 class LoadSide(Protocol):
-    """A reader as a load sees it."""
+    """A reader, as a load uses it."""
 
     @property
     def plans_alone(self) -> bool:
-        """Whether ranks need not send their plans to the coordinator for this reader's sake."""
+        """Whether this reader does not need the global step."""
         ...
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes have been read, as far as that is known."""
+        """The number of bytes read, if it is known."""
         ...
 
     @property
     def takes_roots(self) -> bool:
-        """Whether one rank can read the checkpoint's root for all of them."""
+        """Whether one rank can read the checkpoint's root for all ranks."""
         ...
 
     def root(self) -> bytes:
-        """The root of the checkpoint that is there now; asked only if it `takes_roots`."""
+        """The root of the present checkpoint; called only if the reader `takes_roots`."""
         ...
 
     def use_root(self, data: bytes) -> Metadata:
-        """The metadata of the checkpoint of this root, which is then read, and no later one."""
+        """The metadata of the checkpoint with this root; `read` then reads this checkpoint, not a later one."""
         ...
 
     @property
@@ -46,12 +46,12 @@ class LoadSide(Protocol):
         ...
 
     def read(self, plan: ReadPlan, receiver: Receiver) -> None:
-        """Carry out a plan; asked only if it `takes_read_plans`."""
+        """Carry out a plan; called only if the reader `takes_read_plans`."""
         ...
 
 
 class PlainSide:
-    """Any reader that knows PyTorch's interface only; it may say `plans_alone`, and count `bytes_read`."""
+    """A reader with PyTorch's interface only; it may have `plans_alone` and `bytes_read`."""
 
     takes_roots = False
     takes_read_plans = False
@@ -78,7 +78,7 @@ class PlainSide:
 
 
 def side_of(reader: StorageReader) -> LoadSide:
-    """How a reader takes part in a load."""
+    """The interface of a reader for a load."""
     own: Any = getattr(reader, "load_side", None)
     side: LoadSide = PlainSide(reader) if own is None else own()
     return side

@@ -1,4 +1,4 @@
-"""From a checkpoint id to a reader or writer: what lies there, or can be made there."""
+"""Find the reader or writer for a checkpoint id."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def find_writer(
     checkpoint_id: str | os.PathLike[str] | None,
     store: Store | None = None,
 ) -> StorageWriter:
-    """The writer to use, told that a new checkpoint begins."""
+    """The writer to use, reset for a new checkpoint."""
     if store is not None:
         if writer is not None:
             raise CheckpointError("pass store or storage_writer, not both")
         writer = NativeWriter(store)
     if writer is None:
         if checkpoint_id is None:
-            raise CheckpointError("nothing says where to save: pass checkpoint_id or storage_writer")
+            raise CheckpointError("save needs a place: pass checkpoint_id, store or storage_writer")
         if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
             raise CheckpointError(
-                f"{os.fspath(checkpoint_id)!r} is not a folder and cannot become one; for other places "
+                f"{os.fspath(checkpoint_id)!r} is not a folder, and a folder cannot be created there; for other places "
                 f"pass a URL, store or storage_writer"
             )
         writer = FileSystemWriter(checkpoint_id)
@@ -39,16 +39,16 @@ def find_writer(
 def find_reader(
     reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
 ) -> StorageReader:
-    """The reader to use, told that a checkpoint is about to be read; without one given, what lies there decides."""
+    """The reader to use, reset for a load. Without a given reader, the format of the checkpoint decides."""
     if store is not None:
         if reader is not None:
             raise CheckpointError("pass store or storage_reader, not both")
         reader = reader_for(store)
     elif reader is None:
         if checkpoint_id is None:
-            raise CheckpointError("nothing says where to load from: pass checkpoint_id or storage_reader")
+            raise CheckpointError("load needs a place: pass checkpoint_id, store or storage_reader")
         reader = reader_for(checkpoint_id)
-        checkpoint_id = None  # it knows, and `latest` may have led it elsewhere
+        checkpoint_id = None  # the reader has it, and may have followed `latest`
     else:
         reader = usable_reader(reader)
     reader.reset(checkpoint_id)
@@ -56,7 +56,7 @@ def find_reader(
 
 
 def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> StorageReader:
-    """A reader of the checkpoint that lies at a path or a URL or in a store, of whatever format."""
+    """A reader of the checkpoint at a path, a URL or in a store, of any format."""
     from terrazzo.checkpoint.formats.registry import located  # formats are loaded when a checkpoint is read
 
     format, place = located(checkpoint_id)
@@ -64,7 +64,7 @@ def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> Storage
 
 
 def usable_reader(reader: Any) -> Any:
-    """A reader that may have been built on PyTorch's classes; anything else as it is."""
+    """The reader, adapted if it is built on PyTorch's classes."""
     return _torch_storage().ours_or_wrapped_reader(reader)
 
 

@@ -1,9 +1,8 @@
-"""Plans, metadata and results on their way from rank to rank, as typed data and never as code.
+"""Encode plans, metadata and results that ranks send to each other: as typed data, never as code.
 
-Planners and storages put what they like into plans.  What can travel: plain values, as `objects` writes them, and
-dataclasses, named tuples and enums made of such.  A class travels as its name.  The receiver looks it up among the
-modules that it has imported itself, and fills in the fields: nothing is imported for a message, and no function that
-a message names is called.
+Planners and storages may put anything into plans. These can be sent: plain values, as `objects` writes them, and
+dataclasses, named tuples and enums of plain values. A class is sent as its name. The receiver looks the name up in the
+modules that it has imported, and sets the fields. It imports nothing and calls no function that a message names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Kind = TypeVar("Kind")
 
 _MAX_DEPTH: Final = 100
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
-# Everything else is a list that begins with one of these.
+# Other values are lists that begin with one of these.
 _LIST, _TUPLE, _DICT, _SIZE, _FIELDS, _NAMED, _ENUM, _TORCH, _PATH, _VALUE = range(10)
 _TORCH_NAMES: Final = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.layout | torch.memory_format)
@@ -45,7 +44,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[Kind]) -> Kind:
-    """The value that `encode` wrote, which has to be a `kind`."""
+    """The value that `encode` wrote, which must be a `kind`."""
     try:
         names, body = msgspec.msgpack.decode(data, type=tuple[list[tuple[str, str]], Any])
         value = _unpack(body, [_class_called(*name) for name in names])
@@ -61,7 +60,7 @@ def _pack(value: Any, classes: dict[type, int], depth: int) -> Any:
     if kind in _PLAIN or (kind is int and -(2**63) <= value < 2**64):
         return value
     if depth > _MAX_DEPTH:
-        raise UnsupportedValueError(f"a plan is nested deeper than {_MAX_DEPTH} levels, or contains itself")
+        raise UnsupportedValueError(f"a plan must not contain itself, or be nested deeper than {_MAX_DEPTH} levels")
     if kind is torch.Size:
         return [_SIZE, *value]
     if kind is list or kind is tuple:
@@ -83,8 +82,8 @@ def _pack(value: Any, classes: dict[type, int], depth: int) -> Any:
         return [_VALUE, objects.encode(value)]
     except UnsupportedValueError as error:
         raise UnsupportedValueError(
-            f"a plan, metadata or a result holds a {kind.__module__}.{kind.__qualname__}, which cannot be sent to "
-            f"other ranks; use dataclasses, named tuples, enums and plain values"
+            f"a plan, metadata or a result has a {kind.__module__}.{kind.__qualname__}, which cannot be sent to other "
+            f"ranks: use dataclasses, named tuples, enums and plain values"
         ) from error
 
 
@@ -114,7 +113,7 @@ def _unpack(body: Any, classes: list[type]) -> Any:
         return tuple.__new__(_of(made, _is_named_tuple(made)), values)
     instance: Any = object.__new__(_of(made, tag == _FIELDS and _is_data(made)))
     for field, value in zip(dataclasses.fields(instance), values, strict=True):
-        object.__setattr__(instance, field.name, value)  # of a frozen one too
+        object.__setattr__(instance, field.name, value)  # also if the dataclass is frozen
     return instance
 
 
@@ -123,18 +122,18 @@ def _class_called(module: str, name: str) -> type:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, type):
-        raise ValueError(f"this rank knows no class {module}.{name}; import it on all ranks, at the top of a module")
+        raise ValueError(f"this rank has not imported {module}.{name}: import it on all ranks, at the top of a module")
     return found
 
 
 def _of(kind: type, allowed: bool) -> type:
     if not allowed:
-        raise ValueError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} is not a dataclass, a named tuple or an enum")
     return kind
 
 
 def _is_data(kind: type) -> bool:
-    # One with a destructor does more than hold values.
+    # A class with a destructor is not plain data.
     return dataclasses.is_dataclass(kind) and not hasattr(kind, "__del__") and kind.__new__ is object.__new__
 
 

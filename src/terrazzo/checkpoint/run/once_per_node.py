@@ -1,14 +1,14 @@
-"""Reading what several ranks of a node want only once there, and passing it on.
+"""Read what several ranks of a node need only once, and send it to the others.
 
-Ranks that hold the same values (data parallel replicas, the replicas of HSDP) ask a store for the same bytes.  Where
-the store is slower than the connections inside of a node, one of them reads, and sends it to the others:
+Ranks with the same values (data-parallel replicas, the replicas of HSDP) need the same bytes of a store. If the store
+is slower than the network inside the node, one rank reads them and sends them to the others:
 
-    1. ranks tell each other what they want, by a hash of each box of a stored chunk and what it becomes
-    2. each box that several want is given to one of them, bytes balanced; all compute the same
-    3. each reads what it was given, and what only it wants, straight to where it belongs
-    4. what others want is sent to them, in pieces of bounded size
+    1. ranks exchange what they need: a hash of each box of a stored chunk and of its target's dtype and shape
+    2. each box that several ranks need is assigned to one of them, with balanced bytes; all compute the same
+    3. each rank reads what is assigned to it, and what only it needs, directly into its tensors
+    4. it sends the others what they need, in pieces of bounded size
 
-Between the steps all ranks of the load hear of errors.
+Errors are exchanged with all ranks of the load between the steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALIGNMENT: Final = 16
 
 
 def node_name() -> str:
-    """What all ranks of this machine have in common, and no others."""
+    """A name that is the same on all ranks of this machine, and on no others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -49,8 +49,8 @@ def node_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one rank reads for others: ranks by their places on the node, parts of targets by their places in this
-    rank's plan."""
+    """What one rank reads for others: ranks as indices on the node, parts of targets as indices in this rank's
+    plan."""
 
     reader: int
     receivers: tuple[int, ...]
@@ -58,7 +58,7 @@ class Passed:
 
 
 def _shareable(targets: Sequence[Target]) -> dict[tuple[int, int], tuple[tuple[int, int], int]]:
-    """By a hash of 128 bits of what it is: a part that others may want as well, and its bytes."""
+    """The parts that other ranks may need, too, with their bytes, by a hash of 128 bits."""
     found: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     for number, target in enumerate(targets):
         dtype = target.tensor.dtype
@@ -70,9 +70,9 @@ def _shareable(targets: Sequence[Target]) -> dict[tuple[int, int], tuple[tuple[i
 
 
 def assigned(wanted: Sequence[np.ndarray[Any, Any]]) -> list[tuple[tuple[int, int], int, tuple[int, ...]]]:
-    """For each hash that several ranks want: who reads it, and who is given it.
+    """For each hash that several ranks need: the rank that reads it, and those that receive it.
 
-    `wanted` has a table for each rank: a row for each hash, its two halves and the bytes that it stands for.
+    `wanted` has a table for each rank, with a row for each hash: its two halves, and the number of bytes.
 
     >>> tables = [np.array([[0, 7, 100], [0, 8, 40], [0, 9, 40]]), np.array([[0, 7, 100], [0, 8, 40]])]
     >>> assigned(tables)
@@ -98,11 +98,11 @@ def assigned(wanted: Sequence[np.ndarray[Any, Any]]) -> list[tuple[tuple[int, in
 
 
 class Node:
-    """The ranks of this node that load together, and connections of their own between them."""
+    """The ranks of this node that load together, with a process group of their own."""
 
     def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-        """`ranks` are global ranks.  Every one of them makes one at the same time, under a name that none had before:
-        gloo would find the addresses of an earlier one."""
+        """`ranks` are global ranks. All of them construct one at the same time, with a new name: with a used name gloo
+        would find old addresses."""
         self._size = len(ranks)
         self._position = list(ranks).index(dist.get_rank())
         self._timeout = timeout
@@ -116,7 +116,7 @@ class Node:
         self._gloo = None
 
     def agree(self, targets: Sequence[Target]) -> list[Passed]:
-        """What passes from rank to rank, as far as this rank has part in it."""
+        """What this rank sends to and receives from others."""
         if self._gloo is None:
             return []
         own = _shareable(targets)
@@ -128,7 +128,7 @@ class Node:
         return [Passed(reader, receivers, tuple(found[reader, receivers])) for reader, receivers in sorted(found)]
 
     def own_part(self, plan: ReadPlan, passed: Sequence[Passed]) -> ReadPlan:
-        """The plan without what other ranks will send."""
+        """This rank's plan, without what other ranks will send."""
         others: dict[int, set[int]] = defaultdict(set)
         for each in passed:
             if each.reader != self._position:
@@ -145,7 +145,7 @@ class Node:
         return ReadPlan(kept, plan.values)
 
     def pass_on(self, targets: Sequence[Target], passed: Sequence[Passed]) -> None:
-        """Send what this rank has read for others, and receive what they have."""
+        """Send what this rank has read for others, and receive what they have read for it."""
         buffer = torch.empty(_PIECE, dtype=torch.uint8) if passed else torch.empty(0, dtype=torch.uint8)
         with torch.no_grad():
             for each in passed:  # in the same order on all ranks
@@ -185,7 +185,7 @@ class Node:
 
 
 def _pieces(targets: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Views of the targets, in lists that have room in one buffer."""
+    """Views of the targets, in lists that fit into one buffer."""
     batch: list[torch.Tensor] = []
     used = 0
     for target in targets:

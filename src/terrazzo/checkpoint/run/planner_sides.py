@@ -1,7 +1,7 @@
-"""What sessions ask of planners beyond PyTorch's interface: the one protocol between them.
+"""The interface between sessions and planners, beyond PyTorch's interface.
 
-A planner whose class has a `save_side` or a `load_side` takes part as what that returns.  Any other one takes part as a
-`PlainSaveSide` or `PlainLoadSide`: its plans go through the coordinator.
+A planner's class may have a `save_side` or a `load_side`, which returns an object with this interface. For other
+planners `PlainSaveSide` or `PlainLoadSide` is used: their plans go through the coordinator.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from terrazzo.errors import CheckpointError
 
 
 class SavePlannerSide(Protocol):
-    """A planner as a save sees it."""
+    """A planner, as a save uses it."""
 
     plan_cache: GlobalPlanCache | None
 
     @property
     def plans_alone(self) -> bool:
-        """Whether each rank can work out its own part, by `negotiate` and `share_plan`."""
+        """Whether each rank can compute its own part, by `negotiate` and `share_plan`."""
         ...
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
@@ -34,28 +34,28 @@ class SavePlannerSide(Protocol):
 
     def hold(self) -> Held | None:
         """What this rank could write, in the library's own form, instead of `create_local_plan`; None if this planner
-        has to see PyTorch's items."""
+        needs PyTorch's items."""
         ...
 
     def negotiate(self, plan: SavePlan) -> Negotiation | None:
-        """This rank's side of the agreement on who writes what."""
+        """This rank's side of the agreement on which rank writes what."""
         ...
 
     def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
-        """This rank's part of the plan of all, when it is known who holds what; asked only if `plans_alone`."""
+        """This rank's part, when the holders of everything are known; called only if `plans_alone`."""
         ...
 
     def forget(self) -> None:
-        """The save has ended: let go of the state."""
+        """Release the state at the end of the save."""
         ...
 
 
 class LoadPlannerSide(Protocol):
-    """A planner as a load sees it."""
+    """A planner, as a load uses it."""
 
     @property
     def plans_alone(self) -> bool:
-        """Whether the local plan is all there is."""
+        """Whether the planner has no global step."""
         ...
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
@@ -63,8 +63,8 @@ class LoadPlannerSide(Protocol):
         ...
 
     def read_plan(self) -> ReadPlan | None:
-        """What this rank reads, in the library's own form, instead of `create_local_plan`; None if this planner has to
-        see PyTorch's items."""
+        """What this rank reads, in the library's own form, instead of `create_local_plan`; None if this planner needs
+        PyTorch's items."""
         ...
 
     @property
@@ -73,20 +73,20 @@ class LoadPlannerSide(Protocol):
         ...
 
     def put_value(self, name: str, value: io.BytesIO) -> None:
-        """Put a value that a `read_plan` asked for into the state dict."""
+        """Set a value of the `read_plan` in the state dict."""
         ...
 
     def write_back(self) -> None:
-        """All has been read: put into the caller's state dict what is not in it yet."""
+        """Set values in the caller's state dict that are not in it yet, when everything has been read."""
         ...
 
     def forget(self) -> None:
-        """The load has ended: let go of the state dict."""
+        """Release the state dict at the end of the load."""
         ...
 
 
 class PlainSaveSide:
-    """Any planner that knows PyTorch's interface only; it has a global step, whatever it says of itself."""
+    """A planner with PyTorch's interface only. It always has a global step."""
 
     plan_cache: GlobalPlanCache | None = None
     plans_alone = False
@@ -101,14 +101,14 @@ class PlainSaveSide:
         return None
 
     def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
-        raise CheckpointError("this planner settles plans in create_global_plan only")
+        raise CheckpointError("this planner makes final plans in create_global_plan only")
 
     def forget(self) -> None:
         pass
 
 
 class PlainLoadSide:
-    """Any planner that knows PyTorch's interface only; it plans alone if it has a `plans_alone` that says so."""
+    """A planner with PyTorch's interface only. It may have `plans_alone`."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self.plans_alone: bool = getattr(planner, "plans_alone", False)
@@ -121,7 +121,7 @@ class PlainLoadSide:
         return None
 
     def put_value(self, name: str, value: io.BytesIO) -> None:
-        raise CheckpointError("this planner is given values by load_bytes only")
+        raise CheckpointError("this planner takes values by load_bytes only")
 
     def write_back(self) -> None:
         pass
@@ -131,14 +131,14 @@ class PlainLoadSide:
 
 
 def save_side_of(planner: SavePlanner) -> SavePlannerSide:
-    """How a planner takes part in a save."""
-    own: Any = getattr(type(planner), "save_side", None)  # of its class: it may pass on what it lacks to another one
+    """The interface of a planner for a save."""
+    own: Any = getattr(type(planner), "save_side", None)  # of its class: an instance may delegate to another planner
     side: SavePlannerSide = PlainSaveSide() if own is None else own(planner)
     return side
 
 
 def load_side_of(planner: LoadPlanner) -> LoadPlannerSide:
-    """How a planner takes part in a load."""
+    """The interface of a planner for a load."""
     own: Any = getattr(type(planner), "load_side", None)
     side: LoadPlannerSide = PlainLoadSide(planner) if own is None else own(planner)
     return side

@@ -1,7 +1,7 @@
-"""Saving in a process of its own: training and saving never wait for the same interpreter.
+"""Save in a separate process, so that training and saving do not compete for the GIL.
 
-Each rank starts one process, which stays for later saves.  These processes form a process group of their own.
-The state is copied into shared memory that is mapped once; for each save only a small description travels.
+Each rank starts one process, which is kept for later saves. These processes have a process group of their own. The
+state is copied into shared memory, which is mapped once; for each save only a small description is sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Specs = list[tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A staged state dict for the process: its tensors are in shared memory.  Or why there is none."""
+    """A staged state dict for the process, whose tensors are in shared memory; or the error of staging."""
 
     skeleton: STATE_DICT_TYPE = field(default_factory=dict)
     specs: Specs = field(default_factory=list)
@@ -45,7 +45,7 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What the process is told to do."""
+    """A message to the process: save this."""
 
     planner: Any
     writer: Any
@@ -60,15 +60,15 @@ class _Order:
 
 
 class _Meeting(msgspec.Struct, array_like=True, frozen=True):
-    """Where the processes find each other: a store that the first rank's process hosts."""
+    """The address of the store through which the processes connect; the first rank's process hosts it."""
 
     host: str
     port: int
-    loopback: bool  # all ranks are on one host, and nothing has to listen to others
+    loopback: bool  # all ranks are on one host, so that connections use the loopback interface
 
 
 class ProcessSaver:
-    """The saving process of this rank.  Making it is collective."""
+    """The saving process of this rank. Constructing it is collective."""
 
     def __init__(self, place: Place, timeout: timedelta | None) -> None:
         self._memory = HostMemory(shared=True)
@@ -85,7 +85,7 @@ class ProcessSaver:
         theirs.close()
 
     def _meeting_point(self, place: Place, limit: timedelta) -> _Meeting | None:
-        """Where the processes will find each other, which all ranks hear from the first."""
+        """The address where the processes will connect; the first rank sends it to all."""
         if place.plane is None:
             return None
 
@@ -114,7 +114,7 @@ class ProcessSaver:
         return Parcel(skeleton, [(tensor.shape, tensor.dtype) for tensor in sources])
 
     def save(self, session: SaveSession, parcel: Parcel) -> Metadata:
-        """Have the process save what has been staged, and wait for the outcome."""
+        """Send the process the staged state to save, and wait for the result."""
         buffer = self._memory.buffer
         order = _Order(
             session.planner,
@@ -128,8 +128,8 @@ class ProcessSaver:
             buffer is not self._sent,
             marker.wanted(),
         )
-        # Not `send`: it would move tensors that planner, writer and values hold to shared memory, where the caller has
-        # them.  Only the buffer is meant to go there, and is there.
+        # Not `send`: it would move tensors of the planner, the writer and the values to shared memory, also for the
+        # caller. Only the buffer should be there.
         data = pickle.dumps(order)
         try:
             self._connection.send_bytes(data)
@@ -140,7 +140,7 @@ class ProcessSaver:
         except (EOFError, ConnectionError) as error:
             self._process.join(1)
             raise CheckpointError(
-                f"the saving process of rank {session.place.global_rank} has died (exit code {self._process.exitcode})"
+                f"the saving process of rank {session.place.global_rank} died (exit code {self._process.exitcode})"
             ) from error
         if isinstance(outcome, BaseException):
             raise outcome
@@ -149,12 +149,12 @@ class ProcessSaver:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can take orders."""
+        """Whether the process can save."""
         return self._process.is_alive()
 
     def close(self) -> None:
         """End the process."""
-        self._connection.close()  # it ends when nobody can give it orders any more
+        self._connection.close()  # the process then ends
         self._process.join(10)
         if self._process.is_alive():
             self._process.terminate()
@@ -165,7 +165,7 @@ class ProcessSaver:
 def _serve(
     connection: Connection, rank: int, ranks: tuple[int, ...], meeting: _Meeting | None, limit: timedelta
 ) -> None:
-    """The life of the process: orders until the connection is closed."""
+    """The main function of the process: save until the connection is closed."""
     failed: BaseException | None = None
     if meeting is not None:
         try:
@@ -174,7 +174,7 @@ def _serve(
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
         except Exception as error:
-            failed = CheckpointError(f"the saving processes of ranks {list(ranks)} could not find each other: {error}")
+            failed = CheckpointError(f"the saving processes of ranks {list(ranks)} could not connect: {error}")
     buffer: torch.Tensor | None = None
     while True:
         try:
@@ -184,7 +184,7 @@ def _serve(
             break
         connection.send_bytes(_outcome(order, buffer, rank, ranks, failed))
         if failed is not None:
-            break  # the next save begins with another process
+            break  # the next save starts a new process
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -196,7 +196,7 @@ def _loopback_interface() -> str:
 def _outcome(
     order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], failed: BaseException | None
 ) -> bytes:
-    """Carry out an order; the pickled metadata, or the pickled error.  They go through a pipe to the parent."""
+    """Save; returns the pickled metadata or the pickled error, for the pipe to the parent."""
     try:
         if failed is not None:
             raise failed
@@ -215,7 +215,7 @@ def _outcome(
 
 
 def _plane_of(ranks: tuple[int, ...], limit: timedelta | None) -> ControlPlane:
-    """The processes' own plane.  Their ranks among themselves stand for those of the processes that train."""
+    """The control plane of the processes. They have the ranks of their training processes."""
     plane = ControlPlane.for_group(timeout=limit).renewed()
     return plane.speaking_of(ranks)
 

@@ -1,12 +1,12 @@
 """One save, from plan to commit, on one rank.
 
-    1. every rank plans what it could write, and tells the coordinator in one small message that it is ready
-    2. who writes what:   usually each rank works out its own part (`ownership`);
-                          with a planner or a storage that wants all plans, the coordinator does (`global_plan`)
+    1. every rank plans what it could write, and sends the coordinator a small message
+    2. usually each rank computes which part it writes (`ownership`); if the planner or the storage needs the plans
+       of all ranks, the coordinator does (`global_plan`)
     3. every rank writes its part, durably
-    4. the coordinator, having heard that all have, makes the checkpoint valid in one atomic act
+    4. when all have, the coordinator commits the checkpoint by one atomic operation
 
-An error in any step on any rank becomes the same exception on every rank; before step 4 it leaves nothing behind.
+An error in any step on any rank is raised as the same exception on every rank. Before step 4 it leaves no files.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
 
     save_id: str
     alone: bool
-    unsure: list[int]  # groups of holders of which not all said the same
+    unsure: list[int]  # groups of holders whose notes differ
     cache_token: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Could:
-    """What this rank could write: in the library's own form, or if planner or writer want to see them, as items."""
+    """What this rank could write: in the library's own form, or as items if planner or writer need them."""
 
     held: Held | None = None
     plan: SavePlan | None = None
@@ -77,7 +77,7 @@ class SaveSession:
     _planner_side: SavePlannerSide | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
-        """Save what `state_dict()` returns; returns the checkpoint's metadata on every rank."""
+        """Save the result of `state_dict()`; returns the checkpoint's metadata on every rank."""
         with operation("save", self.checkpoint_id, self.place.global_rank) as event:
             try:
                 with self.place.guarded():
@@ -92,24 +92,24 @@ class SaveSession:
     def _discard(self, side: SaveSide) -> None:
         try:
             side.abandon()
-        except (CheckpointError, OSError) as error:  # what failed the save is what to tell
-            LOGGER.warning("%s: what the failed save left behind stays for now: %s", self.place.doing, error)
+        except (CheckpointError, OSError) as error:  # the error of the save itself will be raised
+            LOGGER.warning("%s: files of the failed save could not be removed: %s", self.place.doing, error)
 
     @property
     def writer(self) -> StorageWriter:
-        """The writer, once the save has begun."""
+        """The writer; only after the save has begun."""
         assert self._writer is not None
         return self._writer
 
     @property
     def side(self) -> SaveSide:
-        """How the writer takes part, once the save has begun."""
+        """The writer, as the save uses it; only after the save has begun."""
         assert self._side is not None
         return self._side
 
     @property
     def planner_side(self) -> SavePlannerSide:
-        """How the planner takes part."""
+        """The planner, as the save uses it."""
         if self._planner_side is None:
             self._planner_side = save_side_of(self.planner)
         return self._planner_side
@@ -153,7 +153,7 @@ class SaveSession:
     def _own_part(
         self, could: _Could, holders: Sequence[tuple[int, ...]], save_id: str
     ) -> tuple[Callable[[], Sequence[WriteResult]], Any]:
-        """What writes this rank's part, now that it is known who holds what; and the paths of its names."""
+        """A function that writes this rank's part, and the paths of its names, now that all holders are known."""
         rank = self.place.rank
         if could.held is not None:
             with paused_collector():
@@ -168,11 +168,11 @@ class SaveSession:
         return lambda: self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
 
     def _items(self) -> SavePlan:
-        """What this rank could write, as PyTorch's items."""
+        """This rank's local plan as PyTorch's items."""
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[_Could, _Start]:
-        """Plan on every rank, and learn that every rank has; nothing is written before."""
+        """Plan on every rank, and wait until every rank has; nothing is written before."""
         could = _Could()
 
         def prepare() -> bytes:
@@ -218,7 +218,7 @@ class SaveSession:
         metadata: Metadata | None = None
 
         def send() -> bytes:
-            plan = could.plan if could.plan is not None else self._items()  # another rank wants to see items
+            plan = could.plan if could.plan is not None else self._items()  # another rank needs items
             return messages.encode(plan if cache is None else cache.to_send(plan, coordinator_token))
 
         def combine(parts: list[bytes]) -> list[bytes]:
@@ -228,7 +228,7 @@ class SaveSession:
                 plans, made = self.planner.create_global_plan(received)
             else:
                 plans, made = cache.global_plan(received, self.planner.create_global_plan)
-            metadata = replace(made)  # the storage will fill it in; a cached one has to stay as it is
+            metadata = replace(made)  # a copy, because the storage changes it, and the plan may be cached
             settled = self.writer.prepare_global_plan(list(plans))
             return [messages.encode((part, "" if cache is None else cache.token)) for part in settled]
 

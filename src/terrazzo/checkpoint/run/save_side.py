@@ -1,7 +1,7 @@
-"""What a save asks of a storage writer beyond PyTorch's interface: the one protocol between sessions and writers.
+"""The interface between a save and a storage writer, beyond PyTorch's interface.
 
-A writer that has a `save_side()` takes part as what that returns: ranks may then plan alone, and results travel in the
-writer's own form.  Any other one, also one built on PyTorch's classes, takes part as a `PlainSide`.
+A writer may have a `save_side()`, which returns an object with this interface: ranks may then plan alone, and results
+are sent in the writer's own form. For other writers, including those built on PyTorch's classes, `PlainSide` is used.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from terrazzo.errors import CheckpointError
 
 
 class SaveSide(Protocol):
-    """A writer as a save sees it."""
+    """A writer, as a save uses it."""
 
     save_id: str
 
     @property
     def plans_alone(self) -> bool:
-        """Whether ranks need not send their plans to the coordinator for this writer's sake."""
+        """Whether this writer does not need the global step."""
         ...
 
     def build_on(self, base: Store) -> None:
-        """What this checkpoint has already need not be written again."""
+        """Share unchanged tensors of this checkpoint instead of writing them again."""
         ...
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
-        """A rank's plan with the names of its files settled; asked only if `plans_alone`."""
+        """A rank's plan with the names of its files; called only if `plans_alone`."""
         ...
 
     @property
@@ -45,19 +45,19 @@ class SaveSide(Protocol):
         ...
 
     def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
-        """Carry out a rank's plan; asked only if it `takes_write_plans`."""
+        """Carry out a rank's plan; called only if the writer `takes_write_plans`."""
         ...
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
-        """What `write` or `write_data` returned on a rank, for the coordinator."""
+        """Encode the results of `write` or `write_data`, for the coordinator."""
         ...
 
     def decode_results(self, data: bytes) -> Sequence[WriteResult]:
-        """What `encode_results` made."""
+        """Decode the results of `encode_results`."""
         ...
 
     def committed(self, metadata: Metadata) -> bytes:
-        """After `finish`, on the coordinator: what the other ranks need to describe the checkpoint."""
+        """After `finish`, on the coordinator: the data from which the other ranks make the metadata."""
         ...
 
     def describe_committed(self, data: bytes) -> Metadata:
@@ -65,16 +65,16 @@ class SaveSide(Protocol):
         ...
 
     def may_abandon(self) -> bool:
-        """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
+        """Whether, after `finish` failed, the checkpoint is certainly not committed: its files can then be removed."""
         ...
 
     def abandon(self) -> None:
-        """The save has failed on some rank: remove what this rank has written."""
+        """Remove the files that this rank has written, because the save failed on some rank."""
         ...
 
 
 class PlainSide:
-    """Any writer that knows PyTorch's interface only."""
+    """A writer with PyTorch's interface only."""
 
     plans_alone = False
     takes_write_plans = False
@@ -83,10 +83,10 @@ class PlainSide:
         self.save_id = getattr(writer, "save_id", "")
 
     def build_on(self, base: Store) -> None:
-        raise CheckpointError("base is for terrazzo's own format; leave it out, or leave out storage_writer")
+        raise CheckpointError("base works with terrazzo's format only: leave out base or storage_writer")
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
-        raise CheckpointError("this storage writer settles plans in prepare_global_plan only")
+        raise CheckpointError("this storage writer makes final plans in prepare_global_plan only")
 
     def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
         raise CheckpointError("this storage writer writes items")
@@ -108,20 +108,20 @@ class PlainSide:
         return False
 
     def abandon(self) -> None:
-        """Nothing: what it has written is known to the writer alone."""
+        """Do nothing: only the writer knows which files it has written."""
 
 
 def side_of(writer: StorageWriter) -> SaveSide:
-    """How a writer takes part in a save."""
+    """The interface of a writer for a save."""
     own = getattr(writer, "save_side", None)
     side: SaveSide = PlainSide(writer) if own is None else own()
     return side
 
 
 def encode_with_paths(results: bytes, planner_data: Any) -> bytes:
-    """A rank's results and the paths of its names, for the coordinator.
+    """Encode a rank's results and the paths of its names, for the coordinator.
 
-    Only paths whose keys can be stored as they are; other names are found at the top of the state dict.
+    Paths whose keys cannot be stored are left out; their names are loaded at the top of the state dict.
     """
     paths = planner_data if isinstance(planner_data, dict) else {}
     plain = {name: path for name, path in paths.items() if all(type(key) is str or type(key) is int for key in path)}

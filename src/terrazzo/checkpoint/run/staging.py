@@ -1,8 +1,8 @@
-"""Copies of a state dict that training cannot reach: what `async_save` writes in the background.
+"""Copies of a state dict, which `async_save` writes in the background while training changes the state.
 
-A stager copies every tensor into host memory.  Distributed tensors become `StagedTensor`s, which know their place
-in the global tensor but no process group, so that another thread or process can save them.  All tensors
-share one buffer, which is kept for the next time: nothing is allocated, and host memory stays flat.
+A stager copies every tensor into host memory. DTensors become `StagedTensor`s, which have their chunks' boxes but no
+process group, so that another thread or process can save them. All tensors share one buffer, which is kept for the next
+save, so that nothing is allocated again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _ALIGNMENT: Final = 64
-_SLAB: Final = 64 << 20  # bytes of pinned memory that are taken at once
+_SLAB: Final = 64 << 20  # bytes of pinned memory that are allocated at once
 
 
 @runtime_checkable
 class AsyncStager(Protocol):
-    """How `async_save` takes its copy.
+    """How `async_save` copies the state.
 
-    `async_save` calls `stage`.  If `should_synchronize_after_execute`, it calls `synchronize_staging` before it
-    returns, and the state may be changed then.  A stager that copies asynchronously sets that to False: then the
-    background calls `synchronize_staging` before it reads the copy, and the user calls it before changing the state.
-    So nothing is written before the copy is complete.  `stage` may also return a future of the copy.
+    `async_save` calls `stage`. If `should_synchronize_after_execute`, it calls `synchronize_staging` before it returns,
+    and the state may then be changed. A stager that copies asynchronously sets that to False: the background thread
+    then calls `synchronize_staging` before it reads the copy, and the user must call it before changing the state.
+    `stage` may also return a future of the copy.
 
     A stager may keep its memory and be used for several groups or writers: `async_save` does not call `stage` again
     before the save of the last copy is done.
 
-    What `save` refuses to store (sparse tensors, wrappers of other tensors) a stager refuses as well: a copy in plain
-    memory would not be the tensor any more.
+    A stager must raise for values that `save` cannot store (sparse tensors, wrappers of other tensors), because a copy
+    in plain memory would be another tensor.
     """
 
     @property
@@ -53,7 +53,7 @@ class AsyncStager(Protocol):
         return True
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
-        """A copy that later changes of the state do not reach."""
+        """A copy of the state, or a future of it."""
         ...
 
     def synchronize_staging(self) -> None:
@@ -62,7 +62,7 @@ class AsyncStager(Protocol):
 
 
 class Staging:
-    """One copy on its way from a stager to the background."""
+    """One copy, from its start until it is saved."""
 
     def __init__(self, stager: AsyncStager | None, state_dict: STATE_DICT_TYPE) -> None:
         self._stager = stager
@@ -71,7 +71,7 @@ class Staging:
         if stager is not None:
             _, last = _in_use.pop(id(stager), (None, None))
             if last is not None:
-                last.exception()  # whose memory the stager may use again
+                last.exception()  # wait: the stager may use that save's memory again
             self._staged = stager.stage(state_dict)
 
     @property
@@ -81,11 +81,11 @@ class Staging:
 
     @property
     def future(self) -> Future[STATE_DICT_TYPE] | None:
-        """Done when the copy is, if the stager gave one."""
+        """The stager's future of the copy, if it returned one."""
         return self._staged if isinstance(self._staged, Future) else None
 
     def wait(self) -> None:
-        """Return when the copy is complete."""
+        """Wait until the copy is complete."""
         if self._stager is not None and not self._complete:
             self._stager.synchronize_staging()
             self._complete = True
@@ -99,12 +99,12 @@ class Staging:
         return staged
 
     def in_use_until(self, saved: Future[Any]) -> None:
-        """The copy is read until the save is done."""
+        """Keep the stager from using its memory again until the save is done."""
         if self._stager is not None:
             _in_use[id(self._stager)] = (self._stager, saved)
 
 
-# By identity: the stager, and the save that reads its last copy.
+# By the id of a stager: the stager, and the save that reads its last copy.
 _in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
 
 
@@ -132,11 +132,11 @@ class StagedTensor(msgspec.Struct, eq=False):
 
 
 class BlockingAsyncStager:
-    """Copies into host memory and returns when the copy is complete.
+    """Copies into host memory, and returns when the copy is complete.
 
-    With `cache_staged_state_dict` the memory is kept and used again by the next `stage`; then a staged state
-    dict is good until the next one is staged.  Memory that accelerator tensors are copied to is pinned.  With
-    `type_check`, values that cannot be stored are refused here, before training goes on.
+    With `cache_staged_state_dict` the memory is kept and used again by the next `stage`, so a staged state dict is
+    valid until then. Memory for tensors of accelerators is pinned. With `type_check`, values that cannot be stored are
+    an error here, before training goes on.
 
     >>> stager = BlockingAsyncStager()
     >>> weight = torch.zeros(2)
@@ -161,10 +161,10 @@ class BlockingAsyncStager:
             return put_together(skeleton, memory.copy(sources))
 
     def synchronize_staging(self) -> None:
-        """Nothing: `stage` has waited."""
+        """Do nothing: `stage` has waited."""
 
     def close(self) -> None:
-        """Let go of the memory that is kept."""
+        """Release the memory."""
         self._memory = HostMemory()
 
 
@@ -173,10 +173,10 @@ class StagingOptions:
     """How a `DefaultStager` copies.
 
     Attributes:
-        use_pinned_memory: Accepted; memory that accelerator tensors are copied to is always pinned.
-        use_shared_memory: Keep the copy where other processes can map it.
+        use_pinned_memory: Ignored; memory for tensors of accelerators is always pinned.
+        use_shared_memory: Copy into memory that other processes can map.
         use_async_staging: Copy on a thread.
-        use_non_blocking_copy: Accepted; copies from accelerators never wait for each other.
+        use_non_blocking_copy: Ignored; copies from accelerators never wait for each other.
     """
 
     use_pinned_memory: bool = True
@@ -186,10 +186,10 @@ class StagingOptions:
 
 
 class DefaultStager:
-    """Copies into host memory that is kept, by default on a thread of its own.
+    """Copies into host memory that is kept, by default on a separate thread.
 
     With `use_async_staging`, `stage` returns a future of the copy: the state may be changed when it is done, and
-    `async_save` returns an `AsyncSaveResponse` that has it.  Values that are not tensors are copied at once.
+    `async_save` returns an `AsyncSaveResponse` that has it. Values that are not tensors are copied by the caller.
 
     >>> weight = torch.zeros(2)
     >>> stager = DefaultStager()
@@ -207,7 +207,7 @@ class DefaultStager:
         self._future: Future[STATE_DICT_TYPE] | None = None
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
-        """A copy of the state dict in host memory, or a future of it.  It is good until the next call."""
+        """A copy of the state dict in host memory, or a future of it. It is valid until the next call."""
         skeleton, sources = take_apart(state_dict)
 
         def copy() -> STATE_DICT_TYPE:
@@ -225,7 +225,7 @@ class DefaultStager:
             self._future.result()
 
     def close(self) -> None:
-        """Let go of the thread and of the memory."""
+        """End the thread, and release the memory."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._memory = HostMemory(shared=self._config.use_shared_memory)
@@ -290,7 +290,7 @@ _LEAVES: Final = (torch.Tensor, Slot, StagedTensor)  # most values are, so these
 
 
 def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
-    """The value with `leaf` applied to all that is not a dict, list or tuple."""
+    """The value with `leaf` applied to everything that is not a dict, list or tuple."""
     if isinstance(value, dict):
         return {
             key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf)
@@ -314,10 +314,10 @@ def _explained(path: tuple[Any, ...], check: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class HostMemory:
-    """Memory that copies of tensors are kept in; it grows when they do, and is otherwise used again.
+    """Memory for copies of tensors, which is used again; it grows if they do.
 
-    It is one buffer, which another process can map if it is `shared`.  Memory that accelerators copy to is pinned,
-    which takes long and may fail for much at once: so it is taken in slabs of one size, and what is there stays.
+    It is one buffer, which another process can map if it is `shared`. Memory for copies from accelerators is pinned.
+    Pinning is slow and may fail for large sizes, so that memory is allocated in slabs of one size, which are kept.
     """
 
     shared: bool = False
@@ -329,7 +329,7 @@ class HostMemory:
     _views: list[torch.Tensor] = field(default_factory=list)
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the tensors, complete when this returns, and good until the next call."""
+        """Copies of the tensors, complete when this returns, and valid until the next call."""
         specs = [(tensor.shape, tensor.dtype) for tensor in sources]
         from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
         pinned = from_devices and not self.shared
@@ -347,7 +347,7 @@ class HostMemory:
     def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         positions, total = layout_of(specs)
         if self.buffer is None or self.buffer.numel() < total:
-            self.buffer = None  # so that the old one is gone before the new one comes
+            self.buffer = None  # free the old one before the new one is allocated
             self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
             if self.shared:
                 self.buffer.share_memory_()
@@ -355,7 +355,7 @@ class HostMemory:
         return carve(self.buffer, specs, positions)
 
     def _in_slabs(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-        """Tensors one after the other in slabs; one that is larger than a slab has one of as many slabs' size."""
+        """Tensors in slabs; a tensor that is larger than a slab gets one whose size is a multiple."""
         self.buffer = None
         free = sorted(self._slabs, key=torch.Tensor.numel)
         used: list[torch.Tensor] = []
@@ -370,12 +370,12 @@ class HostMemory:
                 end = 0
             views += carve(used[-1], [(shape, dtype)], [end])
             end += room
-        self._slabs = used or free[:1] or [self.accelerator.pinned(self.slab_bytes)]  # others are given back
+        self._slabs = used or free[:1] or [self.accelerator.pinned(self.slab_bytes)]  # free the others
         return views
 
 
 def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
-    """Where tensors of these shapes and dtypes begin in a common buffer, and how large it has to be."""
+    """The offsets of tensors of these shapes and dtypes in a common buffer, and its size."""
     positions = []
     total = 0
     for shape, dtype in specs:
@@ -388,7 +388,7 @@ def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int
 def carve(
     buffer: torch.Tensor, specs: Sequence[tuple[torch.Size, torch.dtype]], positions: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes inside a buffer of bytes."""
+    """Views of a buffer of bytes as tensors of these shapes and dtypes."""
     views = []
     for (shape, dtype), start in zip(specs, positions, strict=True):
         nbytes = shape.numel() * dtype.itemsize

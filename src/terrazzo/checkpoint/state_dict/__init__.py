@@ -1,9 +1,9 @@
 """State dicts that do not depend on the parallelism.
 
-`get_state_dict` and its kin name every tensor as the unwrapped model would, key optimizer state by those names, and
-keep distributed tensors distributed; the setters take what any parallelism, or none, has produced.  They see through
-DDP, FSDP1, `torch.compile` and activation checkpointing, and treat every kind of DTensor (PyTorch's FSDP2 and tensor
-parallelism, terrazzo's own) by its interface.
+`get_state_dict` and the like use the names of the unwrapped model for tensors and for optimizer state, and keep
+distributed tensors distributed. The setters accept the state dicts of any parallelism, or none. Wrappers (DDP, FSDP1,
+`torch.compile`, activation checkpointing) are removed from names. All kinds of DTensors (PyTorch's, terrazzo's) are
+used through their common interface.
 """
 
 from terrazzo.checkpoint.state_dict.both import get_state_dict, set_state_dict

@@ -1,4 +1,4 @@
-"""A model and its optimizers together."""
+"""State dicts of a model and its optimizers together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def get_state_dict(
 ) -> tuple[dict[str, ValueType], OptimizerStateType]:
     """The state dicts of a model and its optimizers, ready for `terrazzo.checkpoint.save` or `load`.
 
-    Keys are the names that parameters have in the model before any parallelism wrapped it, so what one parallelism
-    saves another can load.
+    Keys are the names of parameters in the unwrapped model, so a state dict of one parallelism can be loaded with
+    another.
 
     >>> import torch
     >>> model = torch.nn.Linear(1, 1)
@@ -46,9 +46,9 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any] | None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load both; returns the model's `missing_keys` and `unexpected_keys`.
+    """Load a model's and its optimizers' state dicts; returns the model's `missing_keys` and `unexpected_keys`.
 
-    An empty `model_state_dict` leaves the model as it is (but for `broadcast_from_rank0`, where only rank 0's counts).
+    An empty `model_state_dict` leaves the model unchanged (with `broadcast_from_rank0`, only if rank 0's is empty).
 
     >>> import torch
     >>> model = torch.nn.Linear(1, 1)
@@ -61,7 +61,7 @@ def set_state_dict(
     from_rank0 = options is not None and options.broadcast_from_rank0
     if every:
         if not optim_state_dict and not from_rank0:
-            raise CheckpointMismatchError("optimizers were given, but optim_state_dict is empty")
+            raise CheckpointMismatchError("optimizers were passed, but optim_state_dict is empty: pass their state")
         set_optimizer_state_dict(model, every, optim_state_dict, options=options)
     if not model_state_dict and not from_rank0:
         return keys_found([], [])

@@ -1,7 +1,7 @@
-"""Rank 0 hands its full state dict to everybody, one tensor at a time.
+"""Broadcast rank 0's full state dict, one tensor at a time.
 
-First the structure goes out (keys, values that are not tensors, shape and dtype of those that are), so that every
-rank knows what will follow and a fault found on rank 0 is raised on all of them; then each tensor.
+First the structure is sent (keys, values that are not tensors, shapes and dtypes of tensors), so that every rank knows
+what follows, and an error of rank 0 is raised on all ranks; then each tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terrazzo.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Coming:
-    """Stands for a tensor that will be broadcast."""
+    """A placeholder for a tensor that will be broadcast."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,12 +29,11 @@ class _Coming:
 def broadcast_state(
     given: Callable[[], dict[str, Any]], receive: Callable[[tuple[Any, ...], torch.Tensor], Any]
 ) -> dict[str, Any]:
-    """Rank 0's nested state on every rank; what stands for each tensor is `receive(path, full tensor)`.
+    """Rank 0's nested state on every rank, with `receive(path, full tensor)` instead of each tensor.
 
-    Rank 0 alone calls `given`; what that raises is raised on every rank.
-    `receive` runs right after its tensor has arrived and the full tensor is then dropped, so memory stays at one
-    tensor above what `receive` keeps.  What it refuses is raised at the end, on every rank: leaving in the middle
-    would strand the others.
+    Only rank 0 calls `given`; its errors are raised on every rank. `receive` is called when its tensor has arrived, and
+    the full tensor is then freed, so that there is one at a time. Errors of `receive` are raised at the end, on every
+    rank, because other ranks would wait for a rank that left in the middle.
     """
     if not dist.is_available() or not dist.is_initialized():
         alone: dict[str, Any] = map_paths(given(), lambda path, v: receive(path, v) if _is_tensor(v) else v)
@@ -72,7 +71,7 @@ def broadcast_state(
 
 
 def _agree_on(announced: Callable[[], Any] | None) -> Any:
-    """What rank 0 announces, or its error, on every rank."""
+    """Rank 0's structure, or its error, on every rank."""
     message: list[Any] = [None]
     if announced is not None:
         try:
@@ -88,8 +87,8 @@ def _agree_on(announced: Callable[[], Any] | None) -> Any:
 def _announce(path: tuple[Any, ...], value: Any) -> Any:
     if is_distributed(value):
         raise CheckpointError(
-            f"rank 0 cannot broadcast {'.'.join(map(str, path))}: it is distributed, "
-            "and broadcast_from_rank0 takes a full state dict"
+            f"rank 0 cannot broadcast {'.'.join(map(str, path))}: it is distributed, but broadcast_from_rank0 needs a "
+            "full state dict: use StateDictOptions(full_state_dict=True) to get it"
         )
     return _Coming(tuple(value.shape), value.dtype) if _is_tensor(value) else value
 
@@ -113,7 +112,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def wire_device() -> torch.device:
-    """A device whose tensors the default group can broadcast, the CPU where possible."""
+    """A device whose tensors the default group can broadcast; the CPU if possible."""
     devices = device_types(default_group())
     cpu = torch.device("cpu")
     if cpu in devices or not devices:

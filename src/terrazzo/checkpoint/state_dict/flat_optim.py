@@ -1,9 +1,9 @@
-"""The flattened form of an optimizer's state dict: one dict from dotted keys to values.
+"""The flattened form of an optimizer's state dict: a dict from dotted keys to values.
 
     state.<parameter>.<key>[.<key>...]      and      param_groups.<parameter>.<hyperparameter>
 
 Hyperparameters are repeated for every parameter of a group, so that dicts of pipeline stages can be merged and split
-by parameter.  A group without parameters has no place in it.
+by parameter. A group without parameters is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from terrazzo.errors import CheckpointError
 STATE = "state"
 GROUPS = "param_groups"
 PARAMS = "params"
-# Lists one entry per parameter of the live group; it says nothing about a single parameter.
+# Has one entry per parameter of the group, so it is not a hyperparameter of one parameter.
 POSITIONAL = frozenset({PARAMS, "param_names"})
 
 
@@ -33,7 +33,7 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
             for key, item in value.items():
                 add(f"{prefix}.{key}", item)
         elif prefix in flat:
-            raise CheckpointError(f"two entries of the optimizer state would both be called {prefix!r}")
+            raise CheckpointError(f"two entries of the optimizer state would both have the name {prefix!r}: rename one")
         else:
             flat[prefix] = value
 
@@ -47,11 +47,11 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any], known: Iterable[str], shapes: Mapping[str, Mapping[Any, Any]]) -> dict[str, Any]:
-    """The nested form again, with one group per parameter.
+    """The inverse of `flatten`, with one group per parameter.
 
     Args:
-        known: the parameter names that keys may contain; names contain dots, so they cannot be told by splitting.
-        shapes: per parameter, a state whose nesting and key types are to be reproduced where they match.
+        known: the names of parameters, which cannot be found by splitting keys, because they contain dots.
+        shapes: for each parameter a state whose nesting and key types are used if they match.
     """
     names = set(known)
     state: dict[str, dict[Any, Any]] = {}
@@ -69,7 +69,7 @@ def unflatten(flat: Mapping[str, Any], known: Iterable[str], shapes: Mapping[str
 
 
 def _split(rest: str, names: set[str]) -> tuple[str, str]:
-    """Parameter name and entry; the longest known name wins, an unknown one is taken to have a one-word entry."""
+    """The parameter's name and the entry, by the longest known name; for an unknown name the entry is the last word."""
     cut = len(rest)
     while (cut := rest.rfind(".", 0, cut)) > 0:
         if rest[:cut] in names:
@@ -79,7 +79,7 @@ def _split(rest: str, names: set[str]) -> tuple[str, str]:
 
 
 def _insert(into: dict[Any, Any], entry: str, value: Any, like: Mapping[Any, Any]) -> None:
-    """Put `value` where `entry` points, splitting at dots and naming keys as `like` does where it has them."""
+    """Set `value` at `entry`, which is split at dots; keys are those of `like` if it has them."""
     by_text = {str(key): key for key in like}
     if entry in by_text or "." not in entry:
         into[by_text.get(entry, entry)] = value

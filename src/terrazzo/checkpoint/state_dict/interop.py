@@ -1,9 +1,9 @@
-"""Seeing through the modules that PyTorch wraps around a model.
+"""The modules with which PyTorch wraps a model.
 
-DDP, `torch.compile`, activation checkpointing and FSDP1 each put a module of their own around the user's, and each
-has its own habit about whether that shows in the keys of `state_dict()`.  The table below says it once; the rest of
-the package knows only names without wrappers.  Classes are looked up among the modules already imported: if nobody
-imported FSDP1 there is no instance of it, and importing it here would cost every user a second.
+DDP, `torch.compile`, activation checkpointing and FSDP1 each wrap a model in a module of their own. In some of them the
+wrapper is a part of the keys of `state_dict()`. The table below lists them; the rest of the package uses names without
+wrappers. Classes are looked up in imported modules only: without an import of FSDP1 there are no instances, and
+importing it here would take every user a second.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WRAPPERS = (
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
-    """What kind of wrapper `module` is, or None."""
+    """The kind of wrapper of `module`, or None."""
     for wrapper in _WRAPPERS:
         if wrapper.matches(module):
             return wrapper
@@ -61,9 +61,9 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Put fully-sharded modules back into their sharded state, where parameters are the optimizer's own.
+    """Reshard all fully-sharded modules, so that the optimizer's parameters are registered.
 
-    After a forward pass outside training the root keeps its gathered, temporary parameters registered.
+    After a forward without backward, the root's unsharded parameters stay registered.
     """
     for module in model.modules():
         if _FSDP1.matches(module):
@@ -83,14 +83,14 @@ def fsdp1_modules(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def fsdp1_state(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    """Within this context FSDP1 modules of `model` give and take state in the form that `options` ask for."""
+    """While the context lasts, FSDP1 modules of `model` return and load state dicts in the form of `options`."""
     modules = fsdp1_modules(model)
     if not modules:
         yield
         return
     from torch.distributed import fsdp
 
-    # Asked to offload what is on the CPU already, FSDP1 reads memory that it has freed.
+    # FSDP1 reads freed memory if it offloads tensors that are on the CPU already.
     offload = options.cpu_offload and modules[0].compute_device.type != "cpu"
     if options.full_state_dict:
         kind = fsdp.StateDictType.FULL_STATE_DICT
@@ -110,7 +110,7 @@ def fsdp1_state(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
 def fsdp1_optim_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, by_index: dict[str, Any], options: StateDictOptions
 ) -> dict[str, Any]:
-    """FSDP1's name-keyed form of an index-keyed optimizer state dict (empty on ranks that are not to have it)."""
+    """FSDP1's name-keyed form of an index-keyed optimizer state dict (empty on ranks that should not get it)."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     with fsdp1_state(model, options):
@@ -122,7 +122,7 @@ def fsdp1_optim_state(
 def fsdp1_optim_to_load(
     model: nn.Module, optimizer: torch.optim.Optimizer, by_name: dict[str, Any], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The inverse of `fsdp1_optim_state`: what `optimizer.load_state_dict` takes."""
+    """The inverse of `fsdp1_optim_state`: a state dict for `optimizer.load_state_dict`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     everywhere = StateDictOptions(full_state_dict=options.full_state_dict)
@@ -133,7 +133,7 @@ def fsdp1_optim_to_load(
 
 
 def _fsdp1_group(module: Any) -> Any:
-    """The group FSDP1 gathers over; a hybrid-sharded module has two and picks for itself."""
+    """The process group over which FSDP1 gathers; None for a hybrid-sharded module, which has two."""
     if module.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         return None
     return module.process_group

@@ -1,11 +1,10 @@
-"""What an optimizer's state would be for a parameter that it has not stepped yet.
+"""The initial state of an optimizer for a parameter that it has not stepped yet.
 
-Optimizers make their state in the first `step`.  To load into an optimizer that has not stepped, or to save one so
-that every parameter has an entry, the state must be known before.  Stepping the optimizer itself (with zero gradients
-and learning rate, as PyTorch's own state-dict functions do) changes it: Adam's step counter becomes 1, NAdam's
-momentum product is multiplied, Rprop's step size becomes 0.  Here the optimizer's own code runs on a stand-in, an
-optimizer of the same class that holds a copy of one parameter; the user's parameters, gradients, state and counters
-are not touched.
+Optimizers create their state in the first `step`. To load into an optimizer that has not stepped, or to save one with
+an entry for every parameter, the state must be known before. PyTorch's state-dict functions step the optimizer itself,
+with zero gradients and learning rate, which changes it: Adam's step counter becomes 1, NAdam's momentum product is
+multiplied, Rprop's step size becomes 0. Here another optimizer of the same class, with a copy of one parameter, is
+stepped instead; the user's parameters, gradients, state and counters do not change.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from terrazzo.errors import CheckpointError
 
 @torch.no_grad()
 def initial_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    """The state that `optimizer` starts from for `param` under the hyperparameters of `group`; {} if it keeps none.
+    """The initial state of `optimizer` for `param` with the hyperparameters of `group`; {} if it has none.
 
-    Exact for PyTorch's optimizers.  One that makes its state only while stepping (SGD's momentum, optimizers from
-    elsewhere) takes a step with zero gradient and learning rate, and its "step" is set back to zero; for SGD that is
-    the same as no state unless `dampening` is used.
+    It is exact for PyTorch's optimizers. If the state is created only in a step (SGD's momentum, optimizers of other
+    libraries), the copy takes a step with zero gradient and learning rate, and its "step" is set to zero; for SGD that
+    equals no state unless `dampening` is used.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> adam = torch.optim.AdamW([weight])
@@ -49,18 +48,18 @@ def initial_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, group: 
     except Exception as error:
         raise CheckpointError(
             f"{type(optimizer).__name__} could not make its state for a parameter of shape {tuple(param.shape)} from a "
-            "zero gradient; take one optimizer step before its state dict is read or set"
+            "zero gradient: take one optimizer step before you get or set its state dict"
         ) from error
     return dict(double.state[stand_in])
 
 
 def complete_state(optimizer: torch.optim.Optimizer, by_index: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`optimizer.state_dict()` (or what it returned before), with the entries of parameters that were never stepped."""
+    """`optimizer.state_dict()` (or `by_index`, an earlier one) with entries for parameters that were not stepped."""
     by_index = optimizer.state_dict() if by_index is None else by_index
     if not keyed_by_index(by_index):
         raise CheckpointError(
-            f"{type(optimizer).__name__}.state_dict() is not of the form of torch.optim's ('state' by a parameter's "
-            "number, and 'param_groups'); use the optimizer's own state dict, or the optimizers that it is made of"
+            f"{type(optimizer).__name__}.state_dict() is not of the form of torch.optim's ('state' by the parameters' "
+            "numbers, and 'param_groups'): use the optimizer's own state dict, or the optimizers that it contains"
         )
     state = dict(by_index["state"])
     index = 0
@@ -73,12 +72,12 @@ def complete_state(optimizer: torch.optim.Optimizer, by_index: dict[str, Any] | 
 
 
 def keyed_by_index(state: dict[str, Any]) -> bool:
-    """Whether an optimizer's state dict is of torch's form; containers of several optimizers have others."""
+    """Whether an optimizer's state dict has torch.optim's form. Containers of several optimizers have other forms."""
     return isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list)
 
 
 def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, or the one that it passes everything on to, as Accelerate's and Lightning's wrappers do."""
+    """The optimizer, without the wrappers of Accelerate and Lightning."""
     for inner in vars(optimizer).values():
         if isinstance(inner, torch.optim.Optimizer):
             if inner.state is optimizer.state and inner.param_groups is optimizer.param_groups:
@@ -87,18 +86,18 @@ def _behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """L-BFGS and its like: their state is the history of a search, there is none before the first step."""
+    """Whether `step` needs a closure, as that of L-BFGS, whose state is a history without initial state."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer like `optimizer` in everything but its parameters, state and hooks."""
+    """A copy of the optimizer without its parameters, state and hooks."""
     inner = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
     if inner:
-        raise TypeError(f"it steps other optimizers ({', '.join(inner)}), which hold the real parameters")
+        raise TypeError(f"it steps other optimizers ({', '.join(inner)}), which have the parameters")
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # An instance's own `step` is a patch (a scheduler's counter, say) bound to the original.
+    # A `step` on the instance is a patch, for instance a scheduler's counter, bound to the original.
     double.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     double.__dict__.update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
     double.state = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Reading and writing a model's state under canonical names."""
+"""Get and set a model's state dict with canonical names."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from terrazzo.errors import CheckpointMismatchError
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, ValueType]:
-    """The model's state dict under canonical names, whatever parallelism wraps it.
+    """The model's state dict with canonical names, for any parallelism.
 
-    Tensors stay distributed unless `options.full_state_dict` asks for whole ones.
+    Tensors stay distributed unless `options.full_state_dict` is set.
 
     >>> sorted(get_model_state_dict(torch.nn.DataParallel(torch.nn.Linear(2, 2))))
     ['bias', 'weight']
@@ -58,9 +58,8 @@ def set_model_state_dict(
 ) -> Any:
     """Load a state dict with canonical names into the model; returns `missing_keys` and `unexpected_keys`.
 
-    Values may be whole or distributed, in any layout: each rank takes its part.  With
-    `options.broadcast_from_rank0` only rank 0's dict counts, and others may give None.  `model_state_dict` itself is
-    not modified.
+    Values may be whole or distributed, in any layout: each rank takes its part. With `options.broadcast_from_rank0`
+    only rank 0's dict is used, and others may pass None. `model_state_dict` itself is not modified.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> set_model_state_dict(model, {"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
@@ -71,11 +70,11 @@ def set_model_state_dict(
     names = Names(model, options.dsd_fqn_modifiers)
     state = _by_name(model, names, model_state_dict or {})
     flattened_by_fsdp1 = bool(interop.fsdp1_modules(model))
-    # FSDP1 takes its parameters apart and puts them together itself.
+    # FSDP1 splits its flat parameters itself.
     targets = {} if flattened_by_fsdp1 else names.aliases()
 
     with torch.no_grad():
-        if options.broadcast_from_rank0:  # what does not fit is found, and agreed on, as it arrives
+        if options.broadcast_from_rank0:  # misfits are found when tensors arrive, and raised on all ranks
             full = dict(state)
             state = broadcast_state(lambda: full, lambda path, whole: _placed_whole(path[0], whole, targets))
         else:
@@ -89,11 +88,11 @@ def set_model_state_dict(
             return _load(model, state, names, strict=options.strict, assign=to_assign)
 
 
-# ------------------------------------------------------------------ shared with the optimizer side
+# ------------------------------------------------------------------ shared with optimizers
 
 
 def finished(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """`state` gathered and moved as the options ask."""
+    """`state`, gathered and moved as the options say."""
     if options.full_state_dict:
         alone = not (dist.is_available() and dist.is_initialized())
         keep = not options.cpu_offload or alone or dist.get_rank() == 0
@@ -119,7 +118,7 @@ def within_submodules(
 
 def warn_about_submodules() -> None:
     warnings.warn(
-        "`submodules` is deprecated; filter the keys of the whole state dict instead", FutureWarning, stacklevel=4
+        "`submodules` is deprecated: filter the keys of the whole state dict instead", FutureWarning, stacklevel=4
     )
 
 
@@ -135,10 +134,10 @@ def _frozen(names: Names) -> list[str]:
 
 
 def _by_name(model: nn.Module, names: Names, state: Mapping[Any, Any]) -> dict[str, Any]:
-    """A fresh dict by canonical name, from one that may be keyed by submodule."""
+    """A new dict by canonical names, from one that may be keyed by submodules."""
     if not any(isinstance(key, nn.Module) for key in state):
         return dict(state)
-    warnings.warn("a state dict keyed by modules is deprecated; prefix its keys instead", FutureWarning, stacklevel=3)
+    warnings.warn("a state dict keyed by modules is deprecated: prefix its keys instead", FutureWarning, stacklevel=3)
     paths = {module: path for path, module in submodule_prefixes(model, set(state)).items()}
     result = {}
     for module, entries in state.items():
@@ -148,9 +147,9 @@ def _by_name(model: nn.Module, names: Names, state: Mapping[Any, Any]) -> dict[s
 
 
 def _refuse_misfits(state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
-    """One error for all shapes that differ, before anything is written."""
+    """Raise one error for all shapes that differ, before anything is written."""
     misfits = {
-        name: f"{name}: {tuple(value.shape)} given, {tuple(targets[name].shape)} in the model"
+        name: f"{name}: {tuple(value.shape)} in the state dict, {tuple(targets[name].shape)} in the model"
         for name, value in state.items()
         if name in targets and isinstance(value, torch.Tensor) and value.shape != targets[name].shape
     }
@@ -162,7 +161,7 @@ def _refuse_misfits(state: Mapping[str, Any], targets: Mapping[str, torch.Tensor
 
 
 def _placed(name: str, value: Any, target: torch.Tensor | None) -> Any:
-    """`value` in the layout of the model's tensor, ready for `Module.load_state_dict`."""
+    """`value` in the layout of the model's tensor, for `Module.load_state_dict`."""
     if target is None or not isinstance(value, torch.Tensor):
         return value
     if target.is_meta:
@@ -174,7 +173,7 @@ def _placed(name: str, value: Any, target: torch.Tensor | None) -> Any:
 
 
 def _placed_whole(name: str, whole: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> Any:
-    """The same for a tensor that has just been broadcast and should not outlive this call."""
+    """`_placed` for a tensor that was just broadcast, and is not kept."""
     target = targets.get(name)
     if target is None:
         return whole
@@ -185,7 +184,7 @@ def _placed_whole(name: str, whole: torch.Tensor, targets: Mapping[str, torch.Te
 
 
 def _materialised(name: str, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A real tensor of the layout of the meta tensor `target`, holding `value` and sharing memory with nothing."""
+    """A new tensor with the layout of the meta tensor `target` and the values of `value`."""
     if not is_distributed(target):
         whole = laid_out_like(value, target, name)
         return whole.to(target.dtype, copy=True)
@@ -199,9 +198,9 @@ def _materialised(name: str, value: torch.Tensor, target: torch.Tensor) -> torch
 
 
 def _share_assigned(state: dict[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
-    """Loading by assignment would untie shared parameters: give all names of one the same new parameter.
+    """Use the same new parameter for all names of a shared one, which loading by assignment would untie.
 
-    Tensors that are real already are written in place and stay the objects that an optimizer may hold.
+    Tensors that are not on the meta device are written in place, because an optimizer may refer to them.
     """
     assigned: dict[int, Any] = {}
     for name, target in targets.items():
@@ -219,7 +218,7 @@ def _share_assigned(state: dict[str, Any], targets: Mapping[str, torch.Tensor]) 
 
 
 def _load(model: nn.Module, state: dict[str, Any], names: Names, *, strict: bool, assign: bool) -> Any:
-    """`model.load_state_dict`, with the keys and the report in canonical names."""
+    """`model.load_state_dict`, with canonical names in the state dict and the result."""
     shown = {names.shown(name): value for name, value in state.items()}
     report = model.load_state_dict(shown, strict=False, assign=assign)
     missing = [names.canonical(key) for key in report.missing_keys]
@@ -228,7 +227,7 @@ def _load(model: nn.Module, state: dict[str, Any], names: Names, *, strict: bool
         raise CheckpointMismatchError(
             f"the state dict does not fit {type(model).__name__}: "
             f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
-            "StateDictOptions(strict=False) loads what is there",
+            "StateDictOptions(strict=False) loads the keys that match",
             missing=tuple(missing),
         )
     return type(report)(missing, unexpected)

@@ -1,7 +1,7 @@
-"""Canonical names: what a parameter is called when the model is not wrapped by any parallelism.
+"""Canonical names: the names of parameters in the model without wrappers.
 
-The *shown* key of a parameter is what the wrapped model's `state_dict()` calls it (DDP and `torch.compile` put a
-component of their own into it).  Both directions are a walk from the root along the name's components.
+The *shown* key of a parameter is its key in the wrapped model's `state_dict()`, into which DDP and `torch.compile` put
+a component of their own. Both directions walk from the root along the components of the name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Names:
         self._modifiers = modifiers
 
     def canonical(self, key: str) -> str:
-        """The name without any wrapper, from a shown key or an attribute path."""
+        """The name without wrappers, from a shown key or an attribute path."""
         module: nn.Module | None = self._model
         name: list[str] = []
         for part in key.split("."):
@@ -40,7 +40,7 @@ class Names:
         return ".".join(name)
 
     def shown(self, name: str) -> str:
-        """The key under which the wrapped model's own state dict holds `name`."""
+        """The key of `name` in the wrapped model's own state dict."""
         module: nn.Module | None = self._model
         key: list[str] = []
         for part in name.split("."):
@@ -53,7 +53,7 @@ class Names:
         return ".".join(key)
 
     def _enter(self, module: nn.Module | None, part: str) -> tuple[nn.Module | None, bool]:
-        """Step through wrappers and hidden children; says whether `part` named one of them and is thereby used up."""
+        """Step through wrappers and hidden children; returns whether `part` was the name of one of them."""
         while module is not None and (wrapper := wrapper_of(module)) is not None:
             module = getattr(module, wrapper.inner)
             if part == wrapper.inner:
@@ -63,7 +63,7 @@ class Names:
         return self._unhide(module, part), False
 
     def _unhide(self, module: nn.Module | None, part: str) -> nn.Module | None:
-        """The child that holds `part` without showing in the keys, if the module declares one."""
+        """The child that has `part` but is not in the keys, if the module declares one."""
         hidden = self._hidden(module).get(part) if module is not None else None
         return module if hidden is None else _child(module, hidden) or module
 
@@ -78,7 +78,7 @@ class Names:
         return {self.canonical(key): param for key, param in self._model.named_parameters()}
 
     def aliases(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under every canonical name that they have."""
+        """Parameters and buffers by all their canonical names."""
         members: Iterable[tuple[str, torch.Tensor]] = (
             *self._model.named_parameters(remove_duplicate=False),
             *self._model.named_buffers(remove_duplicate=False),
@@ -87,5 +87,5 @@ class Names:
 
 
 def _child(module: nn.Module | None, part: str) -> nn.Module | None:
-    """The child module called `part`; None for a parameter, or a key that a state-dict hook made up."""
+    """The child module `part`; None for a parameter, or for a key that a state-dict hook added."""
     return children_of(module).get(part) if module is not None else None

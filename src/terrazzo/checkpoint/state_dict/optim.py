@@ -1,7 +1,7 @@
-"""Reading and writing optimizers' state by parameter name.
+"""Get and set optimizers' state dicts by parameter names.
 
-An optimizer numbers its parameters in the order in which it was given them, which another parallelism may not share.
-Here the state of each parameter, and its membership in a group, is keyed by the parameter's canonical name.
+An optimizer numbers its parameters in the order in which it got them, which may differ with another parallelism. Here
+the state of each parameter, and its membership in a group, is keyed by the parameter's canonical name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> OptimizerStateType:
-    """The optimizers' state, merged, with parameters called by their canonical names.
+    """The merged state of the optimizers, keyed by the parameters' canonical names.
 
     Every trainable parameter has an entry, also before its first step, so that a checkpoint can be loaded into the
-    result.  The optimizers themselves are left as they are (PyTorch's function takes a step with them): what was loaded
-    into the result takes effect with `set_optimizer_state_dict`.
+    result. The optimizers are not changed (PyTorch's function takes a step with them): call `set_optimizer_state_dict`
+    with the loaded result.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters(), lr=0.5))
@@ -69,10 +69,10 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load a state dict keyed by canonical names (nested or flattened) into the optimizers.
 
-    Tensors may be whole or distributed in any layout.  The dict may hold more parameters of the model than
-    `optimizers` do.  Missing state of a trainable parameter, and with `strict` names that the model does not have,
-    are reported together in one error.  `optim_state_dict` itself is not modified.  With `options.broadcast_from_rank0`
-    only rank 0's counts, and others may give None.
+    Tensors may be whole or distributed in any layout. The dict may have more parameters of the model than `optimizers`.
+    One error lists missing state of trainable parameters and, with `strict`, names that the model does not have.
+    `optim_state_dict` itself is not modified. With `options.broadcast_from_rank0` only rank 0's is used, and others may
+    pass None.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> old, new = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5))
@@ -99,7 +99,7 @@ def _by_name(optimizer: torch.optim.Optimizer, by_index: Mapping[str, Any], know
     strangers = [tuple(param.shape) for param in ordered if id(param) not in known]
     if strangers:
         raise CheckpointError(
-            f"{type(optimizer).__name__} holds parameters that are not in the model (shapes {strangers}); build the "
+            f"{type(optimizer).__name__} has parameters that are not in the model (shapes {strangers}): construct the "
             "optimizer after the model has been sharded, moved or materialised"
         )
     name_of = {index: known[id(param)] for index, param in enumerate(ordered)}

@@ -1,4 +1,4 @@
-"""Optimizers of FSDP1 models, whose flattened parameters only FSDP1 itself can take apart and put together."""
+"""Optimizers of FSDP1 models, whose flat parameters only FSDP1 itself can split and join."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def set_with_fsdp1(
     names: Names,
     options: StateDictOptions,
 ) -> None:
-    """FSDP1 cuts its flattened parameters' state itself; it takes nested dicts with the names it shows."""
+    """Set the state with FSDP1's own functions, which take nested dicts with shown keys."""
     if options.broadcast_from_rank0:
         full = dict(given)
         given = broadcast_state(lambda: full, lambda _, whole: whole)
@@ -53,7 +53,7 @@ def set_with_fsdp1(
 def _nested(
     model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any], names: Names
 ) -> dict[str, Any]:
-    """Unflatten, and gather the parameters into the groups that the optimizer has now."""
+    """The nested form, with the optimizer's present groups."""
     live = get_with_fsdp1(model, optimizer, complete_state(optimizer), names, StateDictOptions())
     nested = unflatten(flat, [name for group in live[GROUPS] for name in group[PARAMS]], live[STATE])
     saved = {group[PARAMS][0]: group for group in nested[GROUPS]}

@@ -1,4 +1,4 @@
-"""Loading a name-keyed state dict into optimizers: what belongs where, what is missing, and what does not fit."""
+"""Load a name-keyed state dict into optimizers, and report what is missing and what does not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 
 class Setter:
-    """One `set_optimizer_state_dict`: gathers every fault first, then loads."""
+    """One `set_optimizer_state_dict`: finds all faults first, then loads."""
 
     def __init__(self, names: Names, optimizers: tuple[torch.optim.Optimizer, ...], options: StateDictOptions) -> None:
         self._optimizers = optimizers
@@ -31,7 +31,7 @@ class Setter:
 
     def load(self, given: Mapping[str, Any]) -> None:
         if self._options.broadcast_from_rank0:
-            # Each rank keeps of every tensor the part that its own parameter of that name has.
+            # Each rank keeps the part of every tensor that its own parameter of that name has.
             given = broadcast_state(lambda: dict(self._named(given)), self._own_part)
         else:
             given = self._named(given)
@@ -40,17 +40,17 @@ class Setter:
         if self._options.strict:
             known = {name for aliases in self._aliases.values() for name in aliases}
             listed = set(nested[STATE]).union(*(group[PARAMS] for group in nested[GROUPS]))
-            self._faults += [f"{name}: unexpected, the model has no such parameter" for name in sorted(listed - known)]
+            self._faults += [f"{name}: unexpected, not a parameter of the model" for name in sorted(listed - known)]
         if self._faults:
             raise CheckpointMismatchError(
                 "the optimizer state dict does not fit:\n  "
                 + "\n  ".join(self._faults)
-                + "\nStateDictOptions(strict=False) loads what is there"
+                + "\nStateDictOptions(strict=False) loads the entries that match"
             )
         for optimizer, (state, groups) in loads:
             _install(optimizer, state, groups)
 
-    # -------------------------------------------------------------- finding what belongs where
+    # -------------------------------------------------------------- finding the entries of each parameter
 
     def _nested(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if STATE in given and GROUPS in given:
@@ -67,7 +67,7 @@ class Setter:
         return nested
 
     def _named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state dict with names for the numbers, places of parameters, that an optimizer's own `state_dict` has."""
+        """The state dict with names instead of the numbers that an optimizer's own `state_dict` has."""
         if STATE not in given or GROUPS not in given:
             return given
         numbers = [number for group in given[GROUPS] for number in group[PARAMS]]
@@ -75,21 +75,21 @@ class Setter:
             return given
         if len(self._optimizers) != 1 or not all(isinstance(key, int) for key in (*given[STATE], *numbers)):
             raise CheckpointError(
-                "the optimizer state dict numbers its parameters; of several optimizers, or beside names, it must name "
-                "them, as get_optimizer_state_dict does"
+                "the optimizer state dict numbers its parameters: for several optimizers, or together with names, it "
+                "must name them, as that of get_optimizer_state_dict does"
             )
         (optimizer,) = self._optimizers
         params = [param for group in optimizer.param_groups for param in group[PARAMS]]
         sizes = [len(group[PARAMS]) for group in given[GROUPS]]
         if sizes != [len(group[PARAMS]) for group in optimizer.param_groups]:
             raise CheckpointMismatchError(
-                f"the optimizer state dict numbers the parameters of groups of {sizes}; the optimizer's groups have "
+                f"the groups of the optimizer state dict have {sizes} parameters, but those of the optimizer "
                 f"{[len(group[PARAMS]) for group in optimizer.param_groups]}"
             )
         names = {number: self._find(param, {}) for number, param in zip(numbers, params, strict=True)}
         unknown = [number for number in given[STATE] if number not in names]
         if unknown:
-            raise CheckpointMismatchError(f"the optimizer state dict has state of {unknown}, which is in no group")
+            raise CheckpointMismatchError(f"the optimizer state dict has state for {unknown}, which no group has")
         state = {names[number]: entries for number, entries in given[STATE].items()}
         groups = [{**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in given[GROUPS]]
         return {**given, STATE: state, GROUPS: groups}
@@ -120,16 +120,16 @@ class Setter:
         return state, groups
 
     def _find(self, param: torch.Tensor, listed: Mapping[str, Any]) -> str:
-        """The name under which the dict has `param`, which may have several; else its first."""
+        """The name of `param` in the dict; its first name if the dict has none of its names."""
         aliases = self._aliases.get(id(param))
         if aliases is None:
             raise CheckpointError(
-                f"an optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model"
+                f"an optimizer has a parameter of shape {tuple(param.shape)} that is not in the model"
             )
         return next((alias for alias in aliases if alias in listed), aliases[0])
 
     def _merge_group(self, group: dict[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The live group with its hyperparameters replaced by those saved for its parameters, which must agree."""
+        """The optimizer's group with the saved hyperparameters of its parameters, which must agree."""
         merged = dict(group)
         seen: dict[str, tuple[str, Any]] = {}
         for name, source in sources.items():
@@ -153,7 +153,7 @@ class Setter:
         name: str,
         saved: Mapping[str, Mapping[Any, Any]],
     ) -> dict[Any, Any]:
-        """The state to install for one parameter: what was saved, laid out like what the optimizer uses."""
+        """The saved state of one parameter, in the layout that the optimizer uses."""
         current: Mapping[Any, Any] = optimizer.state.get(param) or {}
         given = saved.get(name)
         if given is None:
@@ -179,12 +179,15 @@ class Setter:
         if not isinstance(like, torch.Tensor):
             like = param
         elif like.shape != value.shape and like.dim() > 0:
-            self._faults.append(f"{where}: shape {tuple(value.shape)} given, {tuple(like.shape)} in the optimizer")
+            self._faults.append(
+                f"{where}: shape {tuple(value.shape)} in the state dict, {tuple(like.shape)} in the optimizer"
+            )
             return value
         return self._unshared(laid_out_like(value, like, where))
 
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """FSDP1 gives all parameters of one module the same `step` tensor; an optimizer would count in it for each."""
+        """A copy if the tensor is used twice: FSDP1 uses one `step` tensor for all parameters of a module, which the
+        optimizer would increase for each."""
         if id(tensor) in self._taken:
             return tensor.clone()
         self._taken.add(id(tensor))
@@ -193,7 +196,7 @@ class Setter:
     # -------------------------------------------------------------- broadcasting
 
     def _own_part(self, path: tuple[Any, ...], whole: torch.Tensor) -> Any:
-        """This rank's part of a broadcast tensor, as a distributed tensor like its parameter where that is one."""
+        """This rank's part of a broadcast tensor, as a distributed tensor if its parameter is one."""
         name = self._parameter_in(path)
         param = self._params.get(name) if name is not None else None
         if param is None and name is not None:
@@ -205,7 +208,7 @@ class Setter:
         return part
 
     def _parameter_in(self, path: tuple[Any, ...]) -> str | None:
-        """The parameter that a path is about; None for a hyperparameter that is a tensor."""
+        """The name of the parameter in a path; None for a hyperparameter that is a tensor."""
         if path[0] == STATE:
             return str(path[1])
         if path[0] == GROUPS:
@@ -217,9 +220,9 @@ class Setter:
 
 
 def _install(optimizer: torch.optim.Optimizer, state: dict[int, dict[Any, Any]], groups: list[dict[str, Any]]) -> None:
-    """`optimizer.load_state_dict`, without its cast of every floating tensor to the parameter's dtype.
+    """`optimizer.load_state_dict`, but without casting every floating-point tensor to the parameter's dtype.
 
-    That cast would lose the float32 moments that an optimizer keeps for bfloat16 parameters.
+    The cast would round the float32 moments of bfloat16 parameters.
     """
     optimizer.load_state_dict({STATE: state, GROUPS: groups})
     params = [param for group in optimizer.param_groups for param in group[PARAMS]]
@@ -241,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_kind_of(live: Any, value: Any) -> Any:
-    """A saved hyperparameter as the kind of thing that the live group has: a tensor, a tuple."""
+    """A saved hyperparameter, converted to the type in the optimizer's group: a tensor, a tuple."""
     if isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
         return torch.as_tensor(value, dtype=live.dtype, device=live.device)
     if isinstance(live, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The options of the state-dict functions, and the types that they speak of."""
+"""The options of the state-dict functions, and their types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# What a model's state dict holds: tensors (plain or distributed) and whatever a module's extra state is.
+# The values of a model's state dict: tensors (plain or distributed), and modules' extra states.
 ValueType = Any
 # {"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}, or its flattened form.
 OptimizerStateType = dict[str, Any]
@@ -18,21 +18,21 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 @dataclass
 class StateDictOptions:
-    """How state dicts are read from, and written into, a model and its optimizers.
+    """Options for getting and setting state dicts.
 
     Attributes:
-        full_state_dict: every tensor is gathered; nothing in the result is distributed.
-        cpu_offload: tensors are moved to the CPU.  Together with `full_state_dict` only rank 0 keeps the result,
-            and every other rank gets an empty dict.
+        full_state_dict: gather every tensor; nothing in the result is distributed.
+        cpu_offload: move tensors to the CPU. Together with `full_state_dict` only rank 0 gets the result, and every
+            other rank an empty dict.
         ignore_frozen_params: leave out parameters that do not require gradients, under all of their names.
         keep_submodule_prefixes: with the deprecated `submodules`, keep their prefix in the keys.
-        strict: a name that is missing or unexpected is an error.
-        broadcast_from_rank0: when setting, rank 0 alone has the (full) state dict and hands out one tensor at a
+        strict: raise if a name is missing or unexpected.
+        broadcast_from_rank0: when setting, only rank 0 has the (full) state dict, and broadcasts it one tensor at a
             time; needs `full_state_dict`.
-        flatten_optimizer_state_dict: one flat dict `state.<name>.<key>`, `param_groups.<name>.<key>`, which unlike
-            the nested form can be merged between pipeline stages.
-        dsd_fqn_modifiers: the name of a module method that returns {first component: child module that does not
-            show in the module's state-dict keys}.
+        flatten_optimizer_state_dict: return one flat dict `state.<name>.<key>`, `param_groups.<name>.<key>`, which
+            unlike the nested form can be merged between pipeline stages.
+        dsd_fqn_modifiers: the name of a module's method that returns {first component: child module that is not in
+            the keys of the module's state dict}.
 
     >>> StateDictOptions(full_state_dict=True, cpu_offload=True).strict
     True

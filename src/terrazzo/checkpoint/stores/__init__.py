@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint live: one small interface, one file per kind of place."""
+"""Stores: where the bytes of a checkpoint are. One interface, and a module for each kind of store."""
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,

@@ -1,10 +1,10 @@
-"""What checkpoints ask of the place where their bytes live.
+"""The interface of stores, in which checkpoints are kept.
 
-A store holds the files of one checkpoint under flat keys.  Data files are written once, under keys of their own save,
-and read in ranges.  Only `put` replaces anything, in one atomic act that can be made conditional: of two writers that
-began from the same version, one gets `ConflictError`, and nothing of what is there is lost.
+A store has the files of one checkpoint, under flat keys. Data files are written once, under keys that have the save's
+id, and read in ranges. Only `put` replaces a file, atomically, and on condition if asked: if two writers began with the
+same version, one gets a `ConflictError`, and the other's file stays.
 
-A new kind of place is one file with one subclass of `Store`: see docs/stores.md.
+A new kind of store is one module with a subclass of `Store`: see docs/stores.md.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Final, NewType, Protocol
 
 import msgspec
 
-# What `get` found, or `put` made, under a key.  Equal exactly if nobody has replaced it in between.
+# The version of a file, from `get` or `put`. Two versions are equal exactly if the file was not replaced in between.
 Version = NewType("Version", str)
 
 
 class Absent:
-    """`only_if=ABSENT`: only if there is nothing under the key."""
+    """`only_if=ABSENT`: only if the key does not exist."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -32,21 +32,21 @@ class Absent:
 
 ABSENT: Final = Absent()
 
-# A save that shows no sign of life for so long is dead, where its death cannot be seen otherwise.
+# A save that has not written for so long counts as ended, in stores without locks.
 LEASE_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store is good at.
+    """Properties of a store that decide how it is used.
 
     Attributes:
-        in_place: uploads go to where they belong piece by piece.  If not, a file is sent when it is complete, and
-            should not have more than `file_bytes`.
-        file_bytes: about how large a data file should be at most; None: any size will do.
-        request_bytes: about how much one request should read.
-        gap: so many bytes that nobody wants are read sooner than another request is made.
-        depth: requests that are under way at once.
+        in_place: whether uploads write to the final file piece by piece. If not, a file is sent when it is complete,
+            and should not have more than `file_bytes`.
+        file_bytes: the most bytes that a data file should have; None: any number.
+        request_bytes: about how many bytes one request should read.
+        gap: the most bytes between two ranges that are read along instead of making another request.
+        depth: the number of requests at a time.
     """
 
     in_place: bool = True
@@ -65,9 +65,9 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, eq=False):
-    """Bytes to be read: those of `key` from `start` on, into the buffers one after the other.
+    """Bytes to read: those of `key` from `start` on, into the buffers one after the other.
 
-    `owner` is the asker's own.
+    `owner` is for the caller.
     """
 
     key: str
@@ -77,38 +77,38 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def size(self) -> int:
-        """How many bytes it reads."""
+        """The number of bytes to read."""
         return sum(map(len, self.buffers))
 
 
 class Upload(abc.ABC):
-    """A data file being written.  Each method raises if it could not do all of its work."""
+    """A data file that is being written. Each method raises if it cannot do all of its work."""
 
     @abc.abstractmethod
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write the buffers one after the other, the first at `offset`.
 
-        Threads may write at once.  The buffers may be used for something else afterwards.
+        Several threads may write at once. The caller may change the buffers afterwards.
         """
 
     def give(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """As `write`, of buffers that stay as they are until the file is finished or aborted: they need no copy."""
+        """Like `write`, for buffers that do not change until the file is finished or aborted: they need no copy."""
         self.write(offset, buffers)
 
     def truncate(self, size: int) -> None:  # noqa: B027  # most files end where the last write did
-        """The file will have `size` bytes, fewer than were announced."""
+        """Make the file `size` bytes long, fewer than `upload` was called with."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """The file is complete: it exists from now on, and survives a loss of power if the store is durable."""
+        """Complete the file: it exists from now on, and survives a power failure if the store is durable."""
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Give up: as far as possible nothing of the file stays.  Does nothing after `finish`."""
+        """Remove what has been written, if possible. Does nothing after `finish`."""
 
 
 class MemoryUpload(Upload):
-    """A file that is put together in memory; `send` is given all of it when it is complete."""
+    """A file that is assembled in memory; `send` gets all of it when it is complete."""
 
     def __init__(self, size: int, send: Callable[[memoryview], object]) -> None:
         self._data = bytearray(size)
@@ -130,13 +130,13 @@ class MemoryUpload(Upload):
         self._send(memoryview(data))
 
     def abort(self) -> None:
-        """Nothing is there before `finish`."""
+        """Do nothing: the file does not exist before `finish`."""
 
 
 class ScatteredUpload(Upload):
-    """A file that is sent from where its parts lie in memory; `send` is given all of them, in order.
+    """A file that is sent from the buffers that it is made of; `send` gets them in order.
 
-    Only what will not stay as it is, and what is too small to be worth a place of its own, is copied.
+    Only buffers that may change (`write`) and small ones are copied.
     """
 
     _SMALL: Final = 16 << 10
@@ -161,7 +161,7 @@ class ScatteredUpload(Upload):
         self._join(offset, small)
 
     def _join(self, offset: int, small: Sequence[memoryview]) -> int:
-        """Small buffers as one part; where the next one begins."""
+        """Join small buffers into one part; returns where the next one begins."""
         if small:
             joined = memoryview(b"".join(small))
             self._parts.append((offset, joined))
@@ -173,7 +173,7 @@ class ScatteredUpload(Upload):
         end = 0
         for offset, buffer in parts:
             if offset != end:
-                raise ValueError(f"byte {end} of the file was to come next, but what was written begins at {offset}")
+                raise ValueError(f"the file has a hole: the next write should begin at byte {end}, not at {offset}")
             end += len(buffer)
         self._send([buffer for _, buffer in parts])
 
@@ -182,12 +182,12 @@ class ScatteredUpload(Upload):
 
 
 class GrowingUpload(Upload):
-    """A file that is written from its beginning to its end, and may become larger than memory.
+    """A file that is written from its beginning to its end, and may be larger than memory.
 
     Args:
-        send: is given all of a file that has stayed small, when it is complete.
-        begin: makes something to write a larger one to, piece by piece.
-        bound: how many bytes are small.
+        send: called with the whole file, if it is small.
+        begin: called for a larger file; returns a `Sink`, to which it is written piece by piece.
+        bound: the most bytes of a small file.
     """
 
     def __init__(self, send: Callable[[memoryview], object], begin: Callable[[], Sink], bound: int = 64 << 20) -> None:
@@ -200,7 +200,7 @@ class GrowingUpload(Upload):
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         if offset != self._position:
-            raise ValueError(f"byte {offset} was to be written next, but the file goes on at {self._position}")
+            raise ValueError(f"the next write must begin at byte {self._position}, not at {offset}")
         for buffer in buffers:
             self._position += len(buffer)
             if self._sink is not None:
@@ -229,31 +229,31 @@ class GrowingUpload(Upload):
 
 
 class Sink(Protocol):
-    """Where a large file goes, piece by piece."""
+    """The target of a large file that is written piece by piece."""
 
     def write(self, data: memoryview) -> object:
-        """Take the next bytes."""
+        """Write the next bytes."""
 
     def commit(self) -> object:
-        """That was all: the file exists from now on."""
+        """Complete the file: it exists from now on."""
 
     def discard(self) -> object:
         """Give up."""
 
 
 class Lease(abc.ABC):
-    """A sign that a save is under way: nobody removes its files."""
+    """A file that shows that a save is running, so that its files are not removed."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """The save has ended, one way or the other."""
+        """Remove the lease: the save has ended."""
 
 
 class ReadFile(abc.ABC):
     """A file of a store, open for reading in any order.
 
     Attributes:
-        holds_handle: whether an open one holds something that a process has few of.
+        holds_handle: whether an open file uses a file descriptor.
     """
 
     holds_handle: bool = False
@@ -261,15 +261,15 @@ class ReadFile(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """The file's bytes."""
+        """The size of the file in bytes."""
 
     @abc.abstractmethod
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after the other from `offset` on; all of them, or raise `EOFError`."""
+        """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
 
 
 class Store(abc.ABC):
@@ -280,67 +280,65 @@ class Store(abc.ABC):
     """
 
     caps: Capabilities = Capabilities()
-    lease_seconds: float = LEASE_SECONDS  # for which a lease is good, where its holder's death cannot be seen
+    lease_seconds: float = LEASE_SECONDS  # after which a lease expires, in stores without locks
 
     @property
     @abc.abstractmethod
     def location(self) -> str:
-        """Where this is, for people."""
+        """The path or URL, for messages."""
 
     def prepare(self) -> None:  # noqa: B027  # most stores need nothing
-        """Make the place exist, so that files can be created."""
+        """Create the folder or the like, so that files can be created."""
 
     @abc.abstractmethod
     def upload(self, key: str, size: int) -> Upload:
-        """A new data file that will have about `size` bytes.  It is an error if there is one of this key."""
+        """A new data file that will have about `size` bytes. It is an error if the key exists."""
 
     @abc.abstractmethod
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
-        """Carry out requests, several at once where that helps; each is yielded when its buffers are full.
+        """Carry out requests, several at once if that is faster; each is yielded when its buffers are full.
 
-        They may be yielded in another order; not with `in_flight_bytes=0`, which also takes the next one only then.
-        `in_flight_bytes` bounds the memory that requests need beside their own buffers.
+        The order may change. `in_flight_bytes` bounds the memory that requests need besides their own buffers; with 0
+        they are carried out one after the other, in order.
         """
 
     @abc.abstractmethod
     def get(self, key: str) -> tuple[bytes | bytearray, Version]:
-        """All of a file, and its version."""
+        """The contents of a file, and its version."""
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        """Make `key` refer to `data`, atomically: whatever happens, a reader sees all of the old or all of the new.
+        """Write `data` to `key` atomically: readers get the old contents or the new ones.
 
-        With `only_if`, only if the key has this version, or is `ABSENT`; else `ConflictError`.  In a durable store,
-        all files finished before survive a loss of power before this does, and afterwards this does too.
+        With `only_if`, only if the key has this version, or does not exist (`ABSENT`); else `ConflictError`. In a
+        durable store the file survives a power failure when this returns, and not before all files that were finished
+        earlier do.
         """
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> list[Entry]:
-        """The files whose keys begin so; none if the place does not exist."""
+        """The files whose keys begin with `prefix`; none if the store does not exist."""
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files; no error for those that are not there."""
+        """Remove files; missing ones are no error."""
 
     def folders(self) -> Sequence[str]:
-        """The names of the folders in this one, of stores that have any."""
+        """The names of the folders in this store, if the kind of store has folders."""
         return []
 
     def beneath(self, name: str) -> Store:
-        """The store of a folder in this one, whether it is there or not."""
-        raise OSError(errno.ENOTSUP, f"{self.location} has no folders in it, so there is no", name)
+        """The store of a folder in this one, which need not exist."""
+        raise OSError(errno.ENOTSUP, f"{self.location} is a store without folders, so it has no", name)
 
     def remove_folder(self, name: str) -> None:  # noqa: B027  # most stores have no folders without files
-        """Remove a folder in this one if nothing is in it."""
+        """Remove a folder in this store if it is empty."""
 
     def sync(self) -> None:  # noqa: B027  # most stores do all things in order
-        """What was done here survives a loss of power before what is done from now on."""
+        """Make everything so far survive a power failure before anything that is done later."""
 
     def stream(self, key: str) -> Upload:
-        """A file of any size, written from its beginning to its end.
-
-        Until it is finished there is under its key what was there before, and all of the new one from then on.
-        """
+        """A file of any size, written from beginning to end; it replaces an existing one when it is finished."""
         return MemoryUpload(0, lambda data: self.put(key, data))
 
     def stat(self, key: str) -> Entry:

@@ -1,8 +1,8 @@
-"""Checkpoints wherever an `fsspec` file system reaches, if `fsspec` and the file system's own package are installed.
+"""Checkpoints in file systems of `fsspec`, if `fsspec` and the file system's package are installed.
 
-An `fsspec` file system cannot compare and replace in one act.  So the root is looked at just before it is replaced, and
-read back afterwards: of two jobs that commit in the same moment both may find theirs replaced, but none is told that
-it saved if it did not.  For S3, Google and Azure there is `ObjectStore`, which has no such gap.
+`fsspec` cannot compare and replace a file atomically. So the root is compared just before it is replaced, and read
+again afterwards. If two jobs commit at the same moment, both may get an error, but neither gets a wrong success. For
+S3, Google Cloud and Azure use `ObjectStore`, which replaces atomically.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.errors import ConflictError
 
-_TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems agree on none
+_TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
 
 
 class FsspecStore(Store):
-    """A folder of an `fsspec` file system, which the URL names or `fs` is.
+    """A folder of an `fsspec` file system, which is given by the URL or as `fs`.
 
-    `settings` are the file system's own (`fsspec.url_to_fs`).
+    `settings` go to the file system (`fsspec.url_to_fs`).
     """
 
     caps = Capabilities(in_place=False, file_bytes=64 << 20, request_bytes=4 << 20, gap=256 << 10)
@@ -72,7 +72,7 @@ class FsspecStore(Store):
 
     def stream(self, key: str) -> Upload:
         def begin() -> _Opened:
-            for left in self.list(f".{key}."):  # of processes that were killed
+            for left in self.list(f".{key}."):  # left by killed processes
                 if self.lease_ended(left.key, left.modified):
                     self.delete([left.key])
             return _Opened(self._fs, self._path(f".{key}.{uuid.uuid4().hex[:12]}.tmp"), self._path(key))
@@ -86,7 +86,7 @@ class FsspecStore(Store):
         return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self.lease_seconds)
 
     def remove_folder(self, name: str) -> None:
-        with suppress(OSError):  # there is something in it, or it is gone already
+        with suppress(OSError):  # it is not empty, or does not exist any more
             self._fs.rmdir(self._path(name))
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
@@ -110,10 +110,10 @@ class FsspecStore(Store):
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
         if only_if is not None and self._present(key) != only_if:
-            raise ConflictError(f"{self._url}/{key} has been replaced by somebody else since this save began")
+            raise ConflictError(f"{self._url}/{key} was replaced by another save since this one began")
         self._fs.pipe_file(self._path(key), bytes(data))
         if only_if is not None and self._present(key) != _version(data):
-            raise ConflictError(f"{self._url}/{key} was replaced by somebody else at the same moment")
+            raise ConflictError(f"{self._url}/{key} was replaced by another save at the same time")
         return _version(data)
 
     def _present(self, key: str) -> Absent | Version:
@@ -143,7 +143,7 @@ class FsspecStore(Store):
         self._fs.invalidate_cache(self._folder)
         info = self._fs.info(self._path(key))
         if info["type"] != "file":
-            raise FileNotFoundError(f"{self._url}/{key} is no file")
+            raise FileNotFoundError(f"{self._url}/{key} is not a file")
         return self._entry(key, info)
 
     def _entry(self, key: str, info: dict[str, Any]) -> Entry:
@@ -159,7 +159,7 @@ class FsspecStore(Store):
 
 
 class _Opened:
-    """A file of the file system that is moved to its place when it is complete."""
+    """A temporary file that is renamed when it is complete."""
 
     def __init__(self, fs: Any, temporary: str, path: str) -> None:
         self._fs = fs

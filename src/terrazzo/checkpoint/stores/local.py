@@ -1,15 +1,15 @@
 """Checkpoints in a folder of a file system.
 
-What each step is there for:
-- data files are created under names of their own save, so an older checkpoint's files are never touched;
-- each data file is made durable by its writer, and the folder before the root takes its name: a root that
-  survives a loss of power never refers to data that did not;
-- the root is written under a name that nobody else has, made durable, renamed over its final name, and the folder made
-  durable again: a reader sees the old one or the new one, and the new one is there for good when `put` returns;
-- comparing the root's version and renaming are one act, by a lock that the system releases when its holder dies;
-- a save holds a lock on its lease: whether the process is still alive is asked of the system, not of a clock.  Where
-  locks do not work (some network file systems) leases are judged by their age, and the root is compared without a lock;
-- the folders above a new checkpoint folder are made durable too, or the whole folder could vanish.
+The reasons for each step:
+- data files have the save's id in their names, so an older checkpoint's files are never changed;
+- each data file is made durable by its writer, and the folder before the root is renamed: a root that survives a power
+  failure never refers to data that did not;
+- the root is written under a unique name, made durable, renamed to its final name, and the folder is made durable
+  again: a reader gets the old root or the new one, and the new one is durable when `put` returns;
+- the root's version is compared and the root renamed under a lock, which the system releases if its holder dies;
+- a save holds a lock on its lease, so that the system knows whether the process is alive. If locks do not work (some
+  network file systems), leases expire by their age, and the root is compared without a lock;
+- the folders above a new checkpoint's folder are made durable, too, or the whole folder could be lost.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
 _WRITE_BEHIND: Final = 8 << 20
 _LOCK_SECONDS: Final = 60.0  # the lock is held for one rename
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-TEMPORARY: Final = ".tmp"  # ends the names of files that are not yet what they will be
+TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
 LOCK: Final = ".lock"
 
 
 class LocalStore(Store):
     """A folder.
 
-    `durable` says whether files survive a loss of power.  `system` has the functions of the `os` module that files are
-    touched with, and `flock`; tests put a failing one in its place.
+    `durable` says whether files survive a power failure. `system` has the functions of the `os` module for files, and
+    `flock`; tests replace it to make calls fail.
     """
 
     caps = Capabilities()
@@ -88,7 +88,7 @@ class LocalStore(Store):
         for folder in reversed(new):
             try:
                 self._os.mkdir(folder)
-            except FileExistsError:  # another rank was faster
+            except FileExistsError:  # another rank has created it
                 if not folder.is_dir():
                     raise
             self.sync_folder(folder.parent)
@@ -101,8 +101,8 @@ class LocalStore(Store):
     def reserve(self, key: str, size: int) -> None:
         """Create a file of zeros, for `share`.
 
-        Clients of a network file system may write zeros up to the end of a page that lies beyond the end of the file,
-        and so over what another node has written there.  In a file that had its size before, nothing lies beyond.
+        Clients of a network file system may write zeros beyond the end of the file, up to the end of the page, and so
+        over what another node has written there. In a file that has its final size there is nothing beyond the end.
         """
         fd = self._os.open(self._path / key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -111,7 +111,7 @@ class LocalStore(Store):
             self._os.close(fd)
 
     def share(self, key: str) -> LocalUpload:
-        """A file, made by `reserve`, of which several processes write each its part.
+        """A file from `reserve`, to which several processes write, each its part.
 
         `finish` makes this process's part durable.
         """
@@ -120,7 +120,7 @@ class LocalStore(Store):
         return LocalUpload(self._os, fd, path, durable=self._durable)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give files, which are durable already, new names; a file that has such a name is replaced."""
+        """Rename durable files; existing files with the new names are replaced."""
         for old, new in names.items():
             self._os.replace(self._path / old, self._path / new)
         if self._durable:
@@ -128,14 +128,14 @@ class LocalStore(Store):
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Alone with a file, among all processes that ask for the same, if the file system has locks."""
+        """Hold the lock of a file while the context lasts, if the file system has locks."""
         path = self._path / (key + LOCK)
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             fd = self._os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 locked = self._try_lock(fd)
-                # Whoever had the lock removed the file: then it is another file of the same name that counts now.
+                # The last holder removed the file, so another file of the same name may be the lock now.
                 if locked is None or (locked and _is_file_at(path, fd)):
                     break
             except BaseException:
@@ -148,13 +148,13 @@ class LocalStore(Store):
         try:
             yield
         finally:
-            with suppress(OSError):  # the next one uses what stays
+            with suppress(OSError):  # a file that stays is used by the next holder
                 self.delete([key + LOCK])
             with suppress(OSError):
                 self._os.close(fd)
 
     def stream(self, key: str) -> Upload:
-        for left in self.list(f".{key}."):  # of processes that were killed
+        for left in self.list(f".{key}."):  # left by killed processes
             if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
                 self.delete([left.key])
         temporary, fd = self._create_locked(lambda: f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
@@ -198,7 +198,7 @@ class LocalStore(Store):
     def open(self, key: str) -> _LocalReadFile:
         path = self._path / key
         try:
-            # A pipe in a file's place would wait for a writer.
+            # Opening a pipe instead of a file would wait for a writer.
             fd = self._os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except ValueError as error:
             raise CheckpointFormatError(f"{str(path)!r} cannot be the name of a file: {error}") from error
@@ -227,8 +227,8 @@ class LocalStore(Store):
                 with self.locked(key):
                     if self._present(key) != only_if:
                         raise ConflictError(
-                            f"{self._path / key} has been replaced by somebody else since this save began; what they "
-                            f"wrote stays. Have one job save to one place, or save again"
+                            f"{self._path / key} was replaced by another save since this one began; the other "
+                            f"checkpoint stays. Let only one job save there, or save again"
                         )
                     self._os.replace(self._path / temporary, self._path / key)
         except BaseException:
@@ -240,7 +240,7 @@ class LocalStore(Store):
         return _version(data)
 
     def _create_locked(self, name: Callable[[], str]) -> tuple[str, int]:
-        """A new file that this process has locked, so that others see that it is in use; its name and descriptor."""
+        """A new file with a lock, which shows other processes that it is in use; its name and descriptor."""
         while True:
             key = name()
             fd = self._os.open(self._path / key, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -252,7 +252,7 @@ class LocalStore(Store):
                 self._os.close(fd)
                 self.delete([key])
                 raise
-            self._os.close(fd)  # somebody took it for a leftover between the two calls, and removes it
+            self._os.close(fd)  # another process locked it between the two calls, to remove it as a leftover
 
     def _present(self, key: str) -> Absent | Version:
         try:
@@ -261,7 +261,7 @@ class LocalStore(Store):
             return ABSENT
 
     def _try_lock(self, fd: int) -> bool | None:
-        """Whether this process has the lock now; None if there are no locks here."""
+        """Whether this process has got the lock; None if the file system has no locks."""
         try:
             getattr(self._os, "flock", fcntl.flock)(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -280,7 +280,7 @@ class LocalStore(Store):
         entries = []
         for name in names:
             if name.startswith(prefix):
-                with suppress(FileNotFoundError):  # removed in this moment
+                with suppress(FileNotFoundError):  # just removed
                     found = os.stat(self._path / name)
                     if not stat.S_ISDIR(found.st_mode):
                         entries.append(Entry(name, found.st_size, found.st_mtime))
@@ -296,14 +296,14 @@ class LocalStore(Store):
                 self._os.unlink(self._path / key)
 
     def adopt(self, other: Store, key: str) -> bool:
-        """By a hard link: the file lives as long as one of the folders has it."""
+        """Take over a file of another folder by a hard link: it exists as long as one of the folders has it."""
         if not isinstance(other, LocalStore):
             return False
         try:
             os.link(other._path / key, self._path / key)
         except FileExistsError:
             return self._path.samefile(other._path)
-        except OSError:  # another disk, or a file system without links
+        except OSError:  # another disk, or a file system without hard links
             return False
         return True
 
@@ -312,10 +312,10 @@ class LocalStore(Store):
         return _LocalLease(self, fd, key)
 
     def renew_lease(self, key: str) -> None:
-        self.touch(key)  # another file in its place would not be locked
+        self.touch(key)  # a new file would not be locked
 
     def touch(self, key: str) -> None:
-        """Make a file as young as one that is written now."""
+        """Set the file's modification time to now."""
         os.utime(self._path / key)
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
@@ -330,7 +330,7 @@ class LocalStore(Store):
         return time.time() - last_sign > self.lease_seconds if locked is None else locked
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names in `folder` survive a loss of power."""
+        """Make the names in `folder` survive a power failure."""
         fd = self._os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._os.fsync(fd)
@@ -365,29 +365,29 @@ class _LocalLease(Lease):
     def release(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with suppress(OSError):  # what stays is removed by a later save
+            with suppress(OSError):  # a later save removes it
                 self._store.delete([self._key])
             os.close(fd)
 
     def __del__(self) -> None:
-        if self._fd >= 0:  # nobody will release it: the save has failed
+        if self._fd >= 0:  # not released, because the save failed
             os.close(self._fd)
 
 
 class LocalUpload(Upload):
-    """A file that is written where it will be."""
+    """A data file that is written under its final name."""
 
     def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
         self._os = system
         self._fd = fd
         self._path = str(path)
         self._durable = durable
-        self._behind = 0  # bytes written since the kernel was last asked to begin with the disk
+        self._behind = 0  # bytes written since the kernel was last asked to start writing to the disk
         self._lock = threading.Lock()
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The file's path."""
         return self._path
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -396,7 +396,7 @@ class LocalUpload(Upload):
             self._write_behind(total)
             written = self._pwritev(group, offset)
             done = written
-            while done < total:  # a short write: carry on until the kernel says why
+            while done < total:  # after a short write, continue until the kernel returns an error
                 if written == 0:
                     raise OSError(errno.EIO, "the file system accepted no bytes", self._path)
                 group = _without_first(group, written)
@@ -424,7 +424,7 @@ class LocalUpload(Upload):
             os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
-        """Have what is written survive a loss of power."""
+        """Make what is written survive a power failure."""
         if self._durable:
             try:
                 self._os.fsync(self._fd)
@@ -452,7 +452,7 @@ class LocalUpload(Upload):
 
 
 class _Replacing(Upload):
-    """A file under a name of its own, which takes its place when it is complete."""
+    """A file under a temporary name, which is renamed when it is complete."""
 
     def __init__(self, store: LocalStore, file: LocalUpload, key: str) -> None:
         self._store = store
@@ -490,7 +490,7 @@ class _LocalReadFile(ReadFile):
         status = system.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, where a file should be")
+            raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
         self._size: int = status.st_size
 
     @property
@@ -505,7 +505,7 @@ class _LocalReadFile(ReadFile):
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, self._path) from error
                 if got == 0:
-                    raise EOFError(f"{self._path} ends at byte {offset}; more was expected")
+                    raise EOFError(f"{self._path} is too short: it ends at byte {offset}")
                 offset += got
                 group = _without_first(group, got)
 
@@ -545,10 +545,10 @@ def _without_first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryvie
 
 
 def _start_writing_back(fd: int) -> None:
-    """Ask the kernel to begin writing the file to the disk, so that the fsync at the end has less to wait for."""
+    """Ask the kernel to start writing the file to the disk, so that the fsync at the end takes less time."""
     function = _sync_file_range()
     if function is not None:
-        # 2: SYNC_FILE_RANGE_WRITE, of all there is.  It is a hint, failure is harmless.
+        # 2: SYNC_FILE_RANGE_WRITE, for the whole file. It is a hint; failure is harmless.
         function(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)
 
 

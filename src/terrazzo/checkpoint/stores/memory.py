@@ -1,4 +1,4 @@
-"""Checkpoints in this process's memory, for tests and for handing state over without a disk."""
+"""Checkpoints in this process's memory, for tests, and to pass state on without a disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from terrazzo.errors import ConflictError
 
 
 class MemoryStore(Store):
-    """A dict of files.  All ranks that use one must be threads of one process, or there must be one rank.
+    """A dict of files. All ranks that use it must be threads of one process.
 
     >>> store = MemoryStore()
     >>> version = store.put("greeting", b"hello")
@@ -51,7 +51,7 @@ class MemoryStore(Store):
             for buffer in request.buffers:
                 piece = data[position : position + len(buffer)]
                 if len(piece) < len(buffer):
-                    raise EOFError(f"{request.key} ends at byte {len(data)}; more was expected")
+                    raise EOFError(f"{request.key} is too short: it ends at byte {len(data)}")
                 buffer[:] = piece
                 position += len(buffer)
             yield request
@@ -66,7 +66,7 @@ class MemoryStore(Store):
         with self._lock:
             present = Version(str(self._files[key][1])) if key in self._files else ABSENT
             if only_if is not None and present != only_if:
-                raise ConflictError(f"{self.location}: {key} has been replaced by somebody else")
+                raise ConflictError(f"{self.location}: {key} was replaced by another save")
             self._writes += 1
             self._files[key] = bytearray(data), self._writes, time.time()
             return Version(str(self._writes))

@@ -1,4 +1,4 @@
-"""From a path or a URL to the store of what lies there."""
+"""Find the store for a path or a URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OBJECT_SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfs
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether this names something behind a URL, rather than a path of this machine.
+    """Whether this is a URL, not a path of this machine.
 
     >>> is_url("s3://bucket/run"), is_url("/runs/1")
     (True, False)
@@ -25,9 +25,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def store_at(path: str | os.PathLike[str], *, durable: bool = True, **settings: Any) -> Store:
-    """The store of a folder, or of a URL: `s3://`, `gs://`, `az://`, `file://`, or whatever `fsspec` knows.
+    """The store for a folder or a URL: `s3://`, `gs://`, `az://`, `file://`, or others that `fsspec` has.
 
-    `settings` are for the store's client; without them, the usual environment variables count.
+    `settings` go to the store's client. Without them, the usual environment variables are used.
 
     >>> store_at("/runs/1").location, store_at("s3://bucket/run", region="eu-west-1").location
     ('/runs/1', 's3://bucket/run')
@@ -46,9 +46,9 @@ def store_at(path: str | os.PathLike[str], *, durable: bool = True, **settings: 
 
 
 class Place:
-    """A folder or a file, of this machine or behind a URL: as much of `pathlib.Path` as checkpoints ask for.
+    """A folder or a file, of this machine or at a URL, with a part of the interface of `pathlib.Path`.
 
-    What is given may also be a store, whose folder this is then.
+    It can also be constructed from a store, as its folder.
 
     >>> str(Place("s3://bucket/run") / "latest"), Place("/runs/1").name
     ('s3://bucket/run/latest', '1')
@@ -88,24 +88,24 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self._path.name if isinstance(self._path, Path) else self._text.rpartition("/")[2]
 
     @property
     def parent(self) -> Place:
-        """The folder that it is in."""
+        """The folder that contains it."""
         if self._parent is not None:
             return self._parent
         if isinstance(self._path, Path):
             return Place(self._path.parent)
         outer, _, name = self._text.rpartition("/")
-        if self._path is None or outer.endswith(("/", ":")):  # of a bucket itself
-            raise CheckpointNotFoundError(f"{self._text} is in no folder, so {name!r} cannot be a file")
+        if self._path is None or outer.endswith(("/", ":")):  # a bucket
+            raise CheckpointNotFoundError(f"{self._text} is not in a folder, so {name!r} cannot be a file")
         return Place(outer)
 
     @property
     def store(self) -> Store:
-        """The store of the folder that this is."""
+        """The store of this folder."""
         if self._store is None:
             if self._parent is not None:
                 self._store = self._parent.store.beneath(self.name)
@@ -116,12 +116,12 @@ class Place:
 
     @property
     def local(self) -> Path | None:
-        """The path, of what is in a file system of this machine."""
+        """The path, if it is in a file system of this machine."""
         return self._path if isinstance(self._path, Path) else None
 
     @property
     def is_named(self) -> bool:
-        """Whether its path or URL says all that there is to know; a store that was given may have settings besides."""
+        """Whether its path or URL is enough to construct it again. A store that was passed may have other settings."""
         return self._path is not None and not self._is_given
 
     @property
@@ -136,11 +136,11 @@ class Place:
         return self._has_parent() and self.parent.store.exists(self.name)
 
     def is_dir(self) -> bool:
-        """Whether there is a folder; behind a URL it is one if something is in it."""
+        """Whether there is a folder; at a URL, a prefix with at least one file."""
         return self._path.is_dir() if isinstance(self._path, Path) else bool(self.names())
 
     def exists(self) -> bool:
-        """Whether there is anything."""
+        """Whether there is a file or a folder."""
         return self._path.exists() if isinstance(self._path, Path) else self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:

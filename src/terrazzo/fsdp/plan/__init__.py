@@ -1,9 +1,9 @@
-"""A step as a plan: what the groups of a model do, as data. No module here knows a rank, a module or a device.
+"""The plan of a step: operations of a model's groups, as data. The modules here use no ranks, modules or devices.
 
-operations   what a plan consists of
-units        what a plan is made from: sizes and settings of each unit
-state        what the planner knows, and what may happen
-planner      the pure function that says what follows an event, in which state
-step         the plan of a usual step, and its text
-check        whether a plan, or what a run has recorded, is free of races and within its memory
+operations   the operations, their buffers and streams
+units        the input of the planner: sizes and settings of each unit
+state        the planner's state, and the events
+planner      the pure function from a state and an event to operations and the next state
+step         the plan of a whole step, and its text
+check        proves that a plan, or a recorded step, has no races and stays within its memory
 """

@@ -1,13 +1,13 @@
-"""Whether operations are free of races, and within their memory: proved from the plan, or from what a run recorded.
+"""Check that operations have no races and stay within their memory, for a plan or for a recorded step.
 
-Operations of one stream run in their order; those of several only if one waits for a mark that the other stream has
-recorded. The checker follows every stream's knowledge of the others (a vector clock) and finds
+Operations of one stream run in order. Operations of two streams are ordered only if one waits for a mark that the other
+stream has recorded. The checker keeps a vector clock for each stream, and finds
 
-* what reads a buffer that another stream may still be writing, or writes one that another may still be using;
-* memory that is used again while another stream may still be using it: an allocator gives memory back to the stream
-  that allocated it, which may fill it at once;
-* the use of parameters of an older epoch than that of the shards;
-* more memory than there may be, and buffers that are used without having memory.
+* reads of a buffer that another stream may still write, and writes to a buffer that another stream may still use;
+* memory that is reused while another stream may still use it: an allocator returns memory to the stream that allocated
+  it, which may write to it at once;
+* the use of parameters of an older epoch than the shards';
+* more memory than the bound, and buffers that are used without memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Clock = dict[str, int]
 
 
 class PlanError(FSDPError):
-    """A plan would compute with what is not there yet, or no more."""
+    """A plan would use data that is not there yet, or not there any more."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Who used a buffer last, by stream and time on it."""
+    """The last uses of a buffer, by stream and time."""
 
     home: str = ""  # the stream that allocated it
     written: tuple[str, int] | None = None
@@ -40,7 +40,7 @@ class _Memory:
 
 
 class Checker:
-    """Takes accesses and marks one by one. Streams and marks have any names."""
+    """Checks accesses and marks one by one. Streams and marks may have any names."""
 
     def __init__(self, sizes: Mapping[Buffer, int] | None = None, bound: int | None = None) -> None:
         self._now: dict[str, int] = {}
@@ -53,17 +53,17 @@ class Checker:
         self.peak = 0
 
     def wait(self, stream: str, mark: object) -> None:
-        """What runs on `stream` from now on comes after what was recorded; nothing, if that never was."""
+        """`stream` waits for a mark; without effect if the mark was never recorded."""
         for other, time in self._marks.get(mark, {}).items():
             known = self._clock(stream)
             known[other] = max(known.get(other, 0), time)
 
     def record(self, stream: str, mark: object) -> None:
-        """What was queued on `stream` up to now."""
+        """Record a mark after everything that was queued on `stream` so far."""
         self._marks[mark] = {**self._clock(stream), stream: self._now.get(stream, 0)}
 
     def access(self, stream: str, operation: Operation) -> None:
-        """An operation runs on `stream`."""
+        """Check an operation that runs on `stream`."""
         self._now[stream] = self._now.get(stream, 0) + 1
         for buffer in operation.takes:
             self._take(stream, buffer, operation)
@@ -94,7 +94,7 @@ class Checker:
         self.held += self._sizes.get(buffer, 0)
         self.peak = max(self.peak, self.held)
         if self._bound is not None and self.held > self._bound:
-            raise PlanError(f"{operation}: {self.held} bytes are held, and {self._bound} may be")
+            raise PlanError(f"{operation}: {self.held} bytes are in use, but at most {self._bound} are allowed")
 
     def _memory(self, buffer: Buffer, operation: Operation) -> _Memory | None:
         memory = self._live.get(buffer)
@@ -123,9 +123,9 @@ class Checker:
 
 
 def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None) -> int:
-    """Raise `PlanError` for the first fault; returns the most bytes that were held at once.
+    """Raise `PlanError` for the first fault; returns the peak of bytes in use.
 
-    `bound` is what may be held beside shards and their gradients.
+    `bound` is the most bytes that may be in use beside shards and their gradients.
     """
     checker = Checker(sizes_of(spec), bound)
     epochs: dict[int, int] = {}
@@ -133,7 +133,7 @@ def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None)
     for each in operations:
         stream = each.stream.value
         if not spec.streams and each.stream is not Stream.COMPUTE:
-            checker.record(Stream.COMPUTE.value, "host")  # which computes itself, and begins everything else
+            checker.record(Stream.COMPUTE.value, "host")  # the host computes, and starts all other operations
             checker.wait(stream, "host")
         for mark in each.waits:
             checker.wait(stream, mark)
@@ -145,7 +145,7 @@ def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None)
 
 
 def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
-    """Whether parameters are used that were gathered before their shards were written to for the last time."""
+    """Raise if an operation uses parameters that were gathered before the last write to their shards."""
     for unit in operation.units:
         _check_epoch_of(unit, operation, epochs, gathered)
 
@@ -157,16 +157,16 @@ def _check_epoch_of(unit: int, operation: Operation, epochs: dict[int, int], gat
     elif kind is Kind.GATHER and operation.reads[0].kind == "shard":
         shards = epochs.setdefault(unit, epoch)
         if epoch != shards:
-            raise PlanError(f"{operation}: epoch {epoch} is gathered, and shards are at {shards}")
+            raise PlanError(f"{operation}: gathers epoch {epoch}, but the shards are at epoch {shards}")
         gathered[unit] = epoch
     elif kind is Kind.USE and any(buffer.kind == "unsharded" for buffer in operation.reads):
         used, shards = gathered.get(unit, -1), epochs.get(unit, -1)
         if used != shards:
-            raise PlanError(f"{operation}: parameters of epoch {used} are used, and shards are at {shards}")
+            raise PlanError(f"{operation}: uses parameters of epoch {used}, but the shards are at epoch {shards}")
 
 
 def sizes_of(spec: Spec) -> dict[Buffer, int]:
-    """Bytes of all buffers that come and go."""
+    """The bytes of all temporary buffers."""
     found: dict[Buffer, int] = {}
     for i, unit in enumerate(spec.units):
         if unit.sizes is None:

@@ -1,4 +1,4 @@
-"""What a plan consists of: operations, the buffers that they touch, the streams on which they run."""
+"""Operations of a plan, with the buffers that they use and the streams on which they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Stream(Enum):
-    """Where an operation runs. On CPU collectives run beside the caller, and whoever needs their result waits."""
+    """Where an operation runs. On CPU, collectives run on threads of the backend, and the host waits for results."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -18,25 +18,25 @@ class Stream(Enum):
 
 
 class Kind(Enum):
-    """What an operation does to a unit."""
+    """The kind of an operation."""
 
-    WRITE = "write"  # somebody, such as an optimizer, writes the shards; nobody plans that, but checks know it
-    QUEUED = "queued"  # all that was queued up to now
-    FOLLOW = "follow"  # the gather stream waits for it
-    GATHER = "gather"  # begin to collect the shards of all ranks
-    COPY_OUT = "copy out"  # fill the unsharded parameters, and register them
+    WRITE = "write"  # the optimizer or other code writes the shards; recorded for the checks, not planned
+    QUEUED = "queued"  # record a mark after everything that is queued so far
+    FOLLOW = "follow"  # the gather stream waits for that mark
+    GATHER = "gather"  # start to gather the shards of all ranks
+    COPY_OUT = "copy out"  # wait for the gather, fill the unsharded parameters, and register them
     USE = "use"  # forward or backward computes with the unsharded parameters
-    FREE = "free"  # give their memory back, and register the sharded ones
-    KEEP = "keep"  # the same, but keep this rank's part over the smaller mesh
-    DISCARD = "discard"  # of a gather that nobody needs any more
+    FREE = "free"  # free the unsharded parameters, and register the sharded ones
+    KEEP = "keep"  # free them, but keep this rank's part over the smaller mesh
+    DISCARD = "discard"  # drop a gather that is not needed any more
     ACCUMULATE = "accumulate"  # keep unsharded gradients for a later reduction
-    PACK = "pack"  # unsharded gradients into the buffer that is reduced
-    REDUCE = "reduce"  # begin the reduce-scatter
-    ALL_REDUCE = "all-reduce"  # begin to reduce over the replicas
-    STORE = "store"  # keep what was reduced over the shards alone, for a later all-reduce
-    RELEASE = "release"  # the packed buffer is no longer needed
-    FINISH = "finish"  # divide, call the user's hook, convert, copy to where shards rest
-    HAND_OVER = "hand over"  # to the sharded parameters
+    PACK = "pack"  # copy unsharded gradients into the buffer that is reduced
+    REDUCE = "reduce"  # start the reduce-scatter
+    ALL_REDUCE = "all-reduce"  # start to reduce over the replicas
+    STORE = "store"  # keep gradients that are reduced over the shards only, for a later all-reduce
+    RELEASE = "release"  # free the packed buffer
+    FINISH = "finish"  # divide, call the user's hook, convert, copy to the shards' device
+    HAND_OVER = "hand over"  # set `.grad` of the sharded parameters
     SETTLE = "settle"  # the host waits for gradients that are copied to the CPU
 
 
@@ -44,13 +44,13 @@ class Buffer(NamedTuple):
     """Memory of one unit. `kind` is one of
 
     shard             this rank's part of the parameters
-    gathered          what a gather brings
+    gathered          the result of a gather, before it is copied out
     unsharded         the parameters as forward sees them
     kept              this rank's part over the smaller mesh
-    gradients         as backward computes them
-    packed, reduced   what is reduced, and what comes of it
-    partial           reduced over the shards, not yet over the replicas
-    shard gradients   of the sharded parameters
+    gradients         unsharded gradients, from backward
+    packed, reduced   the input and the result of a reduction
+    partial           gradients that are reduced over the shards, not yet over the replicas
+    shard gradients   gradients of the sharded parameters
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Buffer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point on a stream that others wait for; it is recorded anew each time."""
+    """A point on a stream for which other streams wait; it is recorded again each time."""
 
     what: str
     unit: int
@@ -66,30 +66,30 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing that is done for one unit."""
+    """One operation for a unit, or for several units together."""
 
     kind: Kind
     unit: int
     stream: Stream = Stream.COMPUTE
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
-    takes: tuple[Buffer, ...] = ()  # memory is allocated, on this operation's stream
-    gives: tuple[Buffer, ...] = ()  # memory is given back, to the stream on which it was allocated
+    takes: tuple[Buffer, ...] = ()  # buffers that are allocated, on this operation's stream
+    gives: tuple[Buffer, ...] = ()  # buffers that are freed, on the stream on which they were allocated
     waits: tuple[Mark, ...] = ()
     records: Mark | None = None
     moves: int = 0  # bytes that a rank sends, on average
     why: str = ""
-    epoch: int = 0  # of the shard that it needs, counted from the beginning of the plan
-    along: tuple[int, ...] = ()  # further units for which it is done in one
-    epochs: tuple[int, ...] = ()  # of the shards of all its units, in their order, where they differ
+    epoch: int = 0  # the epoch of the shard that it needs, counted from the beginning of the plan
+    along: tuple[int, ...] = ()  # other units for which it is done at the same time
+    epochs: tuple[int, ...] = ()  # the epochs of the shards of all its units, in their order, if they differ
 
     @property
     def units(self) -> tuple[int, ...]:
-        """All units that it is about, in their order."""
+        """All its units, in their order."""
         return tuple(sorted((self.unit, *self.along))) if self.along else (self.unit,)
 
     def epoch_of(self, unit: int) -> int:
-        """The epoch that it needs of the unit's shard."""
+        """The epoch of the unit's shard that it needs."""
         return self.epochs[self.units.index(unit)] if self.epochs else self.epoch
 
     def __str__(self) -> str:
@@ -106,5 +106,5 @@ COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 
 def collectives(operations: Iterable[Operation]) -> list[tuple[str, tuple[int, ...]]]:
-    """The collectives among them, in order: what has to be the same on all ranks."""
+    """The collectives of operations, in order: these must be the same on all ranks."""
     return [(each.kind.value, each.units) for each in operations if each.kind in COLLECTIVES]

@@ -1,22 +1,22 @@
-"""The planner: what is to be done when something happens, as a pure function of the state that units are in.
+"""The planner: a pure function from the state of the units and an event to operations and the next state.
 
-    forward of a unit     gather it, unless that was begun before; afterwards free it, if it is to be resharded
-    backward reaches it   finish older reductions, gather it, begin to gather the one that comes next
-    backward leaves it    free it, begin to reduce its gradients
-    backward ends         whatever is left: units whose backward nobody saw end, reductions under way
+    forward of a unit     gather it, unless that was started before; afterwards free it, if it reshards
+    backward reaches it   finish older reductions, gather it, start to gather the next unit
+    backward leaves it    free it, start to reduce its gradients
+    backward ends         the rest: units for which no hook ran at the end of backward, running reductions
 
-`advance(spec, order, state, event)` gives the operations and the next state; it knows nothing else and changes
-nothing. The executor asks it at each event that it has not met in that state before, and remembers the answer; the plan
-of a step, its checks and its text ask it the same questions. So what is shown and checked is what runs.
+`advance(spec, order, state, event)` returns the operations and the next state, and has no side effects. The executor
+calls it for each event that is new in a state, and caches the result. The plan of a step, its checks and its text use
+the same function, so what is shown and checked is what runs.
 
-On an accelerator gathers and reductions run on streams of their own, and operations name the marks that they wait
-for. On CPU the host waits for what it needs, so it asks early: each forward follows the order of the last one and
-begins to gather what comes next. A large reduction ends there before the next unit is gathered, so that no more than
-two unsharded units and one reduce buffer exist; small ones, which are all latency, go on meanwhile, and small units are
-gathered further ahead.
+On an accelerator, gathers and reductions run on streams of their own, and operations name the marks for which they
+wait. On CPU, the host waits for results, so it starts gathers early: each forward expects the order of the last one,
+and starts to gather the next unit. A large reduction is finished before the next unit is gathered, so that there are at
+most two unsharded units and one reduce buffer. Small reductions, which consist of latency, continue meanwhile, and
+small units are gathered further ahead.
 
-Small neighbours are gathered and reduced together (`Spec.together`): whoever needs one gathers those with it that the
-last forward ran after it, or in backward before it, and gradients wait for those of the others.
+Small consecutive units are gathered and reduced together (`Spec.together`): with a unit, those are gathered that ran
+after it in the last forward, or in backward before it; its gradients wait for those of the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from terrazzo.fsdp.plan.units import Sizes, Spec
 def advance(
     spec: Spec, order: tuple[int, ...], state: State, event: tuple[Any, ...]
 ) -> tuple[tuple[Operation, ...], State]:
-    """The operations that `event` asks for in `state`, and the state after it; `order` is that of the last forward."""
+    """The operations for `event` in `state`, and the next state; `order` is the order of the last forward."""
     planner = _Planner(spec, order, state)
     getattr(planner, event[0].name.lower())(*event[1:])
     return tuple(planner.operations), planner.result()
 
 
 class _Planner:
-    """One transition, in the making: a method per event, then what they are made of."""
+    """Computes one transition: a method for each event, then the steps that they share."""
 
     def __init__(self, spec: Spec, order: tuple[int, ...], state: State) -> None:
         self.spec, self.order, self.state = spec, order, state
@@ -131,7 +131,7 @@ class _Planner:
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         self.changes["in_backward"] = True
         self.phase[unit] = Phase.BACKWARD
-        if unit in self.held:  # its module ran more than once
+        if unit in self.held:  # a module of the unit ran more than once
             self._reduce_held(self.spec.together[unit])
         spec = self.spec.units[unit]
         self._make_room(0, spec.reduce_buffers)
@@ -211,14 +211,14 @@ class _Planner:
     # ------------------------------------------------------------------ gathers
 
     def _follow(self) -> None:
-        """Whatever writes the shards, be it an optimizer, was queued before: no gather may overtake it."""
+        """Make gathers wait for everything that was queued before, such as the optimizer's writes to the shards."""
         if self.spec.streams:
             written = Mark("written", -1)
             self._emit(Kind.QUEUED, -1, records=written)
             self._emit(Kind.FOLLOW, -1, Stream.GATHER, waits=(written,))
 
     def _after(self, unit: int) -> tuple[int, ...]:
-        """Units that are gathered together with it, and that this forward will run after it, if it is like the last."""
+        """Units that are gathered together with it, and that run after it if this forward is like the last one."""
         among = self.spec.together[unit]
         if len(among) == 1:
             return ()
@@ -227,7 +227,7 @@ class _Planner:
         return tuple(each for each in among if each in self.order[self._position(unit) + 1 :])
 
     def _before(self, unit: int) -> tuple[int, ...]:
-        """The same in backward, which takes them the other way."""
+        """`_after` for backward, which runs in the other direction."""
         among = self.spec.together[unit]
         if len(among) == 1 or unit not in self.order:
             return ()
@@ -238,7 +238,7 @@ class _Planner:
         return self.order.index(unit) if unit in self.order else len(self.order)
 
     def _gather(self, unit: int, why: str = "unshard", companions: tuple[int, ...] = ()) -> None:
-        """Begin to gather the unit, and with it those of `companions` that are sharded and idle."""
+        """Start to gather the unit, together with those of `companions` that are sharded and idle."""
         spec, where = self.spec.units[unit], self.where[unit]
         if spec.sizes is None or where not in (Where.SHARDED, Where.INNER):
             return
@@ -271,8 +271,8 @@ class _Planner:
             reads=sources,
             writes=gathered,
             takes=gathered,
-            # What was copied out before lay in memory of this stream, which is used again now. And what is kept was
-            # written by the compute stream.
+            # An earlier gather's buffer was in this stream's memory, which is reused now; and the kept part was written
+            # by the compute stream.
             waits=(Mark("copied", -1), *((Mark("kept", unit),) if inner else ())),
             records=Mark("gathered", unit),
             moves=spec.sizes.kept_moves if inner else sum([self._sizes(each).gather_moves for each in units]),
@@ -312,19 +312,19 @@ class _Planner:
         )
 
     def _use(self, unit: int) -> None:
-        """Forward or backward computes."""
+        """Forward or backward computes with the unit's parameters."""
         self.lent.discard(unit)
         if self.where[unit] is Where.UNSHARDED:
             source = Buffer("shard" if self.spec.units[unit].aliased else "unsharded", unit)
             self._emit(Kind.USE, unit, reads=(source,))
 
     def _used(self, unit: int) -> None:
-        """Backward has computed gradients."""
+        """Backward has computed the unit's gradients."""
         gradients = Buffer("gradients", unit)
         self._emit(Kind.USE, unit, writes=(gradients,), takes=(gradients,))
 
     def _look_ahead(self, units: tuple[int, ...], companions: Callable[[int], tuple[int, ...]]) -> None:
-        """Begin to gather what comes next and, on CPU, small units after it: one's latency is longer than its work."""
+        """Start to gather the next unit and, on CPU, small units after it, whose latency is longer than their work."""
         room = 0 if self.spec.streams else self.spec.overlapped
         for i, unit in enumerate(units):
             sizes = self.spec.units[unit].sizes
@@ -342,7 +342,7 @@ class _Planner:
         where = self.where[unit]
         if where is Where.SHARDED:
             return
-        if any(unit in joint for joint in self.joint):  # others may need what comes
+        if any(unit in joint for joint in self.joint):  # other units of the same gather may still need it
             self._copy_out(unit)
             where = self.where[unit]
         self.lent.discard(unit)
@@ -352,7 +352,7 @@ class _Planner:
                 self._emit(Kind.FREE, unit)
             return
         if where in (Where.GATHERING, Where.GATHERING_INNER):
-            arriving = Buffer("gathered", unit), Buffer("unsharded", unit)  # which may have no memory yet
+            arriving = Buffer("gathered", unit), Buffer("unsharded", unit)  # one of them may have no memory yet
             self._emit(Kind.DISCARD, unit, gives=arriving, waits=(Mark("gathered", unit),))
         if where is not Where.GATHERING:
             kind = "unsharded" if where is Where.UNSHARDED else "kept"
@@ -376,7 +376,7 @@ class _Planner:
     # ------------------------------------------------------------------ reductions
 
     def _hold(self, unit: int) -> None:
-        """Reduce the unit's gradients, or have them wait for those of units that backward has still to reach."""
+        """Reduce the unit's gradients, or keep them until backward has reached the units that are reduced with it."""
         among = self.spec.together[unit]
         if len(among) == 1:
             self._reduce((unit,))
@@ -402,7 +402,7 @@ class _Planner:
             gradients, result = Buffer("gradients", unit), Buffer("shard gradients", unit)
             self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients,))
             return
-        for one in [one for one in self.reducing if set(one.units) & set(units)]:  # modules that ran more than once
+        for one in [one for one in self.reducing if set(one.units) & set(units)]:  # if modules ran more than once
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
         one = Reducing(unit, along, stored=spec.replicated and not spec.all_reduce)
@@ -432,7 +432,7 @@ class _Planner:
         self.reducing.append(self._to_replicas(one) if self.spec.streams else one)
 
     def _to_replicas(self, one: Reducing) -> Reducing:
-        """After the reduce-scatter, begin to reduce over the replicas, if there are any that want it now."""
+        """After the reduce-scatter, start to reduce over the replicas, if that is due now."""
         unit = one.unit
         if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
             return one
@@ -450,7 +450,7 @@ class _Planner:
         return Reducing(one.unit, one.along, one.stored, True, one.released)
 
     def _finish(self, one: Reducing) -> None:
-        """End a reduction: the sharded parameters have their gradients afterwards, or its result waits for more."""
+        """End a reduction: the sharded parameters get their gradients, or its result is kept for later."""
         unit, along = one.unit, one.along
         reduced, partial = one.buffers("reduced"), one.buffers("partial")
         packed = () if one.released else one.buffers("packed")
@@ -485,12 +485,12 @@ class _Planner:
         )
 
     def _make_room(self, following: int, buffers: int = 1) -> None:
-        """Before `following` bytes are packed, or a unit is gathered in backward: not too much may be under way.
+        """Finish reductions before `following` bytes are packed, or a unit is gathered in backward.
 
-        That is less than `buffers` packed ones.
+        Afterwards fewer than `buffers` packed buffers are in use.
         """
         if self.spec.streams:
-            # One reduction overlaps with the next unit's backward, and its all-reduce with that after it.
+            # A reduce-scatter overlaps with the next unit's backward, and its all-reduce with the one after that.
             if following:
                 for one in [one for one in self.reducing if one.released]:
                     self.reducing.remove(one)
@@ -527,7 +527,7 @@ class _Planner:
         assert sizes is not None
         return sizes
 
-    # ------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------ helpers
 
     def _emit(self, kind: Kind, unit: int, stream: Stream = Stream.COMPUTE, **more: Any) -> None:
         self.operations.append(Operation(kind, unit, stream, **more))

@@ -1,4 +1,4 @@
-"""What the planner knows: how units are, what has happened, and the state that follows."""
+"""The planner's state, and the events that change it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from terrazzo.fsdp.plan.operations import Buffer
 
 
 class Where(IntEnum):
-    """How a unit's parameters are."""
+    """The state of a unit's parameters."""
 
     SHARDED = 0
     GATHERING = 1
     UNSHARDED = 2
     INNER = 3  # sharded over the smaller mesh
-    GATHERING_INNER = 4  # from there
+    GATHERING_INNER = 4  # being gathered over the smaller mesh
 
 
 class Phase(IntEnum):
-    """What a unit's modules are in."""
+    """The part of the step in which a unit's modules are."""
 
     IDLE = 0
     FORWARD = 1
@@ -28,13 +28,13 @@ class Phase(IntEnum):
 
 
 class Reducing(NamedTuple):
-    """A reduction under way, and how far it has come."""
+    """A running reduction, and its progress."""
 
     unit: int
-    along: tuple[int, ...] = ()  # those that are reduced together with it
-    stored: bool = False  # the replicas' turn comes later: its result is kept until then
-    to_replicas: bool = False  # the all-reduce was begun
-    released: bool = False  # the packed buffer was given back
+    along: tuple[int, ...] = ()  # units that are reduced together with it
+    stored: bool = False  # its result is kept for a later reduction over the replicas
+    to_replicas: bool = False  # the all-reduce was started
+    released: bool = False  # the packed buffer was freed
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -45,11 +45,11 @@ class Reducing(NamedTuple):
 
 
 class Event(Enum):
-    """What happens. An event is a tuple of one of these and what the comment says."""
+    """The kinds of events. An event is a tuple of one of these and the values in the comment."""
 
     FORWARD = "the outermost forward begins"  # module, whether in backward, units whose shards were written
     ENTER = "the forward of a module begins"  # module, whether in backward
-    LEAVE = "the forward of a module ends"  # module, whether its backward will come, whether it may come unannounced
+    LEAVE = "the forward of a module ends"  # module, whether it will have a backward, whether that has no hook
     FORWARD_ENDS = "the outermost forward has ended"  # whether in backward
     REACH = "backward reaches a unit's outputs"  # unit, units whose forwards had ended before, the latest first
     REACH_END = "backward leaves a unit's inputs"  # unit
@@ -65,21 +65,21 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the planner knows of a root's units. It never depends on values, so few states occur again and again."""
+    """The state of a root's units. It does not depend on values, so the same few states occur again and again."""
 
     where: tuple[Where, ...]
     phase: tuple[Phase, ...]
-    running: tuple[int, ...]  # of each unit, modules that this forward has still to run, as bits
+    running: tuple[int, ...]  # for each unit the modules that this forward has yet to run, as bits
     outermost: int = -1  # the module whose forward the user called
-    entered: int = 0  # how many units this forward has entered
-    ended: tuple[int, ...] = ()  # units whose forwards ended last, the latest first: their backwards will come
+    entered: int = 0  # the number of units that this forward has entered
+    ended: tuple[int, ...] = ()  # units whose forwards have ended, the latest first: their backwards come in this order
     in_backward: bool = False
     reducing: tuple[Reducing, ...] = ()  # the oldest first
-    joint: tuple[tuple[int, ...], ...] = ()  # units whose gathers were begun together, and are under way
-    lent: frozenset[int] = frozenset()  # units that were gathered together with others, and nobody has used yet
-    held: tuple[int, ...] = ()  # units whose gradients wait for those of units that are reduced together with them
+    joint: tuple[tuple[int, ...], ...] = ()  # units that are being gathered together
+    lent: frozenset[int] = frozenset()  # units that were gathered together with others and have not been used yet
+    held: tuple[int, ...] = ()  # units whose gradients wait for those of the units that are reduced with them
 
     @staticmethod
     def first(units: int) -> State:
-        """Everything is sharded."""
+        """The state in which everything is sharded."""
         return State((Where.SHARDED,) * units, (Phase.IDLE,) * units, (0,) * units)

@@ -1,7 +1,7 @@
-"""The plan of a step: what the planner answers to the events of a forward, a backward and the optimizer after them.
+"""The plan of a step: the planner's operations for the events of a forward, a backward and the optimizer's step.
 
-Events are those of a step that has run, or those to be expected of modules that run one after the other and in each
-other, as they contain each other.
+The events are those of a step that has run; or the expected ones, if modules run in the order in which they are
+registered, and those inside others during these.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Events = tuple[tuple[Any, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What units do, in the order in which the host asks for it."""
+    """The operations of a step, in the order in which the host starts them."""
 
     spec: Spec
     operations: tuple[Operation, ...]
 
     @property
     def moved(self) -> int:
-        """Bytes that a rank sends, on average."""
+        """The bytes that a rank sends, on average."""
         return sum(each.moves for each in self.operations)
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ def _mark(what: str, unit: int, names: list[str]) -> str:
 
 
 def plan_steps(spec: Spec, steps: int = 1, *, events: Events | None = None, micro_batches: int = 1) -> Plan:
-    """The operations of `steps` steps, each of `micro_batches` times `events`, after a step that ran likewise.
+    """The operations of `steps` steps, each with `micro_batches` times `events`, after an equal step.
 
     Args:
         spec: The units.
-        steps: How many.
-        events: Of a forward and its backward; None: every module runs once, one after the other, inside the first.
-        micro_batches: How many forwards and backwards a step has.
+        steps: The number of steps.
+        events: The events of a forward and its backward. None: every module runs once, in order, inside the first.
+        micro_batches: The number of forwards and backwards in a step.
     """
     events = expected(spec, one_after_the_other(spec)) if events is None else events
     order = _order_of(spec, events)
@@ -81,13 +81,13 @@ def plan_steps(spec: Spec, steps: int = 1, *, events: Events | None = None, micr
 
 
 def _write(unit: int, epoch: int) -> Operation:
-    """What an optimizer does."""
+    """The optimizer's write to a unit's shard."""
     reads, writes = (Buffer("shard gradients", unit),), (Buffer("shard", unit),)
     return Operation(Kind.WRITE, unit, reads=reads, writes=writes, epoch=epoch)
 
 
 def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
-    """The units of which a forward begins, in order."""
+    """The units whose forwards begin, in order."""
     state, found = State.first(len(spec.units)), []
     for event in events:
         if event[0] is Event.ENTER and not event[2]:
@@ -98,55 +98,55 @@ def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------ what is to be expected
+# ------------------------------------------------------------------ expected events
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A module that runs, and those that run in it, one after the other."""
+    """The run of a module, and the runs of modules in it, in order."""
 
     module: int
     inside: tuple[Run, ...] = ()
-    hands_on: bool = False  # it returns what the last of them returns
+    hands_on: bool = False  # it returns the output of the last of them
 
 
 def one_after_the_other(spec: Spec) -> Run:
-    """All modules inside the first."""
+    """The run of the first module, with all others in it."""
     first, *others = range(len(spec.modules))
     return Run(first, tuple([Run(module) for module in others]))
 
 
 def expected(spec: Spec, run: Run) -> Events:
-    """The events of a forward of the outermost module, and of its backward."""
+    """The events of a forward of the outermost module and of its backward."""
     return tuple(_Expected(spec).events_of(run))
 
 
 @dataclass(slots=True)
 class _Ran:
-    """What backward has to know of a module that ran."""
+    """A module that ran in forward, as backward needs it."""
 
     unit: int
     inside: list[_Ran]
     hands_on: bool
-    begins: bool  # it was the first of its unit's modules
-    before: tuple[int, ...]  # units that ended before
+    begins: bool  # whether it was the first of its unit's modules
+    before: tuple[int, ...]  # units whose forwards ended before
     inputs_have_gradients: bool
     outputs_have_gradients: bool
 
 
 class _Expected:
-    """Follows the state, on which some events depend, from event to event."""
+    """Yields the expected events. It follows the state, on which some of them depend."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._state = State.first(len(spec.units))
         self._events: list[tuple[Any, ...]] = []
-        self._trained = False  # whether anything that ran is
+        self._trained = False  # whether any module that ran is trainable
 
     def events_of(self, run: Run) -> Iterator[tuple[Any, ...]]:
         self._tell(Event.FORWARD, run.module, False, ())
         ran = self._forward(run)
-        ran.inputs_have_gradients = False  # they are data
+        ran.inputs_have_gradients = False  # the model's inputs are data
         self._tell(Event.FORWARD_ENDS, False)
         self._backward(ran)
         self._tell(Event.BACKWARD_ENDS, (), True)
@@ -176,7 +176,7 @@ class _Expected:
             self._tell(Event.REACH_END, ran.unit)
 
     def _reach(self, ran: _Ran) -> None:
-        if ran.hands_on and ran.inside:  # who was first to return a tensor is first to hear of its gradient
+        if ran.hands_on and ran.inside:  # the hook of the module that returned a tensor first runs first
             self._reach(ran.inside[-1])
         if ran.outputs_have_gradients and not self._is_in_backward(ran.unit):
             self._tell(Event.REACH, ran.unit, ran.before)

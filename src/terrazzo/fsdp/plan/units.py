@@ -1,4 +1,4 @@
-"""What a plan is made from: of each unit its sizes and what the user has set."""
+"""The input of the planner: the sizes and settings of each unit."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a unit's buffers on this rank, and what its collectives make a rank send on average."""
+    """The bytes of a unit's buffers on this rank, and the bytes that a rank sends in its collectives, on average."""
 
     shard: int = 0
-    gathered: int = 0  # what a gather brings to a place of its own
-    unsharded: int = 0  # 0: the shards are the parameters
+    gathered: int = 0  # the buffer of a gather, if it is not in place
+    unsharded: int = 0  # 0 if the unsharded parameters are the shards
     kept: int = 0
     gradients: int = 0
     packed: int = 0
     reduced: int = 0
     gather_moves: int = 0
-    kept_moves: int = 0  # a gather among the ranks of the smaller mesh
+    kept_moves: int = 0  # sent for a gather over the smaller mesh
     reduce_moves: int = 0
     all_reduce_moves: int = 0
-    in_place: bool = False  # most of what a gather brings arrives in the unsharded parameters
+    in_place: bool = False  # whether a gather receives most bytes directly into the unsharded parameters
 
     @property
     def arriving(self) -> int:
-        """Memory that is taken when a gather begins."""
+        """The memory that is allocated when a gather starts."""
         return self.gathered + self.unsharded * self.in_place
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Modules whose parameters are gathered and reduced together."""
+    """Groups whose parameters are gathered and reduced together."""
 
     name: str
     modules: int = 1
     sizes: Sizes | None = None  # None: it has no parameters
     trainable: bool = True
-    aliased: bool = False  # the unsharded parameters are the shards
-    alone: bool = False  # there is nobody to reduce with
-    replicated: bool = False  # reduced over replicas too
+    aliased: bool = False  # whether the unsharded parameters are the shards
+    alone: bool = False  # whether no other rank reduces with this one
+    replicated: bool = False  # whether gradients are also reduced over replicas
     reshard_after_forward: bool = True
-    reshard_inner: bool = False  # to a smaller mesh
-    keeps_part: bool = False  # there only some parameters are, and the others are gathered from the shards again
+    reshard_inner: bool = False  # whether to reshard to a smaller mesh
+    keeps_part: bool = False  # whether only some parameters are kept there; the others are gathered from the shards
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     gradient_sync: bool = True
     all_reduce: bool = True
-    forward_prefetch: tuple[int, ...] | None = None  # units; None: by the order of the last forward
+    forward_prefetch: tuple[int, ...] | None = None  # units; None: those that follow in the last forward
     backward_prefetch: tuple[int, ...] | None = None
-    reduce_buffers: int = 1  # packed gradients that may be under reduction when its own are packed
-    kin: int = -1  # units of one kin may be gathered and reduced together; -1: with none
+    reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when its own are packed
+    kin: int = -1  # units with the same number may be gathered and reduced together; -1: with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Spec:
     """All units of one root, in the order of its modules."""
 
     units: tuple[UnitSpec, ...]
-    streams: bool  # whether the device has streams; otherwise the host waits for what it needs
-    modules: tuple[int, ...] = ()  # the unit of each module, where units have several
-    overlapped: int = 1 << 20  # bytes that may, on CPU, be gathered further ahead, and be under reduction
-    furthest: int = 4  # how many units ahead
-    coalesce_bytes: int = 0  # of unsharded parameters that are gathered and reduced together, at most
-    together: tuple[tuple[int, ...], ...] = ()  # for each unit those that go together with it, itself among them
+    streams: bool  # whether the device has streams; else the host waits for results
+    modules: tuple[int, ...] = ()  # the unit of each module, if units have several modules
+    overlapped: int = 1 << 20  # bytes on CPU that may be gathered further ahead, or be in reduction meanwhile
+    furthest: int = 4  # the number of units that may be gathered ahead
+    coalesce_bytes: int = 0  # the most bytes of unsharded parameters that are gathered and reduced together
+    together: tuple[tuple[int, ...], ...] = ()  # for each unit the units that share messages with it, including it
 
     def __post_init__(self) -> None:
         if not self.together:
@@ -73,7 +73,7 @@ class Spec:
 
 
 def _neighbours(units: tuple[UnitSpec, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Small units of one kin that follow one another, as many as are together no larger than the limit.
+    """Runs of consecutive small units of one kin, each run up to the limit of bytes.
 
     >>> small = UnitSpec("", sizes=Sizes(unsharded=10), kin=0)
     >>> _neighbours((small, small, small), 20)

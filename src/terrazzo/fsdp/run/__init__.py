@@ -1,15 +1,15 @@
-"""What carries a plan out: memory, communication, streams, and the hooks that tell what happens.
+"""Carries out plans: memory, communication, streams, and the hooks that report events.
 
-flat, memory     where elements lie; memory that comes and goes
-comm, direct     what collectives are done with
-in_place         large groups on CPU, which travel without buffers in between
-bucket           parameters of one dtype: their shard buffer and their unsharded one
-extended         a parameter that is a tensor subclass, which says itself what is gathered
+flat, memory     positions in flat buffers; memory that is freed and allocated again
+comm, direct     the collectives
+in_place         large groups on CPU, which are sent and received without extra buffers
+bucket           parameters of one dtype: their shard buffer and their unsharded buffer
+extended         a parameter that is a tensor subclass with hooks for the all-gather
 gradients        from unsharded gradients to sharded ones
-unit             what can be done to the parameters of a unit; when is the planner's business
+unit             the operations on the parameters of a unit; the planner decides when they run
 streams          streams and marks of an accelerator
 executor         from events to operations, and from operations to calls
-watch            whether ranks do the same
-root             what the units of one model share
-hooks            forward and backward of modules, as events
+watch            detects ranks that run different modules
+root             the shared state of the units of a model
+hooks            hooks on modules' forward and backward, which report events
 """

@@ -1,12 +1,12 @@
 """The parameters of a unit that share a dtype: one flat shard buffer, one flat unsharded buffer.
 
-*Shard buffer*: this rank's chunks, one after the other.  The sharded parameters are views of it, and it is the
-all-gather's input as it is (converted first, where the policy computes in another precision).  Its *epoch* moves
-whenever it is written to, by whomever: by operations (PyTorch counts them), by optimizers, by replacing the shards.
+*Shard buffer*: this rank's chunks, one after the other. The sharded parameters are views of it, and it is the
+all-gather's input (converted first, if the policy computes in another dtype). Its *epoch* increases with every write:
+by operations (PyTorch's version counters), by optimizers, and when shards are replaced.
 
-*Unsharded buffer*: the parameters as forward sees them, each aligned for vector units.  Its storage is given back while
-the parameters are sharded and has new memory when they are gathered; the tensors, which autograd keeps, stay the same
-objects.  Where one rank holds everything in the right precision, the unsharded parameters simply are the shards.
+*Unsharded buffer*: the parameters as forward uses them, each aligned for vector units. Its memory is freed while the
+parameters are sharded, and allocated again when they are gathered; the tensors, which autograd saves, stay the same
+objects. If one rank has everything in the right dtype, the unsharded parameters are the shards themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Bucket:
     """Some parameters of one dtype, sharded on one mesh."""
 
     def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
-        """Takes the parameters' values from their `unsharded_local`, and makes their sharded faces."""
+        """Takes the parameters' values from their `unsharded_local`, and creates the sharded parameters."""
         self.params = tuple(params)
         self.settings = settings
         self.equal = False  # whether sections are padded to the same length on CPU too
@@ -43,14 +43,14 @@ class Bucket:
         self._attributes = [attributes_of(p.unsharded_local) for p in params]  # type: ignore[arg-type]
         values = [p.unsharded_local.detach() for p in params]
         self.shard = self._empty_shard(values[0].device)
-        self._epochs_before = 0  # of former buffers, and moves that no counter has seen
+        self._epochs_before = 0  # writes to former buffers, and writes that no version counter counts
         with torch.no_grad():
             views = self.plan.own_views(self.shard)
             if not self.is_meta:
                 torch._foreach_copy_(views, self.plan.own_chunks(values))
         for param, view, attributes in zip(params, views, self._attributes, strict=True):
             param.make_sharded(view, attributes)
-            param.unsharded_local = view  # lets go of the original
+            param.unsharded_local = view  # releases the original
         self._remember_shards()
         self._buffer: Tensor | None = None
         self._versions: list[int] = []  # of the unsharded parameters, when nobody but us had written there
@@ -61,7 +61,7 @@ class Bucket:
         self._in_place: tuple[tuple[FlatPlan, torch.dtype], InPlace | None] | None = None
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
-        """How `params` lie in sections over `axis`."""
+        """The flat plan of `params` over `axis`."""
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
         equal = self.equal
         if not equal:
@@ -79,32 +79,32 @@ class Bucket:
 
     @property
     def gather_plan(self) -> FlatPlan:
-        """How what `to_send` gave lies in what is gathered."""
+        """The flat plan of the gathered sections."""
         return self.plan
 
     @property
     def will_alias(self) -> bool:
-        """Whether the unsharded parameters can be the shards themselves."""
+        """Whether the shards can be used as unsharded parameters."""
         alone = self.plan.n == 1 and self.compute_dtype is self.dtype
         return alone and self.settings.rest_device == self.settings.mesh.device
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory of the unsharded parameters, 0 if they are the shards themselves."""
+        """The bytes of the unsharded parameters; 0 if they are the shards."""
         return 0 if self.will_alias else self._layout()[1] * self.compute_dtype.itemsize
 
     @property
     def gathered_bytes(self) -> int:
-        """Memory of what a gather brings to a place of its own, until it is copied out."""
+        """The bytes of a gather's buffer, until it is copied out."""
         return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
 
     @property
     def gather_moves(self) -> int:
-        """What a rank sends, on average, for one gather."""
+        """The bytes that a rank sends for one gather, on average."""
         return self.plan_over(self.settings.mesh.shard, self.params).moved(self.compute_dtype.itemsize)
 
     def in_place(self) -> InPlace | None:
-        """How it is gathered straight into the unsharded parameters, if that can be."""
+        """The plan for gathering directly into the unsharded parameters, if that is possible."""
         key = self.plan, self.compute_dtype
         if self._in_place is None or self._in_place[0] != key:
             itemsize = self.compute_dtype.itemsize
@@ -113,7 +113,7 @@ class Bucket:
         return self._in_place[1]
 
     def gather_in_place(self) -> GatherInPlace:
-        """Begin to fill the unsharded parameters."""
+        """Start to gather into the unsharded parameters."""
         how = self.in_place()
         assert how is not None
         self.take()
@@ -123,18 +123,18 @@ class Bucket:
 
     @property
     def epoch(self) -> int:
-        """Grows whenever the shard buffer is written to."""
-        # A parameter whose data were exchanged keeps a counter of its own.
+        """A number that increases with every write to the shard buffer."""
+        # A parameter whose `.data` was replaced has a version counter of its own.
         return self._epochs_before + sum([version_of(p.sharded._local) for p in self.params])
 
     def move_epoch(self) -> None:
-        """Somebody wrote to the shards whom PyTorch does not count."""
+        """Count a write to the shards that PyTorch's version counters do not count."""
         self._epochs_before += 1
 
     # ------------------------------------------------------------------ unsharded parameters
 
     def _layout(self) -> tuple[list[int], int]:
-        """Where each parameter begins in the unsharded buffer, and how long that is."""
+        """The offset of each parameter in the unsharded buffer, and the buffer's length."""
         step = max(1, _ALIGNMENT // self.compute_dtype.itemsize)
         starts, end = [], 0
         for param in self.params:
@@ -143,7 +143,7 @@ class Bucket:
         return starts, end
 
     def prepare(self) -> None:
-        """Make the unsharded faces, once there are values."""
+        """Create the unsharded parameters, when the shards have values."""
         if self._buffer is not None or self.is_meta:
             return
         self.aliased = self.will_alias
@@ -166,18 +166,18 @@ class Bucket:
 
     def _warning(self) -> str:
         return (
-            f"{self.params[0].name!r}, a parameter sharded together with it, or a view of one was used after the "
-            "module had finished, when fully_shard had freed it: use it in the module's forward, or clone it there, or "
-            "keep the parameters with reshard_after_forward=False or unshard()"
+            f"{self.params[0].name!r}, a parameter of the same group, or a view of one was used after the module's "
+            "forward or backward, when fully_shard had freed it: use it in forward, or clone it there, or keep the "
+            "parameters with reshard_after_forward=False or unshard()"
         )
 
     def free(self) -> None:
-        """Give the unsharded parameters' memory back."""
+        """Free the memory of the unsharded parameters."""
         if self._memory is not None:
             self._memory.give_back()
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory that `free` gives back."""
+        """Whether the tensor is in memory that `free` frees."""
         return self._memory is not None and self._memory.owns(tensor)
 
     def save_writes(self) -> None:
@@ -194,31 +194,31 @@ class Bucket:
                     self.params[i].sharded._local.copy_(chunks[i])
 
     def to_send(self, buffer: Tensor) -> Tensor:
-        """This rank's section as it is gathered: on the device, in the precision that computes."""
+        """This rank's section to gather: on the device, in the dtype of computation."""
         dtype, device = self.compute_dtype, self.settings.mesh.device
         if buffer.device != device:  # copied first and converted there, where that is quick
             buffer = buffer.to(device, non_blocking=True)
         return buffer if buffer.dtype is dtype else buffer.to(dtype)
 
     def take(self) -> Tensor | None:
-        """Have memory for the unsharded parameters; returns the buffer that they lie in."""
+        """Allocate memory for the unsharded parameters; returns their buffer."""
         if self._memory is not None:
             self._memory.take_back()
         return self._buffer
 
     def receive(self, pending: Pending[Tensor]) -> None:
-        """End a gather, and make the parameters of what came."""
+        """Wait for a gather, and fill the unsharded parameters."""
         gathered = pending.wait()
         if not isinstance(pending, GatherInPlace):
             self.fill(gathered, self.plan, self.pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
-        """Make the parameters from what was gathered."""
+        """Fill the unsharded parameters from the gathered sections."""
         self.take()
         plan.unpack(gathered, pieces)
 
     def unsharded_locals(self) -> list[Tensor]:
-        """The unsharded parameters without history, for reading while they are there."""
+        """The unsharded parameters, detached, for reading while they have memory."""
         return [p.unsharded_local.detach() for p in self.params]
 
     # ------------------------------------------------------------------ shards that users replaced
@@ -235,11 +235,11 @@ class Bucket:
         self._pointers = [view.data_ptr() for view in self.plan.own_views(self.shard)]
 
     def shards_intact(self) -> bool:
-        """Whether the sharded parameters still are the views of the shard buffer that they were."""
+        """Whether the sharded parameters still are the original views of the shard buffer."""
         return [p.sharded._local.data_ptr() for p in self.params] == self._pointers
 
     def use_equal_sections(self) -> None:
-        """Pad chunks, so that all ranks' sections are equally long."""
+        """Pad chunks, so that all ranks' sections have equal length."""
         if not self.equal:
             self.equal = True
             self.plan = self.plan_over(self.settings.mesh.shard, self.params)
@@ -248,7 +248,7 @@ class Bucket:
             self.prepare()
 
     def rebuild(self) -> None:
-        """Collect shards that now lie elsewhere (moved, materialised, loaded by assignment) in a new buffer."""
+        """Copy shards that have left the buffer (moved, materialised, loaded by assignment) into a new one."""
         locals_ = [p.sharded._local.detach() for p in self.params]
         dtype = locals_[0].dtype
         changed, self.dtype = self.dtype is not dtype, dtype
@@ -261,7 +261,7 @@ class Bucket:
             for param, view, attributes in zip(self.params, views, self._attributes, strict=True):
                 local = param.sharded._local
                 if local.device == view.device and local.dtype == view.dtype:
-                    local.data = view  # the tensor that an optimizer may know stays the same object
+                    local.data = view  # the tensor, which an optimizer may refer to, stays the same object
                 else:
                     param.make_sharded(view, attributes)
         self._remember_shards()

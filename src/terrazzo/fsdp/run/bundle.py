@@ -1,7 +1,7 @@
 """Units whose parameters are gathered, and whose gradients are reduced, in one message for each dtype.
 
-A section then is the sections of the units one after the other; where parameters lie, before and after, is what it is
-without. Everything that is not communication the units do by themselves.
+A rank's section is then the units' sections one after the other. Shards and unsharded parameters have the same
+positions as without. The units do everything except communication themselves.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from terrazzo.fsdp.run.unit import Unit
 
 
 class _Gather:
-    """Buckets of one dtype."""
+    """The joint gather of buckets of one dtype."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = tuple(buckets)
         self._axis = buckets[0].settings.mesh.shard
         self._plan = self._joined()
         self._pieces: list[Tensor] = []
-        self._filled: list[Tensor | None] = []  # the buffers that these are pieces of
+        self._filled: list[Tensor | None] = []  # the buffers of which `pieces` are views
         self._pending: Pending[Tensor] | None = None
 
     def _joined(self) -> FlatPlan:
@@ -61,7 +61,7 @@ class _Gather:
 
 
 class _Reduction:
-    """Gradients of one dtype."""
+    """The joint reduction of gradients of one dtype."""
 
     def __init__(self, members: Sequence[Gradients]) -> None:
         self._members = tuple(members)
@@ -136,7 +136,7 @@ class _Reduction:
         self._wait_if_at_once(unit)
 
     def _parts(self, reduced: Tensor) -> list[tuple[Gradients, Tensor, Tensor | None]]:
-        """Of each member the chunks, and what tells who was reached."""
+        """For each member its chunks, and the element counts that say which parameters have gradients."""
         plan = self._plan
         assert plan is not None
         found = []
@@ -172,7 +172,7 @@ class _Reduction:
 
 
 class Bundle:
-    """Some units of one kin, in their order. What can be done to it can be done to each of them."""
+    """Several units of one kin, in order, with the interface of a unit."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
@@ -187,7 +187,7 @@ class Bundle:
         return f"{self.units[0].name} and {len(self.units) - 1} more"
 
     def _arrange(self) -> None:
-        """Put together what has one dtype; anew if users have changed the parameters."""
+        """Group buckets by dtype; again if users have replaced parameters."""
         known: list[object] = [bucket.plan for unit in self.units for bucket in unit.buckets]
         known += [bucket.dtype for unit in self.units for bucket in unit.buckets]
         if known == self._known:
@@ -204,7 +204,7 @@ class Bundle:
         self._reductions = [_Reduction(members) for members in gradients.values()]
 
     def gather(self) -> None:
-        """Begin to collect the shards of all ranks."""
+        """Start to gather the shards of all ranks."""
         self._arrange()
         for unit in self.units:
             unit.check_ready()
@@ -213,49 +213,49 @@ class Bundle:
             each.begin(self.units[0])
 
     def copy_out(self) -> None:
-        """Fill the unsharded parameters of all units, and register them."""
+        """Wait for the gather, fill the unsharded parameters of all units, and register them."""
         for each in self._gathers:
             each.copy_out()
         for unit in self.units:
             unit.show_unsharded()
 
     def pack(self) -> None:
-        """Unsharded gradients into the buffer that is reduced."""
+        """Copy unsharded gradients into the buffer that is reduced."""
         self._arrange()
         for each in self._reductions:
             each.pack()
 
     def reduce(self) -> None:
-        """Begin the reduce-scatter."""
+        """Start the reduce-scatter."""
         for each in self._reductions:
             each.reduce(self.units[0])
 
     def all_reduce(self) -> None:
-        """Begin to reduce over the replicas."""
+        """Start to reduce over the replicas."""
         for each in self._reductions:
             each.all_reduce(self.units[0])
 
     def release(self) -> None:
-        """Let go of the packed buffer."""
+        """Free the packed buffer."""
         for each in self._reductions:
             each.release()
 
     def finish(self) -> None:
-        """Give each unit what is its own, and have it make of that what its sharded parameters get."""
+        """Give each unit its reduced gradients, and let it finish them."""
         for each in self._reductions:
             each.finish()
         for unit in self.units:
             unit.finish()
 
     def hand_over(self) -> None:
-        """Give the sharded parameters their gradients."""
+        """Set `.grad` of the sharded parameters."""
         for each in self._reductions:
             each.forget()
         for unit in self.units:
             unit.hand_over()
 
     def discard(self) -> None:
-        """After a failure: wait for what is under way, and forget it."""
+        """After a failure: wait for running communication, and drop its results."""
         with ExitStack() as also_if_one_raises:
             for gather in self._gathers:
                 also_if_one_raises.callback(gather.discard)

@@ -1,4 +1,4 @@
-"""What a unit's collectives are done with: an interface, and its usual implementation."""
+"""The interface of a unit's collectives, and its implementations."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from terrazzo.fsdp.settings import Options, Staging
 
 
 class Comm(Protocol):
-    """Begins collectives. Ranks call them in the same order with the same plans."""
+    """Starts collectives. All ranks must call them in the same order with the same plans."""
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        """Begin to collect the sections of all ranks, one after the other; `part` is this rank's."""
+        """Start to gather the sections of all ranks; `part` is this rank's."""
 
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
     ) -> Pending[Tensor]:
-        """Begin to reduce `sections`, each to the rank that it is for; `op` is what `ways` has."""
+        """Start to reduce `sections`, each to its rank; `op` is from the `Division`."""
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        """Begin to reduce over the replicas."""
+        """Start to reduce over the replicas."""
 
 
 class OwnComm:
-    """Collectives of the user's, or in memory that the user asked for, where there are some; sections are equally
-    long."""
+    """The user's custom collectives, and collectives in special memory; for the others `usual`. Sections have equal
+    length."""
 
     def __init__(self, usual: Comm, options: Options) -> None:
         self._usual, self._options = usual, options
@@ -84,10 +84,10 @@ class OwnComm:
 
 
 def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
-    """What the one can do who reduces tensors like this along the axis."""
+    """How tensors like this can be reduced along the axis."""
     if options.force_sum:
         return Ways.SUMS
-    if options.reduce_scatter is not None:  # asked for what PyTorch would ask it for
+    if options.reduce_scatter is not None:  # a custom one is called with the ops with which PyTorch calls it
         return Ways.SUMS if like.is_cpu else Ways.NATIVE
     if wire.averages(axis, like):
         return Ways.NATIVE
@@ -95,7 +95,7 @@ def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
 
 
 def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> Staging | None:
-    """The memory for what is gathered or reduced along the axis; None: ordinary memory."""
+    """The special memory for gathers or reductions along the axis; None: ordinary memory."""
     staging = options.staging
     if staging is None or not staging.serves(axis, device):
         return None
@@ -103,7 +103,7 @@ def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: 
 
 
 def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
-    """Memory for gradients that are packed to be reduced along the axis."""
+    """A buffer for packed gradients that are reduced along the axis."""
     staging = staging_for(options, axis, device, reduces=True)
     if staging is not None:
         return staging.empty(numel, dtype, device, axis)
@@ -113,10 +113,11 @@ def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: to
 
 
 class Collectives:
-    """Those of `terrazzo.comm` and, for large messages on CPU, messages between pairs of ranks."""
+    """The collectives of `terrazzo.comm` and, for large sections on CPU, messages between pairs of ranks."""
 
     def __init__(self, careful: Callable[[], bool] = lambda: False) -> None:
-        """`careful()` tells whether ranks may want different things now: then they wait for each other."""
+        """`careful()` returns whether ranks may be about to call different collectives; then messages with tags are
+        used, which cannot be mixed up."""
         self._careful = careful
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:

@@ -1,13 +1,13 @@
-"""The two collectives of fully_shard: those of `terrazzo.comm`, but large ones on CPU are messages between pairs of
-ranks.
+"""The all-gather and the reduce-scatter of `fully_shard`: those of `terrazzo.comm`, but on CPU large ones are messages
+between pairs of ranks.
 
-For large ones that is quicker: parts are received where they belong, what a rank keeps does not travel, and no step
-waits for another.  And a message has a tag, here that of the parameters it is about, so ranks that took different
-paths wait for each other, and are told so, where gloo would end the process because sizes differ.  For small ones what
-counts is that gloo's threads do the work while the caller goes on.
+For large sections messages are faster: parts are received directly into their buffers, a rank's own part is not sent,
+and no step waits for another. A message has a tag, that of its parameters. If ranks run different modules, they wait
+for each other and get an error, whereas gloo would end the process because sizes differ. For small sections collectives
+are faster, because gloo's threads do the work while the caller goes on.
 
-Among very many ranks nothing is done rank by rank, on any device: sections are alike, or if that would take much more
-memory, each rank puts its own in its place among zeros and all are added.
+With very many ranks there is no work for each rank, on any device: either all sections have equal length; or, if that
+took much more memory, each rank writes its section into a buffer of zeros, and all buffers are added.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from terrazzo.comm.collectives import all_gather_start, all_reduce_start, gather
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.run.flat import FlatPlan, has_many
 
-FIRST_TAG = 1 << 30  # below are those of users' own messages
+FIRST_TAG = 1 << 30  # lower tags are left to users
 
 _SMALL = 4 << 20  # bytes of all sections together
 
-_BITS = {4: torch.int32, 8: torch.int64}  # integers that backends add, by their size
+_BITS = {4: torch.int32, 8: torch.int64}  # integer dtypes that backends can add, by size
 
 
 class Messages:
-    """Several messages under way, waited for together like a single piece of work."""
+    """Several started messages, with the interface of one `Work`."""
 
     __slots__ = ("_works",)
 
@@ -46,9 +46,9 @@ class Messages:
 
 
 def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bool = False) -> Pending[Tensor]:
-    """Begin to collect the sections of all ranks, one after the other; `part` is this rank's.
+    """Start to gather the sections of all ranks, one after the other; `part` is this rank's.
 
-    `careful` sends small ones as messages too: it is not known yet that ranks agree about what comes next.
+    With `careful`, small sections are messages, too, because ranks may be about to call different collectives.
     """
     n = axis.size
     if n == 1:
@@ -72,8 +72,8 @@ def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bo
 
 
 def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str | wire.ScaledSum, tag: int) -> Pending[Tensor]:
-    """Begin to reduce flat `sections`, each to the rank that it is for; `op` is sum, avg or, where sections are
-    alike and the backend has it, a scaled sum."""
+    """Start to reduce flat `sections`, each to its rank; `op` is sum, avg or, if sections have equal length and the
+    backend has it, a scaled sum."""
     if not isinstance(op, str):
         report_collective("reduce_scatter", axis, plan, sections, "sum")
         reduced = sections.new_empty(plan.own_size)
@@ -89,18 +89,18 @@ def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str | wire.Sc
 
 
 def goes_by_messages(axis: Axis, nbytes: int) -> bool:
-    """Whether sections of so many bytes together travel as messages between pairs of ranks."""
+    """Whether sections of so many bytes in all are sent as messages between pairs of ranks."""
     return axis.size > 1 and axis.device_type == "cpu" and not has_many(axis.size) and nbytes > _SMALL
 
 
 def report_collective(kind: str, axis: Axis, plan: FlatPlan, tensor: Tensor, op: str | None) -> None:
-    """Tell observers of a collective of this plan."""
+    """Report a collective of this plan to observers."""
     if observe.observers:
         observe.report(kind, axis, plan.moved(tensor.element_size()), op, True)
 
 
 def _gather_by_sum(part: Tensor, axis: Axis, plan: FlatPlan) -> Pending[Tensor]:
-    """Each rank writes its section in its place among zeros, and bits are added: only one rank has any there."""
+    """Gather by adding: each rank writes its section into zeros, and the buffers are added as integers."""
     out = part.new_zeros(plan.total)
     out[plan.own_start : plan.own_start + plan.own_size] = part
     bits = out.view(_BITS.get(part.element_size(), torch.uint8))
@@ -142,8 +142,8 @@ def _sum_of_two(other: Tensor, mine: Tensor, op: str) -> Tensor:
 
 
 def mean_of_two(other: Tensor, mine: Tensor) -> Tensor:
-    """Put the mean where `other` is."""
-    if other.dtype is torch.float16:  # whose sums may have no room in it
+    """Write the mean into `other`."""
+    if other.dtype is torch.float16:  # the sum may overflow
         return other.copy_(other.float().add_(mine).mul_(0.5))
     return other.add_(mine).mul_(0.5)
 
@@ -151,10 +151,10 @@ def mean_of_two(other: Tensor, mine: Tensor) -> Tensor:
 def exchange(
     axis: Axis, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], tag: int
 ) -> Messages:
-    """Send each other rank its messages, and receive what it sends, in the same order; empty ones stay away."""
+    """Send each other rank its messages, and receive its messages, in the same order. Empty ones are not sent."""
     n, own = axis.size, axis.index
     works = []
-    for distance in range(1, n):  # each rank begins with its neighbour, so that not all send to the same
+    for distance in range(1, n):  # each rank begins with its neighbour, so that not all ranks send to the same one
         source = (own - distance) % n
         works += [wire.receive(axis, one, source, tag) for one in incoming[source] if one.numel()]
         target = (own + distance) % n

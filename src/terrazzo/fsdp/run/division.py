@@ -1,8 +1,8 @@
-"""By what gradients are divided, and when: before they are added over the ranks, by the backend as it adds, or after.
+"""The division of gradients: by which factors, before the reduction, by the backend in the reduction, or after it.
 
-Float32 and bfloat16 have range enough for any sum, so the backend divides, if it can: nobody then goes over the numbers
-for that alone.  Float16 ends at 65504, and its smallest numbers vanish when they are divided: there half of the
-factor comes before the sum, and half after it, as near to halves as a power of two before allows.
+Float32 and bfloat16 have enough range for any sum, so the backend divides, if it can, which saves a pass over the
+gradients. Float16 overflows at 65504, and its smallest numbers become zero if they are divided. So about the square
+root of the factor, rounded to a power of two, is applied before the sum, and the rest after it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from terrazzo.comm.wire import ScaledSum
 
 
 class Ways(Enum):
-    """What the one who reduces can do."""
+    """How a backend or a custom collective can reduce."""
 
-    EXACT = "sums, and means that are joined in single precision and rounded once"  # `terrazzo.comm` on CPU
-    NATIVE = "sums, means, and sums of what is multiplied first"  # NCCL
+    EXACT = "sums, and means that are computed in single precision and rounded once"  # `terrazzo.comm` on CPU
+    NATIVE = "sums, means, and sums with a factor"  # NCCL
     SUMS = "sums"
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the gradients of all ranks become that of the parameter."""
+    """How gradients are divided and reduced."""
 
-    before: float | None = None  # gradients are divided by it first
-    shards: str | ScaledSum = "sum"  # how they are reduced over the ranks that shard
-    replicas: str = "sum"  # and over the replicas
-    after: float | None = None  # what came of it is divided by it
+    before: float | None = None  # divisor before the reduction
+    shards: str | ScaledSum = "sum"  # op over the ranks that shard
+    replicas: str = "sum"  # op over the replicas
+    after: float | None = None  # divisor after the reduction
 
 
 @lru_cache(maxsize=256)
 def division_of(
     dtype: torch.dtype, ways: Ways, shards: int, replicas: int, factor: float | None, sums_already: bool = False
 ) -> Division:
-    """The division for gradients of `dtype` of `shards` times `replicas` ranks.
+    """The division for gradients of `dtype` over `shards` times `replicas` ranks.
 
     >>> division_of(torch.float32, Ways.NATIVE, 4, 2, None)
     Division(before=None, shards='avg', replicas='avg', after=None)
@@ -48,12 +48,12 @@ def division_of(
     Division(before=4.0, shards='sum', replicas='sum', after=2.0)
 
     Args:
-        dtype: In which they are reduced.
-        ways: What the one who reduces can do.
-        shards: How many ranks shard.
-        replicas: How many replicas there are of each shard.
-        factor: By what the sum is divided; None: by the number of ranks.
-        sums_already: Every rank has the sum already, and what is added up are copies of it.
+        dtype: The dtype in which they are reduced.
+        ways: How they can be reduced.
+        shards: The number of ranks that shard.
+        replicas: The number of replicas of each shard.
+        factor: The divisor of the sum; None: the number of ranks.
+        sums_already: Whether every rank already has the sum, so that the reduction adds copies of it.
     """
     ranks = shards * replicas
     total = float(ranks if factor is None else factor) * (ranks if sums_already else 1)

@@ -1,7 +1,7 @@
 """From events to operations, and from operations to calls.
 
-The first time that something happens in some state, the planner is asked, and its operations are turned into a flat
-list of calls. From then on an event is one look into a dict, and the calls.
+The first time that an event occurs in a state, the planner is called, and its operations are compiled to a flat list of
+calls. From then on the event costs one look-up in a dict, and the calls.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from terrazzo.fsdp.run.watch import Named, Watch
 
 Call = Callable[[], None]
 
-_MANY = 4096  # states that are remembered; modules that run in ever other orders make ever other states
+_MANY = 4096  # states in the cache; a model whose modules always run in new orders always has new states
 
 
 class Observer(Protocol):
-    """Somebody who wants to know what runs."""
+    """An observer of operations, such as a `Trace`."""
 
     def ran(self, operation: Operation, began: float) -> None:
-        """Called when the operation was done, or begun if it runs beside the host."""
+        """Called after the operation, or after its start if it does not run on the host."""
 
 
 class _Node:
-    """A state, and what was found to follow it."""
+    """A state, and the cached transitions from it."""
 
     __slots__ = ("following", "state")
 
@@ -47,7 +47,7 @@ class _Node:
 
 
 class Executor:
-    """Runs the plan of one root, whose units are in some state."""
+    """Runs the operations of one root, and keeps the state of its units."""
 
     def __init__(self, units: list[Unit], state: State, streams: Streams | None, watch: Watch) -> None:
         self.units = units
@@ -55,7 +55,7 @@ class Executor:
         self.watch = watch
         self.observers: tuple[Observer, ...] = ()
         self._bundles: dict[tuple[int, ...], Bundle] = {}
-        self._epochs: dict[int, int] = {}  # of units, when observers heard of them last
+        self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._spec: Spec | None = None
         self._order: tuple[int, ...] = ()
@@ -63,16 +63,16 @@ class Executor:
 
     @property
     def state(self) -> State:
-        """In which the units are."""
+        """The state of the units."""
         return self._node.state
 
     def plan_with(self, spec: Spec, order: tuple[int, ...]) -> None:
-        """Follow these from now on."""
+        """Use this spec and this order of units from now on."""
         self._spec, self._order = spec, order
         self._node = self._node_of(self._node.state)
 
     def use_streams(self, streams: Streams | None) -> None:
-        """Run on these from now on."""
+        """Use these streams from now on."""
         self.streams = streams
         self._nodes.clear()
         self._node = _Node(self._node.state)
@@ -88,7 +88,7 @@ class Executor:
         return found
 
     def advance(self, event: tuple[Any, ...]) -> None:
-        """Do what follows an event."""
+        """Run the operations that follow an event."""
         node = self._node
         found = node.following.get(event)
         if found is None:
@@ -123,7 +123,7 @@ class Executor:
                 observer.ran(each, began)
 
     def _observe_writes(self, unit: Unit) -> None:
-        """Others write to the shards; observers hear of it before the next operation."""
+        """Report writes to the shards since the last operation to observers."""
         known, epoch = self._epochs.get(unit.index), unit.epoch
         self._epochs[unit.index] = epoch
         if known is not None and known != epoch:
@@ -132,9 +132,9 @@ class Executor:
                 observer.ran(write, perf_counter())
 
     def reset(self, *, gradients: bool) -> None:
-        """After a failure: everything is sharded, and nothing under way."""
+        """After a failure: reshard everything, and drop running communication."""
         self._node = self._node_of(State.first(len(self.units)))
-        # What was under way may fail as well: that of another unit is on its way up, or the next collective tells.
+        # Other errors are suppressed: the first one is being raised, and a broken group fails at the next collective.
         for bundle in self._bundles.values():
             with suppress(Exception):
                 bundle.discard()
@@ -145,7 +145,7 @@ class Executor:
     # ------------------------------------------------------------------ calls
 
     def call_of(self, operation: Operation) -> Call | None:
-        """What carries an operation out; None if nothing has to be done."""
+        """The call for an operation; None if there is nothing to do."""
         call = self._plain_call(operation)
         if self.streams is not None:
             if call is None and not operation.waits and operation.records is None:
@@ -185,7 +185,7 @@ class Executor:
         return calls[kind]
 
     def _call_of_several(self, operation: Operation) -> Call:
-        """What carries out an operation that is done for several units in one."""
+        """The call for an operation on several units together."""
         bundle = self._bundles.get(operation.units)
         if bundle is None:
             bundle = self._bundles[operation.units] = Bundle([self.units[i] for i in operation.units])
@@ -218,5 +218,5 @@ def _noted(call: Call, watch: Watch, named: Named, what: str) -> Call:
 
 
 def streams_for(device: torch.device) -> Streams | None:
-    """Those of an accelerator; None on CPU."""
+    """The streams of an accelerator; None on CPU."""
     return None if device.type == "cpu" else Streams(device)

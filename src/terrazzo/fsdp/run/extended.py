@@ -1,14 +1,14 @@
-"""A parameter that is a tensor subclass and says itself what is gathered, and what is made of it.
+"""A parameter that is a tensor subclass with hooks for the all-gather.
 
-Its class defines, as PyTorch has them,
+Its class defines PyTorch's hooks:
 
     fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
     fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, tensors to free); None with out
 
-The sharded parameter is of this class on every rank.  Before each gather the first is asked for plain tensors, equally
-large on all ranks, which are gathered as bytes; the second makes the unsharded parameter of the results the first time,
-and fills it again (`out`) later, so that what autograd keeps stays the same tensor.
+The sharded parameter is of this class on every rank. Before each gather, the first hook returns plain tensors of the
+same size on all ranks, which are gathered as bytes. The second hook makes the unsharded parameter from the results the
+first time, and later fills it (`out`), so that autograd's saved tensors stay the same objects.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_extended(parameter: Tensor) -> bool:
-    """Whether a parameter, or its part of a tensor-parallel one, is a subclass that consists of other tensors."""
+    """Whether a parameter, or its local tensor, is a subclass that consists of other tensors."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter
     return has_inner_tensors(local)
 
 
 class ExtendedBucket(Bucket):
-    """One parameter of such a class."""
+    """A bucket with one such parameter."""
 
     def __init__(self, param: ShardedParameter, settings: Settings) -> None:
         whole = param.unsharded_local.detach()
@@ -76,23 +76,23 @@ class ExtendedBucket(Bucket):
         missing = [name for name in HOOKS if not hasattr(whole, name)]
         if missing:
             raise FSDPError(
-                f"parameter {param.name!r} is a {kind}, a tensor subclass that does not say how it is gathered: it has "
-                f"no {' and no '.join(missing)}. Define both, or put the parameter among ignored_params"
+                f"parameter {param.name!r} is a {kind}, a tensor subclass without {' and '.join(missing)}: define both "
+                "methods, or add the parameter to ignored_params"
             )
         wanted = len(inspect.signature(whole.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
         if wanted not in (1, 5):
             raise FSDPValueError(
-                f"{kind}.fsdp_pre_all_gather takes {wanted} arguments; it takes either mesh, or mesh, outer_size, "
-                "outer_stride, module, mp_policy"
+                f"{kind}.fsdp_pre_all_gather must take the argument mesh, or mesh, outer_size, outer_stride, module "
+                f"and mp_policy, not {wanted} arguments"
             )
         self._takes_all = wanted == 5
         if param.dim != 0:
             raise FSDPValueError(
-                f"parameter {param.name!r} is a {kind}, which is gathered along dim 0 only, not dim {param.dim}"
+                f"parameter {param.name!r} is a {kind}, which must be sharded along dim 0, not dim {param.dim}"
             )
 
     def _own_chunk(self, whole: Tensor) -> Tensor:
-        """This rank's rows, in memory that has room for as many as any rank has."""
+        """This rank's rows, in memory for as many rows as the rank with most has."""
         plan = self.plan
         rows = plan.own_shapes[0][0]
         step = -(-whole.shape[0] // plan.n)
@@ -142,7 +142,7 @@ class ExtendedBucket(Bucket):
     # ------------------------------------------------------------------ unsharded parameters
 
     def prepare(self) -> None:
-        """The unsharded face comes with the first gather."""
+        """Do nothing: the first gather makes the unsharded parameter."""
 
     def free(self) -> None:
         for memory in self._memories:
@@ -168,9 +168,9 @@ class ExtendedBucket(Bucket):
             uneven = step * self.plan.n != param.shape[0]
             if uneven and any(x.ndim and x.shape[0] != step for x in inputs):
                 raise FSDPError(
-                    f"{param.name!r} has {param.shape[0]} rows, which {self.plan.n} ranks do not share evenly: "
-                    f"fsdp_pre_all_gather of {type(local).__name__} has to pad what it returns to {step} rows on every "
-                    f"rank, and returned {[tuple(x.shape) for x in inputs]}"
+                    f"{param.name!r} has {param.shape[0]} rows, which {self.plan.n} does not divide evenly, so "
+                    f"fsdp_pre_all_gather of {type(local).__name__} must pad its tensors to {step} rows on every rank, "
+                    f"but returned the shapes {[tuple(x.shape) for x in inputs]}"
                 )
             self._gathered = [(x.shape, x.dtype) for x in inputs]
             sent = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in inputs])
@@ -196,7 +196,7 @@ class ExtendedBucket(Bucket):
         views = []
         for output, (size, dtype) in zip(self._outputs, self._gathered, strict=True):
             length = prod(size) * dtype.itemsize
-            # Through .data: what is gathered again is no modification.
+            # Through .data, because for autograd gathering again must not count as a modification.
             output.data.view(torch.uint8).view(n, length).copy_(rows[:, start : start + length])
             start += length
             views.append(self._trimmed(output.view(n * size[0], *size[1:]) if size else output))
@@ -213,12 +213,12 @@ class ExtendedBucket(Bucket):
         self._metadata = None
 
     def _trimmed(self, output: Tensor) -> Tensor:
-        """Without the rows that pad the last ranks' parts."""
+        """`output` without the padding of the last ranks' parts."""
         step, wanted = -(-self.params[0].shape[0] // self.plan.n), self.params[0].shape[0]
         return output.narrow(0, 0, wanted) if output.ndim and output.shape[0] == step * self.plan.n else output
 
     def _keep_track(self, inner: Any) -> None:
-        """The memory that is given back between uses: of what is gathered, and of what was made of it."""
+        """Note the memory to free between uses: that of the gathered tensors, and of what the hook made of them."""
         known: set[int] = set()
         for tensor in (*self._outputs, *inner):
             identity = storages.memory_of(tensor)
@@ -236,8 +236,8 @@ class ExtendedBucket(Bucket):
         local = param.sharded._local
         if not is_extended(local):
             raise FSDPError(
-                f"parameter {param.name!r} was a {type(self.shard).__name__}, and is a {type(local).__name__} "
-                "now: replace it by one of the same class"
+                f"parameter {param.name!r} was a {type(self.shard).__name__} and was replaced by a "
+                f"{type(local).__name__}: replace it by a tensor of the same class"
             )
         epoch = self.epoch
         self.shard, self.dtype = local, local.dtype
@@ -247,13 +247,13 @@ class ExtendedBucket(Bucket):
 
 
 def _last_dim(mesh: Any) -> Any:
-    """The submesh along the last dim of a mesh without names."""
+    """The submesh of the last dim of a mesh without names."""
     axis = axis_of(mesh, mesh.ndim - 1)
     return DeviceMesh.from_group(axis.group, mesh.device_type) if axis.group is not None else mesh
 
 
 def _plain_attributes(parameter: Any) -> dict[str, Any]:
-    """What users hung on the parameter, without what its class keeps there."""
+    """Attributes that users set on the parameter, without those that its class sets."""
     kept, _ = parameter.__tensor_flatten__()
     own = vars(parameter.detach())
     return {name: value for name, value in attributes_of(parameter).items() if name not in kept and name not in own}

@@ -1,13 +1,13 @@
-"""Where the pieces of many tensors lie in one flat buffer per rank.
+"""The positions of the chunks of many tensors in one flat buffer per rank.
 
-Tensors that N ranks cut, each along a dim of its own, are held as one flat buffer per rank, its *section*: this rank's
-chunk of every tensor, one after the other.  A section is what an all-gather sends as it is, and what a reduce-scatter
-returns.  A `FlatPlan` knows the sizes, and copies between whole tensors and the N sections in a row, as collectives see
-them.
+Tensors that are sharded over N ranks, each along a dim of its own, are kept in one flat buffer per rank, its *section*:
+this rank's chunk of every tensor, one after the other. A section is the input of an all-gather, and the result of a
+reduce-scatter. A `FlatPlan` has the sizes, and copies between whole tensors and the N sections one after the other,
+which collectives use.
 
-Chunks follow torch.chunk: of each tensor the first ranks have equally long ones, one rank may have a shorter one, and
-the rest have none.  So ranks form few *runs* whose sections look alike, and what lies in a run is one strided view, be
-it of two ranks or of thousands: nothing here is done rank by rank.
+Chunks are those of torch.chunk: the first ranks have chunks of equal length, one rank may have a shorter one, and the
+rest have none. So ranks form few *runs* with equal sections, and the chunks of a run are one strided view, whether the
+run has two ranks or thousands: no work here is done for each rank.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
-# From so many ranks on nothing is done for each of them, here or by a backend: no tables of what passes between any
-# two, and no message to each.
+# With so many ranks or more, no work is done for each rank, here or in a backend: no tables of sizes, and no message to
+# each rank.
 MANY = 64
 
-# How often padded chunks may be as long as chunks are. A collective that takes sections of any length, for which one
-# reduces what each rank has put in its place, sends twice as much as there is.
+# By which factor padding may lengthen sections. The alternative to padding, adding buffers of zeros, sends twice the
+# bytes.
 _WORTH_PADDING = 2
 
 
 class _Block(NamedTuple):
-    """The chunks of one tensor in the sections of the ranks `first` up to `stop`, `length` long along its dim each."""
+    """The chunks of one tensor in the sections of ranks `first` to `stop`, each of `length` along its dim."""
 
     tensor: int
     first: int
     stop: int
     length: int
-    offset: int  # of the first of them, in all sections together
-    stride: int  # from one to the next
+    offset: int  # of the first chunk, in all sections together
+    stride: int  # from one chunk to the next
 
 
 def has_many(n: int) -> bool:
-    """Whether there are so many ranks that nothing may be done for each of them."""
+    """Whether there are so many ranks that no work may be done for each of them."""
     return n >= MANY
 
 
 def worth_padding(shapes: Sequence[Shape], dims: Sequence[int], n: int) -> bool:
-    """Whether chunks of equal length are not much more than what there is."""
+    """Whether padding chunks to equal length adds little."""
     there = padded = 0
     for shape, dim in zip(shapes, dims, strict=True):
         row = prod(shape[:dim]) * prod(shape[dim + 1 :])
@@ -58,11 +58,11 @@ def worth_padding(shapes: Sequence[Shape], dims: Sequence[int], n: int) -> bool:
 
 
 class FlatPlan:
-    """The chunks of tensors of `shapes`, cut along `dims` over `n` ranks, seen from position `index`.
+    """The chunks of tensors of `shapes`, sharded along `dims` over `n` ranks, for rank `index`.
 
-    With `equal` every chunk is padded to the longest of its tensor, so that all sections are alike: backends that
-    reduce while they scatter want that. `extra` elements lie at the end of every section. A plan is `ragged` if there
-    are very many sections that are not alike.
+    With `equal`, every chunk is padded to the longest of its tensor, so that all sections have equal length, which
+    reduce-scatters of backends need. Every section ends with `extra` elements. A plan is `ragged` if there are very
+    many sections of different lengths.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FlatPlan:
         self._steps = [-(-length // n) for length in self._lengths]  # the longest chunk
         self._rows = [prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims, strict=True)]
         even = all(step * n == length for step, length in zip(self._steps, self._lengths, strict=True))
-        self.padded = equal and not even  # whether there is something between chunks
+        self.padded = equal and not even  # whether there is padding between chunks
         self._runs = [(0, n)] if equal or even else self._unequal_runs()
         self.own_size = self.size_of(index)
         self.own_shapes: list[Shape] = [
@@ -88,7 +88,7 @@ class FlatPlan:
             for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
         ]
         numels = [prod(shape) for shape in self.own_shapes]
-        # How this rank's section splits: a chunk, what pads it, the next chunk, ... and what is extra.
+        # The lengths in this rank's section: a chunk, its padding, the next chunk, ... and the extra elements.
         self.own_splits: list[int] = []
         for i, numel in enumerate(numels):
             self.own_splits += [numel, self._room(i, index) - numel] if self.padded else [numel]
@@ -97,18 +97,18 @@ class FlatPlan:
         self.total = sum((stop - first) * self.size_of(first) for first, stop in self._runs)
         self.alike = equal or even
         self.ragged = has_many(n) and not self.alike
-        # Chunks that are contiguous in their tensor, and alike on all ranks: then a tensor is a row per rank.
+        # Chunks that are contiguous in their tensor and equal on all ranks: the tensor is then a row per rank.
         self.aligned = even and all(prod(shape[:dim]) == 1 for shape, dim in zip(shapes, dims, strict=True))
 
     # ------------------------------------------------------------------ sizes
 
     def _chunk(self, tensor: int, rank: int) -> int:
-        """The length of a rank's chunk along the tensor's dim."""
+        """The length of a rank's chunk along the tensor's dim, without padding."""
         step = self._steps[tensor]
         return min(max(self._lengths[tensor] - step * rank, 0), step)
 
     def _room(self, tensor: int, rank: int) -> int:
-        """Elements of the rank's section that are for the tensor."""
+        """The elements of a rank's section for a tensor, with padding."""
         return self._rows[tensor] * (self._steps[tensor] if self.equal else self._chunk(tensor, rank))
 
     def _unequal_runs(self) -> list[tuple[int, int]]:
@@ -120,23 +120,23 @@ class FlatPlan:
         return list(zip(ordered, ordered[1:], strict=False))
 
     def size_of(self, rank: int) -> int:
-        """Elements of a rank's section."""
+        """The number of elements in a rank's section."""
         return sum(self._room(i, rank) for i in range(len(self.shapes))) + self.extra
 
     @cached_property
     def own_start(self) -> int:
-        """Where this rank's section begins."""
+        """The offset of this rank's section."""
         return sum(
             (min(stop, self.index) - first) * self.size_of(first) for first, stop in self._runs if first < self.index
         )
 
     def moved(self, itemsize: int) -> int:
-        """Bytes that a rank sends, on average, for one collective."""
+        """The bytes that a rank sends for one collective, on average."""
         return (2 if self.ragged else 1) * (self.n - 1) * self.total * itemsize // self.n
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each rank's section."""
+        """The number of elements in each rank's section."""
         found: tuple[int, ...] = ()
         for first, stop in self._runs:
             found += (self.size_of(first),) * (stop - first)
@@ -144,7 +144,7 @@ class FlatPlan:
 
     @cached_property
     def _blocks(self) -> list[_Block]:
-        """Where all chunks are; the extra elements come as those of a tensor after the last."""
+        """The positions of all chunks; the extra elements are listed like another tensor."""
         found = []
         start = 0
         for first, stop in self._runs:
@@ -171,13 +171,13 @@ class FlatPlan:
     # ------------------------------------------------------------------ this rank's section
 
     def own_views(self, section: Tensor) -> list[Tensor]:
-        """This rank's chunk of each tensor, in its section, or what of it comes before the extra elements."""
+        """This rank's chunk of each tensor, as views of its section, which may lack the extra elements."""
         whole = section.numel() == self.own_size
         parts = section.split_with_sizes(self.own_splits if whole else self.own_splits[:-1])
         return [parts[at].view(shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 
     def own_chunks(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's chunk of each tensor, as a view of it."""
+        """This rank's chunk of each tensor, as views of the tensors."""
         return [
             whole.narrow(dim, min(step * self.index, length), shape[dim])
             for whole, dim, step, length, shape in zip(
@@ -188,22 +188,22 @@ class FlatPlan:
     # ------------------------------------------------------------------ all sections
 
     def pieces(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as `unpack` wants them; computed once for tensors that stay. Sections have nothing extra."""
+        """The tensors as views for `unpack`, which can be computed once. Sections must have no extra elements."""
         if self.aligned:
             return [whole.view(self.n, -1) for whole in wholes]
         return [self._in_tensor(block, wholes[block.tensor]) for block in self._blocks]
 
     def unpack(self, sections: Tensor, pieces: list[Tensor]) -> None:
-        """Fill the tensors behind `pieces` from the sections of all ranks, which have nothing extra."""
+        """Fill the tensors of `pieces` from the sections of all ranks, which have no extra elements."""
         if not self.aligned:
             torch._foreach_copy_(pieces, [self._in_sections(block, sections) for block in self._blocks])
             return
         torch.split_with_sizes_copy(sections.view(self.n, -1), self.own_splits, 1, out=pieces)
 
     def pack(self, wholes: Sequence[Tensor], sections: Tensor, extra: Tensor | None = None) -> None:
-        """Write the chunks of the tensors where the collective expects them, converting to the dtype of `sections`.
+        """Copy the chunks of the tensors into the sections, converted to their dtype.
 
-        `extra` goes to the end of every section.
+        `extra` is copied to the end of every section.
         """
         if self.aligned:
             rows = [whole.reshape(self.n, -1) for whole in wholes]
@@ -224,14 +224,14 @@ class FlatPlan:
         torch._foreach_copy_(parts, pieces)
 
     def _in_tensor(self, block: _Block, whole: Tensor) -> Tensor:
-        """A row per rank."""
+        """The block's chunks in the tensor, as a row per rank."""
         dim, ranks = self.dims[block.tensor], block.stop - block.first
         start = block.first * self._steps[block.tensor]
         part = whole.narrow(dim, start, ranks * block.length)
         return part.unflatten(dim, (ranks, block.length)).movedim(dim, 0)
 
     def _in_sections(self, block: _Block, sections: Tensor) -> Tensor:
-        """The same rows in the sections."""
+        """The block's chunks in the sections, as a row per rank."""
         if block.tensor < len(self.shapes):
             shape, dim = self.shapes[block.tensor], self.dims[block.tensor]
             chunk = (*shape[:dim], block.length, *shape[dim + 1 :])

@@ -1,13 +1,13 @@
-"""From gradients of unsharded parameters to gradients of sharded ones, bucket by bucket.
+"""From gradients of unsharded parameters to gradients of sharded ones, for each bucket.
 
-One flat buffer takes the gradients of all trainable parameters of a bucket, whichever of them got one in this backward,
-so that ranks agree on the sizes.  Frozen parameters need no room.  The arithmetic is the reference's: gradients are
-accumulated and reduced in the reduce dtype, and handed over in the parameters' own.
+One flat buffer has room for the gradients of all trainable parameters of a bucket, whether or not they got one in this
+backward, so that its size is the same on all ranks. The arithmetic is PyTorch's: gradients are accumulated and reduced
+in the reduce dtype, and converted to the parameters' dtype at the end.
 
-A parameter that some rank's data did not reach counts with zeros there, and one that no rank's data reached has no
-gradient, as on a single process: an optimizer leaves it alone.  So ranks have to agree about who was reached.  They do
-it within the reduction: every section ends with one element per parameter, one if this rank has a gradient and zero if
-not, and its sum says whether any has.  A rank that has all gradients need not even look.
+If a parameter has no gradient on some ranks, zeros are used there. If it has none on any rank, its sharded parameter
+gets none, as in a single process, so that the optimizer skips it. So ranks must agree on which parameters have
+gradients. Every section ends with one element per parameter, which is one if this rank has a gradient and else zero;
+its sum over the ranks says whether any rank has one. A rank that has all gradients need not read the sums.
 """
 
 from __future__ import annotations
@@ -32,49 +32,51 @@ from terrazzo.fsdp.settings import AllReduceHook, Options
 
 
 class Gradients:
-    """Those of one bucket, on their way."""
+    """The gradients of one bucket, from backward to the sharded parameters."""
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
         self.bucket = bucket
         self.options = options
         self._trainable: tuple[ShardedParameter, ...] = ()
         self._plan: FlatPlan | None = None
-        self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype, not reduced yet
-        self._in_place: InPlace | None = None  # how gradients are reduced from where they are, if that can be
+        self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
+        self._in_place: InPlace | None = None  # for reductions directly from the gradients, if possible
         self._packed: Tensor | None = None
-        self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # what is reduced from where it is
+        self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
         self._pending: Pending[Tensor] | None = None
         self._reduced: Tensor | None = None
         self._partial: Tensor | None = None  # reduced over the shard axis, not yet over the replicas
-        self._held: list[Tensor] = []  # what an all-reduce reads
-        self._missing: list[int] = []  # positions without a gradient on this rank
+        self._held: list[Tensor] = []  # inputs of a running all-reduce
+        self._missing: list[int] = []  # indices of parameters without a gradient on this rank
         self._division = Division()
-        self._counts: Tensor | None = None  # what the section ended with, if it came apart from the rest
-        self._reached: tuple[Tensor, Any] | None = None  # the same, and when it is on the host
+        self._counts: Tensor | None = None  # the section's last elements, if they are in a separate tensor
+        self._reached: tuple[Tensor, Any] | None = (
+            None  # these elements, and the event after which they are on the host
+        )
         self._copied: Any = None  # the event after which gradients are on the CPU
 
     # ------------------------------------------------------------------ sizes
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which gradients are reduced."""
+        """The dtype in which gradients are reduced."""
         return self.bucket.settings.precision.reduce_dtype or self.bucket.compute_dtype
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to reduce with, nor a hook that wants to see what was reduced."""
+        """Whether no other rank reduces with this one, and there is no all-reduce hook."""
         mesh = self.bucket.settings.mesh
         return mesh.shard.size == 1 and mesh.replicate is None and self.options.hook is None
 
     @property
     def reduce_bytes(self) -> int:
-        """What a rank sends, on average, for one reduce-scatter."""
+        """The bytes that a rank sends for one reduce-scatter, on average."""
         plan = self.plan()
         return 0 if plan is None else plan.moved(self.dtype.itemsize)
 
     @property
     def all_reduce_bytes(self) -> int:
-        """What a rank sends, on average, to reduce over the replicas."""
+        """The bytes that a rank sends to reduce over the replicas, on average."""
         plan, replicate = self.plan(), self.bucket.settings.mesh.replicate
         if plan is None or replicate is None:
             return 0
@@ -82,23 +84,23 @@ class Gradients:
 
     @property
     def bytes(self) -> int:
-        """Memory of the gradients as backward computes them."""
+        """The bytes of the unsharded gradients."""
         return sum(prod(p.shape) for p in self.bucket.params if p.requires_grad) * self.bucket.compute_dtype.itemsize
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the flat buffer."""
+        """The bytes of the flat buffer."""
         plan = self.plan()
         return 0 if plan is None or self.alone else plan.total * self.dtype.itemsize
 
     @property
     def reduced_bytes(self) -> int:
-        """Memory of what comes of it."""
+        """The bytes of the reduction's result."""
         plan = self.plan()
         return 0 if plan is None or self.alone else plan.own_size * self.dtype.itemsize
 
     def plan(self) -> FlatPlan | None:
-        """Where gradients lie; None if all parameters are frozen."""
+        """The flat plan of the gradients; None if all parameters are frozen."""
         trainable = tuple([p for p in self.bucket.params if p.requires_grad])
         if trainable != self._trainable:
             self._trainable = trainable
@@ -112,24 +114,24 @@ class Gradients:
         return self._plan
 
     def replan(self) -> None:
-        """The bucket's sections lie otherwise now."""
+        """Make the plan again, because the bucket's sections have changed."""
         self._trainable, self._plan = (), None
 
     # ------------------------------------------------------------------ without communication
 
     def any(self) -> bool:
-        """Whether backward left gradients, or there are some that were not reduced."""
+        """Whether there are gradients from backward, or accumulated ones that are not reduced."""
         return bool(self._accumulated) or any(
             p.unsharded_local.grad is not None and p.requires_grad for p in self.bucket.params
         )
 
     @property
     def has_partial(self) -> bool:
-        """Whether something was reduced over the shards, and not yet over the replicas."""
+        """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
         return self._partial is not None
 
     def accumulate(self) -> None:
-        """Keep what backward computed for a later reduction, in the reduce dtype."""
+        """Keep the gradients for a later reduction, in the reduce dtype."""
         self.plan()
         for param in self._trainable:
             grad = param.unsharded_local.grad
@@ -142,7 +144,7 @@ class Gradients:
                     known.add_(grad)
 
     def _take(self) -> list[Tensor | None]:
-        """The gradients of the trainable parameters, with what was accumulated; afterwards they have none."""
+        """Take the gradients of the trainable parameters, with those that were accumulated."""
         grads: list[Tensor | None] = []
         for param in self._trainable:
             local = param.unsharded_local
@@ -160,7 +162,7 @@ class Gradients:
     # ------------------------------------------------------------------ with communication
 
     def pack(self) -> None:
-        """Copy what gradients there are to where the reduction wants them, if it does not take them as they are."""
+        """Copy the gradients into the buffer of the reduction, unless they are reduced in place."""
         plan = self.plan()
         if plan is None:
             return
@@ -173,7 +175,7 @@ class Gradients:
         plan.pack(wholes, self._packed, reached)
 
     def collect(self) -> tuple[list[Tensor], Tensor | None]:
-        """The gradients of all trainable parameters, zeros for those without, and what tells which have one."""
+        """The gradients of all trainable parameters, zeros for missing ones, and the elements that say which exist."""
         plan = self._plan
         assert plan is not None
         grads = self._take()
@@ -193,7 +195,7 @@ class Gradients:
         return wholes, reached
 
     def reduce(self, comm: Comm) -> None:
-        """Begin the reduce-scatter."""
+        """Start the reduce-scatter."""
         plan, packed = self._plan, self._packed
         if self._unpacked is not None and self._in_place is not None:
             (wholes, reached), self._unpacked = self._unpacked, None
@@ -213,27 +215,27 @@ class Gradients:
 
     @property
     def reduce_axis(self) -> Axis:
-        """The ranks that reduce, with connections of their own if the user wants that."""
+        """The axis of the reduction, with a process group of its own if the user has set that."""
         axis = self.bucket.settings.mesh.shard
         return self.options.reduce_axes.get(axis, axis)
 
     @property
     def division(self) -> Division:
-        """As was decided last."""
+        """The division of the last reduction."""
         return self._division
 
     def decide(self, like: Tensor, plan: FlatPlan) -> Division:
-        """How tensors like this, which lie by this plan, are reduced, and by what they are divided meanwhile."""
+        """Decide how tensors like this with this plan are divided and reduced."""
         mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
         ways = ways_to_reduce(options, axis, like)
-        if ways is Ways.NATIVE and plan.ragged:  # which is not scattered as it is
+        if ways is Ways.NATIVE and plan.ragged:  # a ragged plan is not reduced by the backend's reduce-scatter
             ways = Ways.SUMS
         replicas = 1 if mesh.replicate is None else mesh.replicate.size
         self._division = division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
         return self._division
 
     def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
-        """Add to what was reduced over the shards what was so before, and was kept for the replicas."""
+        """Add earlier gradients, which were kept for the replicas, to those that are now reduced over the shards."""
         partial, self._partial = self._partial, None
         if partial is not None:
             chunks.add_(partial[: chunks.numel()])
@@ -241,22 +243,22 @@ class Gradients:
                 counts.add_(partial[chunks.numel() :])
 
     def receive(self, chunks: Tensor, counts: Tensor | None) -> None:
-        """What was reduced together with that of others; `finish` follows."""
+        """Take this bucket's part of a joint reduction; `finish` follows."""
         self._reduced, self._counts = chunks, counts
 
     def wait(self) -> None:
-        """Have what was begun last."""
+        """Wait for the last collective."""
         if self._pending is not None:
             self._reduced = self._pending.wait()
             self._pending = None
 
     def all_reduce(self, comm: Comm) -> None:
-        """Begin to reduce over the replicas what is reduced over the shards."""
+        """Start to reduce over the replicas."""
         self.wait()
         replicate = self.bucket.settings.mesh.replicate
         if self._reduced is None:
             return
-        self._held = [self._reduced]  # memory of the stream that reduces over the shards, in use on this one now
+        self._held = [self._reduced]  # its memory belongs to another stream, so keep it until this one is done
         if self._partial is not None:
             self._held.append(self._partial)
             self._reduced = self._reduced + self._partial
@@ -265,18 +267,18 @@ class Gradients:
             self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
 
     def store(self) -> None:
-        """Keep what is reduced over the shards until the replicas' turn comes."""
+        """Keep the gradients that are reduced over the shards, for a later reduction over the replicas."""
         self.wait()
         if self._reduced is not None:
             self._partial = self._reduced if self._partial is None else self._partial.add_(self._reduced)
             self._reduced = None
 
     def release(self) -> None:
-        """Let go of the packed buffer."""
+        """Free the packed buffer."""
         self._packed = None
 
     def finish(self) -> None:
-        """Make of what was reduced what the sharded parameters get."""
+        """Divide and convert the reduced gradients, and call the user's hook."""
         self.wait()
         plan, reduced, options = self._plan, self._reduced, self.options
         if plan is None or reduced is None:
@@ -293,7 +295,7 @@ class Gradients:
         self._reduced = self._at_rest(reduced)
 
     def _note_reached(self, reached: Tensor) -> None:
-        """On an accelerator the host learns it later: at the end of backward, when gradients are handed over."""
+        """Start to copy the elements to the host, which reads them at the end of backward."""
         if reached.device.type == "cpu":
             self._reached = reached, None
             return
@@ -315,7 +317,7 @@ class Gradients:
         current.wait_stream(stream)
 
     def _at_rest(self, reduced: Tensor) -> Tensor:
-        """In the dtype and on the device of the sharded parameters."""
+        """The gradients in the dtype and on the device of the sharded parameters."""
         settings, dtype = self.bucket.settings, self.bucket.dtype
         if settings.rest_device == reduced.device:
             return reduced.to(dtype)
@@ -327,13 +329,13 @@ class Gradients:
         return resting
 
     def hand_over(self) -> None:
-        """Give the sharded parameters their gradients."""
+        """Set `.grad` of the sharded parameters."""
         self.release()
         self._held = []
         reduced, self._reduced = self._reduced, None
         if self._plan is None:
             return
-        if reduced is not None:  # also where this bucket was alone, and others of its group were not
+        if reduced is not None:  # also if this bucket is alone, but others of its group are not
             found: list[Tensor | None] = list(self._plan.own_views(reduced))
             for i in self._unreached(found):
                 found[i] = None
@@ -342,7 +344,7 @@ class Gradients:
             self._hand_over_alone()
 
     def _unreached(self, found: list[Tensor | None]) -> list[int]:
-        """Positions that no rank has a gradient for."""
+        """The indices of parameters for which no rank has a gradient."""
         if self._reached is None:
             return [] if self._plan is None or self._plan.extra else self._missing
         (reached, event), self._reached = self._reached, None
@@ -350,12 +352,12 @@ class Gradients:
             event.synchronize()
         counts = reached.tolist()
         unreached = [i for i in self._missing if not counts[i] > 0]
-        if self.options.hook is not None:  # which may have reduced over further ranks
+        if self.options.hook is not None:  # the hook may have reduced over more ranks
             unreached = [i for i in unreached if not found[i].any()]  # type: ignore[union-attr]
         return unreached
 
     def _hand_over_alone(self) -> None:
-        """Nobody to reduce with: gradients become those of the sharded parameters as they are."""
+        """Use the gradients for the sharded parameters directly, because no other rank reduces with this one."""
         grads = self._take()
         if self.options.divisor is not None and any(grad is not None for grad in grads):
             torch._foreach_div_([grad for grad in grads if grad is not None], self.options.divisor)
@@ -366,7 +368,7 @@ class Gradients:
         self._accumulate_in_shards(grads)
 
     def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
-        """Add gradients to those of the sharded parameters, and call the hooks that users have put there."""
+        """Add gradients to those of the sharded parameters, and call users' hooks on these."""
         known, new, hooked = [], [], []
         watched = have_hooks(param.sharded._local for param in self._trainable)
         for param, grad in zip(self._trainable, grads, strict=True):
@@ -392,7 +394,7 @@ class Gradients:
                 hook(local)
 
     def discard(self) -> None:
-        """Wait for what is under way: other ranks wait for this one's messages, and the next must not meet them."""
+        """Wait for running communication: other ranks wait for it, and later messages must not match it."""
         pending, self._pending = self._pending, None
         self._packed = self._unpacked = self._reduced = self._reached = self._counts = None
         self._held = []
@@ -400,21 +402,21 @@ class Gradients:
             pending.wait()
 
     def abandon(self) -> None:
-        """Forget the gradients of a backward that failed."""
+        """Drop the gradients of a backward that failed."""
         self._accumulated.clear()
         self._partial = None
         for param in self.bucket.params:
             param.unsharded_local.grad = None
 
     def settle(self) -> None:
-        """Wait until gradients that are copied to the CPU are there."""
+        """Wait until the gradients are copied to the CPU."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
 
 def _after_hooks(local: Tensor, grad: Tensor) -> Tensor:
-    """What the hooks of a sharded parameter make of its gradient, as autograd would have them."""
+    """The gradient after the hooks of a sharded parameter, which are called as autograd calls them."""
     for hook in list((gradient_hooks(local) or {}).values()):
         changed = hook(grad)
         if changed is not None:

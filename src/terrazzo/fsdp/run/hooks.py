@@ -1,4 +1,4 @@
-"""Forward and backward of sharded modules, told to the root as events; and what is done to inputs and outputs."""
+"""Hooks on forward and backward of sharded modules, which report events to the root and cast inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from terrazzo.fsdp.tree import has_tensor, map_tensors
 
 
 def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Have the parameters unsharded; returns the inputs as the module shall see them."""
+    """Unshard the parameters; returns the module's inputs, cast and watched."""
     root: Root = group.root if group.root is not None else root_of(group)
     unit: Unit = group.unit
     inside = in_backward()
     if root.state.phase[unit.index] is Phase.BACKWARD:
-        if inside:  # a checkpoint recomputes
+        if inside:  # activation checkpointing computes forward again
             root.advance((Event.RECOMPUTE, unit.index))
             return _cast_inputs(group, args, kwargs)
         root.recover()
@@ -39,7 +39,7 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> t
     root.advance((Event.ENTER, position, inside))
     args, kwargs = _cast_inputs(group, args, kwargs)
     if first and torch.is_grad_enabled():
-        # A tensor of our own, whose gradient is complete when everything in this forward has had its backward.
+        # A view, whose gradient is complete when the backward of everything in this forward has run.
         watched = partial(_watched, partial(_after_backward, group))
         args = map_tensors(args, watched)
         if kwargs:
@@ -48,14 +48,14 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> t
 
 
 def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
-    """Watch for backward, free the parameters if that is wanted; returns the outputs as others shall see them."""
+    """Register hooks for backward, and reshard if that is set; returns the module's outputs, cast and watched."""
     root: Root = group.root
     unit: Unit = group.unit
     output_dtype = group.settings.precision.output_dtype
     if output_dtype is not None:
         outputs = map_tensors(outputs, lambda t: t.to(output_dtype) if t.is_floating_point() else t)
     if unit.params:
-        # A parameter handed out, or a view of one, outlives the parameters' memory: others get a copy.
+        # A returned parameter, or a view of one, would lose its memory: return a copy.
         outputs = map_tensors(outputs, lambda t: t.clone() if unit.lends(t) else t)
     state = root.state
     if state.phase[unit.index] is Phase.BACKWARD:
@@ -66,7 +66,7 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
         announced = partial(_announced, partial(_before_backward, group, state.ended))
         outputs = map_tensors(outputs, announced)
         returns = not recomputing
-        # Where no output can be watched, backward may come unannounced, and would find no parameters.
+        # If no output can have a hook, backward may run without notice, and needs the parameters.
         keep = recomputing or not has_tensor(outputs)
     position = root.positions[module]
     root.advance((Event.LEAVE, position, returns, keep))
@@ -109,14 +109,14 @@ def _watched(hook: Any, tensor: Tensor) -> Tensor:
 
 def _announced(hook: Any, tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
-        if tensor.is_leaf:  # a parameter handed out: hooks on it would pile up
+        if tensor.is_leaf:  # a returned parameter, on which hooks would accumulate
             tensor = tensor.view_as(tensor)
         tensor.register_hook(hook)
     return tensor
 
 
 def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> None:
-    """Backward reaches an output of the modules; `before` are units that ran before, the latest first."""
+    """Called when backward reaches an output of the modules; `before` are the units that ran before, latest first."""
     root: Root = group.root
     index: int = group.unit.index
     if _records_graph(grad):
@@ -129,7 +129,7 @@ def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> Non
 
 
 def _after_backward(group: Group, grad: Tensor) -> None:
-    """Backward leaves the modules through an input."""
+    """Called when backward leaves the modules through an input."""
     root: Root = group.root
     unit: Unit = group.unit
     if _records_graph(grad):
@@ -154,4 +154,4 @@ def _after_double_backward(group: Group, grad: Tensor) -> None:
 
 
 for _hook in (before_forward, after_forward):
-    stay_eager(_hook)  # torch.compile breaks the graph here; eager code pays nothing
+    stay_eager(_hook)  # torch.compile breaks the graph here; no cost for eager code

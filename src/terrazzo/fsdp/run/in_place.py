@@ -1,10 +1,10 @@
-"""Large groups on CPU: gathered to where the parameters are, and reduced from where backward has left the gradients.
+"""Large groups on CPU: gathered directly into the parameters, and reduced directly from the gradients.
 
-Where every tensor is a row per rank, a rank's chunk of it is contiguous in it. So the chunks of large tensors are
-messages of their own, which arrive in the parameters themselves, or leave from the gradients: no buffer in between is
-filled, copied and given back. All small tensors together are one more message for each pair of ranks.
+If the ranks' chunks of a tensor are equal rows, a rank's chunk is contiguous in it. So each chunk of a large tensor is
+a message, which is received into the parameter, or sent from the gradient, without a buffer. All small tensors
+together are one more message for each pair of ranks.
 
-Ranks need not agree about more than the sizes: what a gradient was like on the way here does not change a message.
+A gradient that is not contiguous, or missing on a rank, is copied there; the messages stay the same.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _LARGE = 1 << 16  # bytes of a chunk that is a message of its own
 
 
 class InPlace:
-    """Which tensors of a plan travel by themselves; the plan is aligned."""
+    """Which tensors of a flat plan have messages of their own. The plan is aligned."""
 
     def __init__(self, plan: FlatPlan, itemsize: int) -> None:
         self.plan = plan
         self._splits = plan.own_splits
         large = [i for i in range(len(plan.shapes)) if self._splits[i] * itemsize >= _LARGE]
         self._large = tuple(large)
-        self._small = tuple(i for i in range(len(self._splits)) if i not in large)  # what is extra is the last of them
+        self._small = tuple(i for i in range(len(self._splits)) if i not in large)  # the last one is the extra elements
         self._small_splits = [self._splits[i] for i in self._small]
 
     @staticmethod
     def suits(plan: FlatPlan, axis: Axis, itemsize: int) -> bool:
-        """Whether a group of this plan travels this way: on CPU, if it is large, among not too many ranks."""
+        """Whether a group with this plan is sent this way: on CPU, if it is large, and not with very many ranks."""
         return plan.aligned and goes_by_messages(axis, plan.total * itemsize)
 
     # ------------------------------------------------------------------ gathers
 
     @property
     def rest(self) -> int:
-        """Elements of the small tensors, which are gathered elsewhere first."""
+        """The elements of the small tensors, which are gathered into a buffer."""
         return sum(self._small_splits) * self.plan.n
 
     def gather(self, part: Tensor, pieces: Sequence[Tensor], axis: Axis, tag: int) -> GatherInPlace:
-        """Begin to fill `pieces`, a row per rank of each tensor, from the sections of all ranks; `part` is its own."""
+        """Start to fill `pieces`, a row per rank of each tensor, from all ranks' sections; `part` is this rank's."""
         n, own = axis.size, axis.index
         report_collective("all_gather", axis, self.plan, part, None)
         chunks = part.split_with_sizes(self._splits)
@@ -70,7 +70,7 @@ class InPlace:
     # ------------------------------------------------------------------ reductions
 
     def reduce(self, wholes: Sequence[Tensor], extra: Tensor | None, axis: Axis, op: str, tag: int) -> Pending[Tensor]:
-        """Begin to reduce tensors, of which each rank gets its section; `op` is sum or avg."""
+        """Start to reduce tensors; each rank gets its section. `op` is sum or avg."""
         n, own = axis.size, axis.index
         rows = [whole.reshape(n, -1) for whole in wholes]
         if extra is not None:
@@ -108,6 +108,6 @@ class InPlace:
 
 
 class GatherInPlace(Pending[Tensor]):
-    """A gather after which the parameters are filled."""
+    """A started gather into the parameters."""
 
     __slots__ = ()

@@ -1,7 +1,7 @@
-"""What a bucket keeps of its unsharded parameters between forward and backward: this rank's part over a smaller mesh.
+"""The part of a bucket's unsharded parameters that this rank keeps between forward and backward, over a smaller mesh.
 
-It is a copy in the precision that computes, so backward sees the parameters that forward saw, and gathers them among
-neighbours.  Meanwhile modules hold DTensors on the smaller mesh.
+It is a copy in the dtype of computation, so backward uses the same parameters as forward, and gathers them among
+neighbouring ranks. Meanwhile the modules' parameters are DTensors on the smaller mesh.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from terrazzo.fsdp.run.comm import Comm
 
 
 class Kept:
-    """Of one bucket, whose unsharded parameters are prepared."""
+    """The kept part of one bucket, whose unsharded parameters exist."""
 
     def __init__(self, bucket: Bucket, inner: InnerMesh) -> None:
         self._bucket, self._axis = bucket, inner.axis
         self._plan = bucket.plan_over(inner.axis, bucket.params)
         self._layouts = [inner.layout(p.layout, p.dim) for p in bucket.params]
-        # Written to without anybody's version counter.
+        # Through .data, so that writes do not change the parameters' version counters.
         self._pieces = self._plan.pieces([t.data for t in bucket.unsharded_locals()])
         self._buffer: Tensor | None = None
 
     @torch.no_grad()
     def take(self) -> dict[int, Any]:
-        """Copy this rank's part; returns the parameters as modules hold them meanwhile, by the ids of ours."""
+        """Copy this rank's part; returns the parameters to register meanwhile, by the `id` of `ShardedParameter`s."""
         plan, values = self._plan, self._bucket.unsharded_locals()
         self._buffer = values[0].new_zeros(plan.own_size) if plan.padded else values[0].new_empty(plan.own_size)
         views = plan.own_views(self._buffer)
@@ -42,26 +42,26 @@ class Kept:
         }
 
     def gather(self, comm: Comm) -> Pending[Tensor]:
-        """Begin to collect the parts of the smaller mesh's ranks."""
+        """Start to gather the parts of the smaller mesh's ranks."""
         assert self._buffer is not None
         return comm.gather(self._buffer, self._plan, self._axis, self._bucket.tag)
 
     def receive(self, pending: Pending[Tensor]) -> None:
-        """End that, and make the parameters of what came."""
+        """Wait for that gather, and fill the unsharded parameters."""
         self._bucket.fill(pending.wait(), self._plan, self._pieces)
 
     def drop(self) -> None:
-        """Let go of what was kept."""
+        """Free the kept part."""
         self._buffer = None
 
 
 def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:
-    """Memory of what is kept."""
+    """The bytes of the kept part."""
     return bucket.plan_over(inner.axis, bucket.params).own_size * bucket.compute_dtype.itemsize
 
 
 def kept_moves(bucket: Bucket, inner: InnerMesh) -> int:
-    """What a rank sends, on average, to gather it."""
+    """The bytes that a rank sends to gather it, on average."""
     return bucket.plan_over(inner.axis, bucket.params).moved(bucket.compute_dtype.itemsize)
 
 

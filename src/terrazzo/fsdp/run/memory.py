@@ -1,13 +1,13 @@
-"""Memory that is given back while tensors in it live on, and what becomes of those who use them meanwhile.
+"""Memory that is freed while its tensors still exist, and the protection against using them meanwhile.
 
-Autograd keeps whole parameters, and views of them, from forward to backward.  So their tensors stay the same, and their
-storage loses its memory while the group is sharded.  Users may have kept such tensors too, and kernels do not look:
-they would read at address zero, which ends the process.  Therefore a storage without memory gets
+Autograd saves unsharded parameters, and views of them, from forward to backward. So their tensors stay the same
+objects, and only their storage's memory is freed while the group is sharded. Users may have kept such tensors, too. A
+kernel would read at address zero, which ends the process. Therefore a storage without memory gets
 
-* where PyTorch was built for CUDA, a message that every access raises;
-* elsewhere on CPU, the address of a *trap*: reading there gives NaN (-1 in integers), writing raises, and so does
-  making a view, since the storage has no bytes.  A trap is as long as the memory was, but only addresses: all of it is
-  one small piece of a file in memory, mapped again and again.
+* if PyTorch was built for CUDA, a message that every access raises;
+* else, on CPU, the address of a *trap*: reading there gives NaN (-1 for integers), and writing or making a view raises,
+    because the storage has no bytes. A trap has as many addresses as the memory had, but all are mapped to one small
+    piece of a file in memory.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from terrazzo._torch import storages
 _PIECE = 4 << 20  # bytes, all ones: NaN in every float dtype
 _MAP_FIXED = 0x10
 
-# Accessors of PyTorch that only some builds for CUDA have, and one that all have, but only recent ones.
+# Functions of PyTorch: two of builds for CUDA only, and one of recent versions only.
 _HAS_MESSAGES = storages.HAS_ACCESS_ERRORS
 _HAS_TRAPS = storages.CAN_SWAP and hasattr(os, "memfd_create")
 
 
 class ReturnableMemory:
-    """The memory of a tensor's storage. It is there at first."""
+    """The memory of a tensor's storage, which can be freed and allocated again."""
 
     def __init__(self, tensor: Tensor, warning: str) -> None:
-        """`warning` is for those who use the tensor while its memory is returned."""
+        """`warning` is the message for using the tensor while its memory is freed."""
         self._storage: Any = tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._warning = warning
@@ -44,11 +44,11 @@ class ReturnableMemory:
             self._trap = _make_trap(self._nbytes)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies here."""
+        """Whether the tensor is in this memory."""
         try:
             found: bool = storages.memory_of(tensor) == storages.identity_of(self._storage)
         except (NotImplementedError, RuntimeError):
-            return False  # sparse tensors have no storage, nor have those that torch.func wraps
+            return False  # sparse tensors and those that torch.func wraps have no storage
         return found
 
     def give_back(self) -> None:
@@ -65,7 +65,7 @@ class ReturnableMemory:
                 storages.set_access_error(storages.identity_of(self._storage), self._warning)
 
     def take_back(self) -> None:
-        """Have new memory, with nothing in it."""
+        """Allocate new memory, uninitialised."""
         if self._is_there:
             return
         self._is_there = True
@@ -77,26 +77,26 @@ class ReturnableMemory:
 
 
 def _make_trap(nbytes: int) -> Any:
-    """A storage without bytes, at an address from which at least `nbytes` can be read."""
+    """A storage without bytes, at an address from which `nbytes` or more can be read."""
     storage = storages.storage_at(_trap_of(nbytes), torch.device("cpu"), 0)
     storages.refuse_writes(torch.empty(0, dtype=torch.uint8).set_(storage))
     return storage
 
 
-_longest: tuple[int, int] = (0, 0)  # address and length of the trap that all can use
+_longest: tuple[int, int] = (0, 0)  # address and length of the longest trap, which all storages share
 
 
 def _trap_of(nbytes: int) -> int:
     global _longest
     if _longest[1] < nbytes:
-        # Powers of two: traps that were too short stay where they are, and those are few.
+        # Powers of two, so that there are few traps: those that are too short are never unmapped.
         length = max(_PIECE, 1 << (nbytes - 1).bit_length())
         _longest = (_map_trap(length), length)
     return _longest[0]
 
 
 def _map_trap(length: int) -> int:
-    """Address of `length` bytes that are all ones."""
+    """The address of `length` bytes whose bits are all ones."""
     private, no_access = mmap.MAP_PRIVATE, 0
     address = _mmap(None, length, no_access, private | mmap.MAP_ANONYMOUS, -1)
     file = os.memfd_create("terrazzo-trap")
@@ -110,7 +110,7 @@ def _map_trap(length: int) -> int:
 
 
 def _mmap(address: int | None, length: int, access: int, flags: int, file: int) -> int:
-    """The C library's function; Python's own cannot map where it is told."""
+    """The C library's mmap; Python's cannot map at a given address."""
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -1,4 +1,4 @@
-"""The root: what the units of one model share, and the beginnings and ends of its forwards and backwards."""
+"""The root: the shared state of a model's units, and the beginnings and ends of its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.run.watch import Watch
 
-# How many roots there were on these ranks: their messages have tags of their own.
+# The number of roots so far: each has message tags of its own.
 _roots: Counter[tuple[int, ...]] = Counter()
 
 
-# Small groups that follow one another are gathered and reduced together up to so many bytes of unsharded parameters.
+# The most bytes of unsharded parameters of consecutive small groups that share messages.
 COALESCE_BYTES = 4 << 20
 
-# Of a forward and its backward. If there are more, nobody remembers what they were.
+# The most events of a forward and its backward that are kept for `explain`.
 _MOST_EVENTS = 1 << 14
 
 
 class Root:
-    """The groups of a module and of all modules in it; and of other models that have some of these modules too.
+    """The groups of a module and of all modules in it, and of other models that share modules with it.
 
     `tops` are the groups of the outermost modules of these models.
     """
@@ -47,7 +47,7 @@ class Root:
         self._has_replicas = any(group.unit.replicated for group in groups)
         self.units: list[Unit] = [group.unit for group in groups]
         self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None))
-        self.positions: dict[nn.Module, int] = {}  # of modules, as events number them
+        self.positions: dict[nn.Module, int] = {}  # the numbers of modules in events
         comm = Collectives(lambda: not self.watch.has_agreed)
         where: list[Where] = []
         for index, unit in enumerate(self.units):
@@ -62,23 +62,23 @@ class Root:
         self.is_last_backward = True
         self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
-        self._entered: list[int] = []  # units, in this forward
-        # Of the last forward of each outermost module, and of the one that is expected now.
+        self._entered: list[int] = []  # the units of this forward
+        # The order of units in the last forward of each outermost module, and the expected order.
         self._orders: dict[int, tuple[int, ...]] = {}
         self._order: tuple[int, ...] = ()
         self._spec = Spec((), False)
         self._changed = self._reordered = True
-        self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # since the last forward began
-        self.passes: dict[int, Events] = {}  # of each outermost module's last forward that had a backward, and of that
+        self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
+        self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
 
-    # ------------------------------------------------------------------ what is planned with
+    # ------------------------------------------------------------------ the planner's input
 
     def changed(self) -> None:
-        """Somebody has changed what plans are made from."""
+        """Called when a setting has changed: plans must be made again."""
         self._changed = True
 
     def spec(self) -> Spec:
-        """What plans are made from."""
+        """The input of the planner."""
         kins: dict[object, int] = {None: -1}
         return Spec(
             tuple(self._unit_spec(unit, kins.setdefault(unit.kin, len(kins))) for unit in self.units),
@@ -128,7 +128,7 @@ class Root:
         self.executor.advance(event)
 
     def advance_without_graph(self, event: tuple[Any, ...]) -> None:
-        """The same in backward, which may be recording a graph of its own."""
+        """`advance` in backward, where autograd may be recording (`create_graph`)."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.advance(event)
@@ -177,17 +177,17 @@ class Root:
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
     def _expect(self, order: tuple[int, ...]) -> None:
-        """Units are expected to run in this order."""
+        """Set the order in which units are expected to run."""
         if order != self._order:
             self._order, self._reordered = order, True
 
     def enter(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+        """Called when a unit's forward begins."""
         self.watch.note(unit, "run")
         self._entered.append(unit.index)
 
     def end_forward(self, failed: bool = False) -> None:
-        """The outermost forward has ended."""
+        """Called when the outermost forward has ended."""
         inside, module = in_backward(), self.state.outermost
         self.advance((Event.FORWARD_ENDS, inside))
         if failed:
@@ -200,7 +200,7 @@ class Root:
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:
-        """Once per backward."""
+        """Called once per backward."""
         if not self.state.in_backward:
             self.watch.settle()
             at_end_of_backward(self._end_backward)
@@ -220,14 +220,14 @@ class Root:
         self.watch.compare()
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
-        """Whether a unit was reduced over the shards in an earlier backward, and is to be over the replicas now."""
+        """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
         if not (self._has_replicas and unit.options.all_reduce and unit.has_partial()):
             return False
         return not any(unit.index in one.units for one in self.state.reducing)
 
     @torch.no_grad()
     def reduce_now(self) -> None:
-        """Reduce, outside of any backward, what backwards have left unreduced."""
+        """Reduce accumulated gradients outside of backward."""
         self.advance((Event.REDUCE,))
 
     def recover(self) -> None:
@@ -242,10 +242,10 @@ class Root:
         self.streams = other.streams
         self.executor.use_streams(other.streams)
 
-    # ------------------------------------------------------------------ by hand
+    # ------------------------------------------------------------------ called by users
 
     def unshard(self, unit: Unit) -> None:
-        """Begin to gather."""
+        """Start to gather a unit."""
         at_rest = self.state.outermost < 0 and not self.state.in_backward
         if unit.params and at_rest:
             self.follow(unit)
@@ -258,7 +258,7 @@ class Root:
         self.advance((Event.RESHARD, unit.index))
 
     def follow(self, unit: Unit, *, partly: bool = False) -> None:
-        """Follow what users did to a unit's parameters."""
+        """Take over parameters of a unit that users have replaced."""
         found = unit.replaced()
         if self.state.where[unit.index] is not Where.SHARDED:
             unit.save_writes()
@@ -273,13 +273,13 @@ def _units_of(groups: list[Group] | None) -> tuple[int, ...] | None:
 
 
 def _where_now(unit: Unit) -> Where:
-    """As the former root, which may have been a part of this one, left it."""
+    """The state of a unit's parameters, which a former root may have left unsharded."""
     former = unit.groups[0].root
     return Where.SHARDED if former is None else former.state.where[unit.index]
 
 
 def root_of(group: Group) -> Root:
-    """The root of a group; a group that has none yet becomes that of the modules in it."""
+    """The root of a group. A group without one becomes the root of the modules in it."""
     found: Root | None = group.root
     return found if found is not None else _become_root(group)
 
@@ -287,8 +287,8 @@ def root_of(group: Group) -> Root:
 def _become_root(group: Group) -> Root:
     if len(group.modules) > 1:
         raise FSDPError(
-            f"the modules {[type(m).__name__ for m in group.modules]} were sharded together, but no module around "
-            "them was: call fully_shard on the module that contains them too"
+            f"the modules {[type(m).__name__ for m in group.modules]} were sharded as one group, but no module that "
+            "contains them was: call fully_shard on the module that contains them, too"
         )
     module = group.modules[0]
     groups: dict[int, Group] = {}
@@ -296,7 +296,7 @@ def _become_root(group: Group) -> Root:
         found = group_of(inner)
         if found is not None:
             if id(found) not in groups:
-                found.name = found.unit.name = name or type(module).__mro__[2].__name__  # not that of the FSDP class
+                found.name = found.unit.name = name or type(module).__mro__[2].__name__  # the original class's name
             groups[id(found)] = found
     own = list(groups.values())
     formers = _roots_of(own)
@@ -304,7 +304,7 @@ def _become_root(group: Group) -> Root:
     tops += [top for former in formers for top in former.tops if id(top) not in groups]
     for each in members:
         if each.root is not None and each.root.state.in_backward:
-            raise FSDPError(f"{each.name!r} is in the middle of a backward, and cannot become part of a larger model")
+            raise FSDPError(f"{each.name!r} cannot become part of a larger model during its backward")
     by_face = {id(p.sharded): p for each in members for p in each.params}
     for name, parameter in module.named_parameters():
         known = by_face.get(id(parameter))
@@ -321,7 +321,7 @@ def _become_root(group: Group) -> Root:
             param.explain()
     for each in members:
         each.root = root
-        if each.auto_reshard:  # backward would gather the root's at once again
+        if each.auto_reshard:  # backward would gather the root's parameters again at once
             each.reshard_after_forward = each not in tops
     holding = [each.unit for each in own if each.params]
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
@@ -334,5 +334,5 @@ def _roots_of(groups: Sequence[Group]) -> list[Root]:
 
 
 def _with_others(groups: list[Group], formers: list[Root]) -> list[Group]:
-    """The groups, and those of models that share modules with theirs: whoever runs a module knows of all its users."""
+    """The groups, and those of models that share modules with theirs, which must have one root together."""
     return list(dict.fromkeys([*groups, *[other for former in formers for other in former.groups]]))

@@ -1,4 +1,4 @@
-"""Memory for what is communicated: the process group's own, or symmetric memory of CUDA devices."""
+"""Special memory for communication: the process group's own, or symmetric memory of CUDA devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from terrazzo.fsdp.settings import Options, Staging
 
 
 class GroupMemory:
-    """What a backend gives itself, as NCCL does: it sends from there without copies."""
+    """Memory that the backend allocates, and sends from without copies, as NCCL does."""
 
     def serves(self, axis: Axis, device: torch.device) -> bool:
         return axis.group is not None and allocates(axis.group, device)
@@ -31,31 +31,31 @@ class GroupMemory:
         return empty_from(axis.group, numel, dtype, device)
 
     def announce(self, tensor: Tensor, axis: Axis) -> None:
-        """The backend knows."""
+        """Do nothing: the backend knows its memory."""
 
 
 class SymmetricMemory:
-    """Memory of a pool that all ranks know of each other."""
+    """Memory of a pool whose addresses all ranks have exchanged."""
 
     def __init__(self, meshes: Sequence[DataMesh], backend: str) -> None:
         if backend != "NCCL":
-            raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}")
+            raise FSDPValueError(f"the backend for set_symm_mem_for_comm must be 'NCCL', not {backend!r}")
         kind = meshes[0].device.type
         if kind != "cuda":
             raise FSDPError(
-                f"set_symm_mem_for_comm: only CUDA devices have symmetric memory, and this module is sharded over "
-                f"{kind} devices: leave the call out there"
+                f"set_symm_mem_for_comm needs CUDA devices, but this module is sharded over {kind} devices: leave the "
+                "call out"
             )
         symmetric.use_backend(backend)
         for mesh in meshes:
             if mesh.shard.group is not None:
-                dist.barrier(group=mesh.shard.group)  # its connections have to be there when addresses are exchanged
+                dist.barrier(group=mesh.shard.group)  # addresses can be exchanged only when the connections exist
 
     def serves(self, axis: Axis, device: torch.device) -> bool:
         return axis.group is not None
 
     def reduces_from(self, options: Options) -> bool:
-        return options.force_sum  # all that NCCL reduces there are sums
+        return options.force_sum  # NCCL can only sum in symmetric memory
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
         return symmetric.empty(numel, dtype, device)
@@ -66,7 +66,7 @@ class SymmetricMemory:
 
 
 def use_staging(group: Group, staging: Staging | None) -> None:
-    """Have a group's communication lie there."""
+    """Use this memory for a group's communication."""
     options = group.options
     own = [
         name
@@ -78,7 +78,7 @@ def use_staging(group: Group, staging: Staging | None) -> None:
     ]
     if own:
         raise FSDPValueError(
-            f"{own[0]} was called on this module, so its communication allocates its memory itself: allocate there "
-            "what should not be ordinary memory"
+            f"{own[0]} was called on this module, so its communication allocates by itself: allocate the special "
+            "memory there"
         )
     options.staging = staging

@@ -1,4 +1,4 @@
-"""Streams and marks of an accelerator. On CPU there are none: the host computes, and waits for what it needs."""
+"""Streams and marks of an accelerator. On CPU there are none: the host computes, and waits for results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _WRITTEN = Mark("written", -1)
 
 
 class Streams:
-    """The streams beside the current one, which computes, and the marks on all of them."""
+    """The streams besides the current one, which computes, and the marks on all of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.get_device_module(device.type)
-        # What is waited for must not queue behind what computes.
+        # High priority, so that communication does not wait for computation.
         self._beside: dict[Stream, Any] = {
             stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
         }
         self._marks: dict[Mark, Any] = {}
-        self.post_optim_event: Any = None  # instead of all that was queued before
+        self.post_optim_event: Any = None  # gathers wait for it instead of everything queued before
 
     def on_stream(self, operation: Operation, call: Callable[[], None] | None) -> Callable[[], None]:
-        """`call`, on the operation's stream, between the marks that it waits for and the one that it records."""
+        """`call` on the operation's stream, after waiting for its marks, and before recording its own mark."""
         device, marks, waits, records = self._device, self._marks, operation.waits, operation.records
         beside = self._beside.get(operation.stream)
 
@@ -49,7 +49,7 @@ class Streams:
         return self._queued if operation.kind is Kind.QUEUED else run
 
     def _queued(self) -> None:
-        """What the gather stream will follow: the user's event, once, or all that was queued up to now."""
+        """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
         event, self.post_optim_event = self.post_optim_event, None
         if event is None:
             event = self._device.Event()

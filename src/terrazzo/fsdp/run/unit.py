@@ -1,6 +1,6 @@
-"""A unit: groups whose parameters are gathered and reduced together, and what can be done to them.
+"""A unit: groups whose parameters are gathered and reduced together, and the operations on them.
 
-It does what it is told; in which state it is, and what is to be done when, the planner knows.
+The planner keeps its state and decides when operations run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from terrazzo.tensor.dtensor import WRITTEN
 
 
 class Unit:
-    """Parameters, their buffers, and where they are registered."""
+    """Parameters, their buffers, and their registration in modules."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
@@ -43,9 +43,9 @@ class Unit:
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
         self.name = ""
-        self.index = 0  # among the units of the root
+        self.index = 0  # its number among the units of the root
         self.comm: Comm = Collectives()
-        self.waits_at_once = False  # on the stream where a collective was begun, not where its result is used
+        self.waits_at_once = False  # whether to wait on the stream where a collective was started, not where it is used
         alike: dict[tuple[DataMesh, torch.dtype], list[ShardedParameter]] = {}
         settings = {param.mesh: self._settings_on(param.mesh) for param in self.params}
         extended = [param for param in self.params if is_extended(param.unsharded_local)]
@@ -60,13 +60,13 @@ class Unit:
         for param in extended:
             if param.mesh in self.inner:
                 raise FSDPError(
-                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, of which nothing can be "
-                    "kept over some of the ranks: give reshard_after_forward as True or False"
+                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, which cannot be kept over "
+                    "some of the ranks: use reshard_after_forward=True or False"
                 )
         self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
         self._pending: list[Pending[Tensor]] = []
-        self.gathered_epoch = -1  # of the shards, when they were gathered last
-        self._kept: list[Kept | None] = []  # of each bucket, over the smaller mesh; empty until something is
+        self.gathered_epoch = -1  # the shards' epoch at the last gather
+        self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
         slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
@@ -80,20 +80,20 @@ class Unit:
             group.unit = self
 
     def _settings_on(self, mesh: DataMesh) -> Settings:
-        """Parameters may have meshes of their own."""
+        """The unit's settings with another mesh, for parameters that have one of their own."""
         return self.settings if mesh is self.settings.mesh else replace(self.settings, mesh=mesh)
 
     # ------------------------------------------------------------------ sizes
 
     @property
     def replicated(self) -> bool:
-        """Whether there are replicas to reduce over as well."""
+        """Whether gradients are also reduced over replicas."""
         found = [bucket.settings.mesh.replicate for bucket in self.buckets]
         return any(replicate is not None and replicate.size > 1 for replicate in found)
 
     @property
     def aliased(self) -> bool:
-        """Whether the unsharded parameters are the shards themselves."""
+        """Whether the unsharded parameters are the shards."""
         return all(bucket.will_alias for bucket in self.buckets)
 
     @property
@@ -102,12 +102,12 @@ class Unit:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to reduce gradients with."""
+        """Whether no other rank reduces gradients with this one."""
         return all(gradients.alone for gradients in self.gradients)
 
     @property
     def kin(self) -> tuple[object, ...] | None:
-        """Units for which this is equal may be gathered and reduced in one message; None: this one may with none."""
+        """Units with equal values may share messages; None: this unit shares with none."""
         mesh, options = self.settings.mesh, self.options
         own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
         waits = mesh.replicate is not None and not options.all_reduce
@@ -116,7 +116,7 @@ class Unit:
         several = any(bucket.settings is not self.settings for bucket in self.buckets)
         if several or any(each is not None for each in own) or options.reduce_axes:
             return None
-        # A mesh is sliced anew with every mesh["dp"], and all slices have one process group.
+        # By process group, because every mesh["dp"] is a new mesh object.
         axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
         precision, offload = self.settings.precision, self.settings.offload
         divided = (mesh.sums_already, options.divisor, options.force_sum)
@@ -124,13 +124,13 @@ class Unit:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is gathered straight into the unsharded parameters, when it is gathered by itself."""
+        """Whether it is gathered directly into the unsharded parameters, when it is gathered alone."""
         if self._extended or not self.buckets or not self.options.usual:
             return False
         return all(bucket.in_place() is not None for bucket in self.buckets)
 
     def sizes(self) -> Sizes:
-        """What the planner, and reports, have to know."""
+        """The sizes for the planner and for reports."""
         in_place = self.in_place
         return Sizes(
             in_place=in_place,
@@ -162,32 +162,32 @@ class Unit:
         for module, name, i in self._indirect:
             setattr(module, name, faces[i])
 
-    # ------------------------------------------------------------------ what users did to the parameters
+    # ------------------------------------------------------------------ parameters that users have replaced
 
     @property
     def epoch(self) -> int:
-        """Grows whenever shards are written to."""
+        """A number that increases with every write to the shards."""
         return sum(bucket.epoch for bucket in self.buckets)
 
     def move_epoch(self) -> None:
-        """Somebody wrote to the shards whom PyTorch does not count."""
+        """Count a write to the shards that PyTorch's version counters do not count."""
         for bucket in self.buckets:
             bucket.move_epoch()
 
     def replaced(self) -> dict[int, Any]:
-        """What users have registered in place of our parameters, by position."""
+        """Parameters that users have registered instead of ours, by index."""
         faces = self._registered
         return {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
 
     def was_written(self) -> bool:
-        """Whether shards are not what they were when they were gathered."""
+        """Whether shards have been written to since they were gathered."""
         return self.epoch != self.gathered_epoch or not all(bucket.shards_intact() for bucket in self.buckets)
 
     def adopt(self, replaced: dict[int, Any], *, partly: bool = False) -> bool:
-        """Follow what users did to the parameters, which are sharded now; returns whether sizes may have changed.
+        """Take over replaced parameters, which are sharded now; returns whether sizes may have changed.
 
-        Cheap when nothing happened, which is the rule: it runs before every forward of a root. With `partly` there may
-        be more to come: then parameters that do not fit together are left where they are.
+        It runs before every forward of a root, and is fast if nothing was replaced. With `partly`, not all parameters
+        may have been replaced yet: then parameters that do not fit together are not copied.
         """
         if replaced:
             for i, found in replaced.items():
@@ -238,13 +238,13 @@ class Unit:
                 "the values to the parameters (copy_, .data, load_state_dict), or call the module before fully_shard"
             )
         if isinstance(found, DTensor) and _is_same(found._layout, param.layout):
-            found._layout = param.layout  # meshes may be equal and yet have process groups of their own
+            found._layout = param.layout  # equal meshes may have different process groups
         else:
             placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
             raise FSDPError(
                 f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape "
-                f"{tuple(found.shape)}; what takes its place has to be a DTensor of shape {tuple(param.layout.shape)} "
-                f"placed {list(param.layout.placements)} on the same mesh"
+                f"{tuple(found.shape)}; it must be a DTensor of shape {tuple(param.layout.shape)} with the placements "
+                f"{list(param.layout.placements)} on the same mesh"
             )
         param.sharded = found
 
@@ -259,19 +259,19 @@ class Unit:
                 (n, x) for n, x in locals_ if (x.device.type, x.dtype) != (first[1].device.type, first[1].dtype)
             )
             raise FSDPError(
-                f"parameters that were sharded together now differ: {first[0]!r} is {first[1].dtype} on "
-                f"{first[1].device}, {name!r} is {other.dtype} on {other.device}; move or materialise all of them"
+                f"parameters of one group must be alike, but {first[0]!r} is {first[1].dtype} on {first[1].device}, "
+                f"and {name!r} is {other.dtype} on {other.device}: move or materialise all of them"
             )
         rest = bucket.settings.rest_device
         device = first[1].device
         if device.type not in (rest.type, "meta"):
             raise FSDPError(
-                f"the sharded parameters {first[0]!r}, ... are on {device}, but rest on {rest} by their mesh and "
+                f"the sharded parameters {first[0]!r}, ... are on {device}, but must be on {rest} by their mesh and "
                 f"offload policy: move the module back to {rest}"
             )
 
     def _prepare(self) -> None:
-        """Precompute all that is the same in every step."""
+        """Compute everything that is the same in every step."""
         self._sharded = [p.sharded for p in self.params]
         self._registered = self._sharded
         if any(bucket.is_meta for bucket in self.buckets):
@@ -291,7 +291,7 @@ class Unit:
         self._prepared = True
 
     def check_ready(self) -> None:
-        """Raise if there are no values yet."""
+        """Raise if parameters are on the meta device."""
         if self._prepared or not self.params:
             return
         names = [p.name for b in self.buckets if b.is_meta for p in b.params]
@@ -301,12 +301,12 @@ class Unit:
         )
 
     def lends(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory of unsharded parameters, which goes when they are freed."""
+        """Whether the tensor is in memory of unsharded parameters, which will be freed."""
         local = tensor._local if isinstance(tensor, DTensor) else tensor
         return any(bucket.owns(local) for bucket in self.buckets)
 
     def use_equal_sections(self) -> None:
-        """For communication that wants them; parameters are sharded now."""
+        """Pad sections to equal length, for custom communication. Called while parameters are sharded."""
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             bucket.use_equal_sections()
             gradients.replan()
@@ -315,7 +315,7 @@ class Unit:
     # ------------------------------------------------------------------ gathers
 
     def gather(self) -> None:
-        """Begin to collect the shards of all ranks."""
+        """Start to gather the shards of all ranks."""
         self.check_ready()
         self.gathered_epoch = self.epoch
         if self.in_place:
@@ -325,7 +325,7 @@ class Unit:
         self._wait_if_at_once()
 
     def gather_kept(self) -> None:
-        """The same from what was kept over smaller meshes, and from the shards where nothing was."""
+        """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
         self._pending = [
             self._begin(bucket) if kept is None else kept.gather(self.comm)
             for bucket, kept in zip(self.buckets, self._kept, strict=True)
@@ -344,8 +344,8 @@ class Unit:
                 one.wait()
 
     def copy_out(self) -> None:
-        """Fill the unsharded parameters with what was gathered, and register them."""
-        self.check_ready()  # shards that are the parameters are not gathered
+        """Wait for the gather, fill the unsharded parameters, and register them."""
+        self.check_ready()  # here, because shards that are used directly are not gathered
         gathered = iter(self._pending)
         for bucket in self.buckets:
             if not bucket.aliased:
@@ -360,7 +360,7 @@ class Unit:
         self._register(self._unsharded)
 
     def copy_out_kept(self) -> None:
-        """The same where what was kept over smaller meshes was gathered."""
+        """`copy_out` after `gather_kept`."""
         gathered = iter(self._pending)
         for bucket, kept in zip(self.buckets, self._kept, strict=True):
             if not bucket.aliased:
@@ -370,7 +370,7 @@ class Unit:
         self._register(self._unsharded)
 
     def free(self) -> None:
-        """Give the unsharded parameters' memory back, and register the sharded ones."""
+        """Free the unsharded parameters' memory, and register the sharded ones."""
         for bucket in self.buckets:
             bucket.free()
         self._drop_kept()
@@ -398,12 +398,12 @@ class Unit:
                 kept.drop()
 
     def discard(self) -> None:
-        """Let go of a gather that nobody needs any more."""
+        """Drop a gather that is not needed any more."""
         pending, self._pending = self._pending, []
         if not pending:
             return
         with ExitStack() as also_if_one_raises:
-            for bucket in self.buckets:  # where the gather was in place they have memory
+            for bucket in self.buckets:  # they have memory if the gather was in place
                 also_if_one_raises.callback(bucket.free)
             for one in pending:
                 also_if_one_raises.callback(one.wait)
@@ -415,7 +415,7 @@ class Unit:
         return self._prepared and any(gradients.any() for gradients in self.gradients)
 
     def has_partial(self) -> bool:
-        """Whether gradients are reduced over the shards, and not yet over the replicas."""
+        """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
         return self.replicated and any(gradients.has_partial for gradients in self.gradients)
 
     def accumulate(self) -> None:
@@ -461,8 +461,8 @@ class Unit:
     # ------------------------------------------------------------------ after a failure
 
     def reset(self, *, gradients: bool) -> None:
-        """Have sharded parameters registered, whatever was under way; also forget `gradients` that are unsharded."""
-        with ExitStack() as also_if_one_raises:  # the last named is done first
+        """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
+        with ExitStack() as also_if_one_raises:  # the last callback runs first
             also_if_one_raises.callback(self.free)
             for each in self.gradients:
                 if gradients:
@@ -472,7 +472,7 @@ class Unit:
 
 
 def _resting(bucket: Bucket, in_place: bool) -> int:
-    """Memory of what a gather brings to a place of its own."""
+    """The bytes of a gather's buffer."""
     how = bucket.in_place() if in_place else None
     return bucket.gathered_bytes if how is None else how.rest * bucket.compute_dtype.itemsize
 

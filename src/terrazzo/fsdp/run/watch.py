@@ -1,16 +1,16 @@
-"""Which modules a rank ran and which collectives it asked for, so that ranks that took different paths can be told so.
+"""Record which modules a rank ran and which collectives it started, to detect ranks that ran different ones.
 
-Ranks that disagree about the next collective wait for each other, until the process group's time limit; or, worse,
-their collectives match and mix up parameters, or match but for their sizes, and gloo ends the process.
+Ranks that start different collectives either wait for each other until the process group's time limit; or, worse, the
+collectives match by accident and mix up parameters, or differ in size, and gloo ends the process.
 
-Against the second, ranks compare what they did.  On CPU a checksum of it travels after every forward and every
-backward: sixteen bytes on connections of their own, which nobody waits for.  They are looked at before the next
-backward or forward, that is before anything could be mixed up; the first forward of all gathers by messages, which
-cannot be.  On accelerators, where looking would make the host wait, ranks compare when the order is new to them, as in
-the first step.
+To detect mixed-up parameters, ranks compare their records. On CPU they reduce a checksum after every forward and every
+backward: 16 bytes in a process group of its own, without waiting. The result is checked before the next backward or
+forward, that is before parameters could be mixed up. (The first forward gathers by messages with tags, which cannot be
+mixed up.) On accelerators the host would have to wait for the result, so ranks compare only when the order is new, as
+in the first step.
 
-Against the first, a rank whose collective failed writes down where it was, looks what the others wrote, and names who
-was elsewhere.
+If a collective fails, each rank writes its position to the default store and reads those of the others. The error
+message lists them.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp.meshes import DataMesh
 
-_ROLL_CALL_SECONDS = 5.0
+_POSITIONS_SECONDS = 5.0  # how long to wait for the other ranks' positions after a failure
 _SHOWN = 3  # events of a rank that a message shows
-_KEPT = 4096  # events that are remembered
+_KEPT = 4096  # events in the record
 
 
 class Named(Protocol):
-    """A unit, or several, as far as it matters here."""
+    """A unit or a bundle of units."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
 
     @property
     def index(self) -> int:
-        """The same on all ranks, and of no other."""
+        """A number that is unique in the model and equal on all ranks."""
 
 
 class _Position(msgspec.Struct, frozen=True):
-    """Where a rank is: how many events there were, and the last ones."""
+    """A rank's position in the step: the number of its events, and the last ones."""
 
     count: int
     last: list[str]
@@ -61,22 +61,22 @@ class _Position(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Comparing:
-    """A comparison under way."""
+    """A comparison that has been started."""
 
     work: Any
     both: Tensor  # the largest checksum of all ranks, and the smallest, negated
-    names: list[str]  # what this rank's checksum is of
+    names: list[str]  # the events of this rank's checksum
 
 
 _CODES = {"run": 1, "unshard": 2, "reduce": 3}
 
 
 class Watch:
-    """The modules run and the collectives of one root on this rank."""
+    """The record of one root's modules and collectives on this rank."""
 
     def __init__(self, mesh: DataMesh | None) -> None:
-        # Those that run the same modules step by step, and those that wait for each other at all: replicas may
-        # accumulate gradients of other numbers of batches.
+        # Ranks of the shard axis must run the same modules in each step. Replicas wait for each other, too, but may
+        # accumulate gradients over different numbers of micro-batches.
         axis = None if mesh is None else mesh.shard
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
@@ -86,13 +86,13 @@ class Watch:
         self._log: deque[tuple[str, Named]] = deque(maxlen=_KEPT)
         self._count = 0
         self._in_part = 0  # events since the last comparison
-        self._checksum = 0  # of these
+        self._checksum = 0  # of the events since the last comparison
         self._agreed: set[int] = set()
         self._comparing: _Comparing | None = None
-        self.has_agreed = self._axis is None  # whether ranks are known to have done the same once
+        self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
 
     def note(self, unit: Named, what: str) -> None:
-        """This rank is about to run a unit's module, or to ask for a collective."""
+        """Record that this rank runs a unit's module, or starts a collective."""
         if len(self._ranks) < 2:
             return
         self._count += 1
@@ -101,7 +101,7 @@ class Watch:
         self._checksum = (self._checksum * 1000003 + unit.index * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
 
     def compare(self) -> None:
-        """At the end of a forward or backward: begin to see whether all ranks did the same since the last."""
+        """Start to compare the events since the last comparison. Called at the end of a forward or backward."""
         axis = self._axis
         if axis is None:
             return
@@ -119,7 +119,7 @@ class Watch:
             self._agreed.add(checksum)
 
     def settle(self) -> None:
-        """See what the last comparison found."""
+        """Wait for the last comparison, and raise if ranks differ."""
         if self._comparing is None or self._axis is None:
             return
         comparing, self._comparing = self._comparing, None
@@ -150,7 +150,7 @@ class Watch:
         return [bool(flag) for flag in found.tolist()]
 
     def forget(self) -> None:
-        """A forward or backward failed here: there is nothing to compare."""
+        """Drop the events since the last comparison, after a forward or backward failed on this rank."""
         self._comparing = None
         self._checksum = self._in_part = 0
 
@@ -164,29 +164,28 @@ class Watch:
     # ------------------------------------------------------------------ collectives that failed
 
     def explain(self, error: CommError) -> CommError:
-        """The error of a collective that failed, with where every rank was."""
+        """The error for a failed collective, with the position of every rank."""
         if len(self._ranks) < 2 or isinstance(error, DivergedRanksError):
             return error
         here = dist.get_rank()
         lines = []
-        for rank, position in self._call_roll(here).items():
+        for rank, position in self._positions(here).items():
             if position is None:
-                lines.append(
-                    f"rank {rank} does not wait for a collective of this model: it died, hangs, or does something else"
-                )
+                lines.append(f"rank {rank} is not in a collective of this model: it died, hangs, or runs other code")
             else:
                 lines.append(f"rank {rank} was at event {position.count}: {', then '.join(position.last)}")
         return DivergedRanksError(
             f"rank {here}: a collective of fully_shard failed.\n  "
             + "\n  ".join(lines)
-            + "\nAll ranks have to run the same modules in the same order (control flow that depends on data or rank "
-            f"is the usual cause). The first error was: {error}"
+            + "\nAll ranks must run the same modules in the same order; a usual cause is control flow that depends on "
+            f"data or rank. The first error was: {error}"
         )
 
-    def _call_roll(self, here: int) -> dict[int, _Position | None]:
+    def _positions(self, here: int) -> dict[int, _Position | None]:
+        """The positions of all ranks; None for ranks that do not report theirs in time."""
         mine = _Position(self._count, [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]])
         found: dict[int, _Position | None] = {rank: mine if rank == here else None for rank in self._ranks}
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        deadline = time.monotonic() + _POSITIONS_SECONDS
         try:
             store = PrefixStore("terrazzo/fsdp", default_store())
             store.set(str(here), msgspec.json.encode(mine).decode())
@@ -196,18 +195,18 @@ class Watch:
                         found[rank] = msgspec.json.decode(store.get(str(rank)), type=_Position)
                 time.sleep(0.05)
         except RuntimeError:
-            pass  # the store went with the rank that hosts it: then nobody can be heard of
+            pass  # the rank that hosts the store has ended, so no positions can be read
         return found
 
 
 def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:
-    """Where the lists of collectives part."""
+    """The message for the first event at which the ranks differ."""
     for i in range(max(len(names) for names in everyone)):
         at = [names[i] if i < len(names) else "nothing more" for names in everyone]
         if len(set(at)) > 1:
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
-                f"ranks ran different modules: event {i + 1} of a forward or backward was {which}. What came of "
-                "it may be mixed up. All ranks have to run the same modules in the same order"
+                f"ranks ran different modules: event {i + 1} of a forward or backward was {which}. Parameters and "
+                "gradients may be mixed up. All ranks must run the same modules in the same order"
             )
     return "ranks ran different modules in this step"

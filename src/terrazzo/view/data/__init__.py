@@ -1,1 +1,1 @@
-"""What the viewer's page shows, as plain data: pure functions from a checkpoint, a layout, a trace or a run."""
+"""The data of the viewer's pages: pure functions of a checkpoint, a layout, a trace or a run."""

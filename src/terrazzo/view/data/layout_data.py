@@ -1,4 +1,4 @@
-"""A layout for the page, of ranks that may not exist: who holds what of a tensor on a mesh of any shape."""
+"""The page's data for a layout, whose ranks need not exist: which part of a tensor each rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_RANKS: Final = 1 << 16
 
 @dataclass(frozen=True)
 class SketchedMesh:
-    """As much of a mesh as a layout asks for; its ranks need not exist.
+    """The part of a mesh's interface that a layout needs. Its ranks need not exist.
 
     >>> SketchedMesh((64, 8), ("dp", "tp")).size
     512
@@ -28,16 +28,16 @@ class SketchedMesh:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return prod(self.shape)
 
     def get_coordinate(self) -> tuple[int, ...]:
-        """That of the first rank."""
+        """The coordinate of the first rank."""
         return (0,) * len(self.shape)
 
 
 def mesh_of(text: str) -> SketchedMesh:
-    """The mesh that a text describes: `dp=64,tp=8`, or sizes alone.
+    """The mesh from a text such as `dp=64,tp=8`, or sizes alone.
 
     >>> mesh_of("dp=64,tp=8")
     SketchedMesh(shape=(64, 8), mesh_dim_names=('dp', 'tp'))
@@ -48,18 +48,18 @@ def mesh_of(text: str) -> SketchedMesh:
     for number, part in enumerate(text.split(",")):
         match = re.fullmatch(r"\s*(?:([^=,]+?)\s*=\s*)?(\d{1,9})\s*", part)
         if match is None or int(match[2]) < 1:
-            raise LayoutError(f"{part!r} is no dim of a mesh: write dp=64,tp=8, or sizes alone as 64,8")
+            raise LayoutError(f"{part!r} is not a dim of a mesh: write dp=64,tp=8, or only sizes as in 64,8")
         names.append(match[1] or str(number))
         shape.append(int(match[2]))
     if len(set(names)) < len(names):
         raise LayoutError(f"{text!r} names a dim of the mesh twice")
     if prod(shape) > MOST_RANKS:
-        raise LayoutError(f"a mesh of {prod(shape)} ranks is too large to draw; up to {MOST_RANKS} are drawn")
+        raise LayoutError(f"a mesh of {prod(shape)} ranks is too large to draw: use at most {MOST_RANKS}")
     return SketchedMesh(tuple(shape), tuple(names))
 
 
 def placements_of(text: str) -> tuple[Placement, ...]:
-    """The placements that a text names, as `S(0),R,P(sum)`.
+    """The placements from a text such as `S(0),R,P(sum)`.
 
     >>> placements_of("S(0), R, P, Shard(1), P(max)")
     (Shard(dim=0), Replicate(), Partial(sum), Shard(dim=1), Partial(max))
@@ -74,31 +74,31 @@ def _placement(text: str) -> Placement:
         return Replicate()
     if match := re.fullmatch(r"P(?:artial)?(?:\((\w*)\))?", text):
         return Partial(match[1] or "sum")
-    raise LayoutError(f"{text!r} is no placement: write S(dim) for Shard, R for Replicate, P or P(op) for Partial")
+    raise LayoutError(f"{text!r} is not a placement: write S(dim) for Shard, R for Replicate, P or P(op) for Partial")
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """The shape that a text names.
+    """The shape from a text.
 
     >>> shape_of("4096, 128"), shape_of("")
     ((4096, 128), ())
     """
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(re.fullmatch(r"\d{1,18}", part) for part in parts):
-        raise LayoutError(f"{text!r} is no shape: write sizes, as 4096,128")
+        raise LayoutError(f"{text!r} is not a shape: write sizes, for instance 4096,128")
     return tuple(map(int, parts))
 
 
 def layout_data(
     layout: Layout, *, ranks: Sequence[int] | None = None, itemsize: int = 0, title: str = ""
 ) -> dict[str, Any]:
-    """What the page shows of a layout.
+    """The page's data for a layout.
 
     Args:
-        layout: of any mesh.
-        ranks: the numbers of the mesh's ranks, row-major; None: 0, 1, 2, ...
-        itemsize: bytes of an element; 0 if that is unknown.
-        title: of the page.
+        layout: a layout on any mesh.
+        ranks: the mesh's ranks, row-major; None: 0, 1, 2, ...
+        itemsize: the bytes of an element; 0 if unknown.
+        title: the title of the page.
 
     >>> data = layout_data(Layout.of(SketchedMesh((2, 2)), [Shard(0), Replicate()], (5,)))
     >>> data["grid"], data["elements"]

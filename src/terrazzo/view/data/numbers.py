@@ -1,4 +1,4 @@
-"""Numbers as JSON knows them."""
+"""Numbers for JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def plain(value: float | None) -> float | str | None:
-    """A number; what JSON cannot say of it as text.
+    """The number; NaN and infinities, which JSON lacks, as text.
 
     >>> plain(1.5), plain(float("nan")), plain(float("-inf"))
     (1.5, 'nan', '-inf')
@@ -15,7 +15,7 @@ def plain(value: float | None) -> float | str | None:
 
 
 def or_none(value: float | None) -> float | None:
-    """A number that a chart can draw, or a gap.
+    """The number, or None if it is not finite: a gap in a chart.
 
     >>> or_none(float("nan")) is None
     True

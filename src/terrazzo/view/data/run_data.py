@@ -1,8 +1,8 @@
-"""A run for the page: its checkpoints, its starts and restarts, and the loss across them.
+"""The page's data for a run: its checkpoints, its starts and restarts, and the loss across them.
 
-From the run's folder come the checkpoints with their metrics, and what `terrazzo train` has written of its starts;
-from a monitor's CSV file the loss after each step. Every process that writes there begins with the names of the
-columns, so the file itself says where a run went on.
+The run's folder has the checkpoints with their metrics, and `terrazzo train`'s record of its starts. A monitor's CSV
+file has the loss of each step. Every process that writes to it begins with a line of column names, which separates the
+starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOSS = "Train_Samples_train_loss.csv"
 
 
 def segments_of(lines: Iterable[str], source: str) -> list[list[tuple[float, float]]]:
-    """The points of a CSV file of a monitor, one list for each process that has written.
+    """The points of a monitor's CSV file, one list for each process that wrote to it.
 
     >>> segments_of(["step,train_loss", "8,2.5", "16,2.25", "step,train_loss", "16,2.25"], "loss.csv")
     [[(8.0, 2.5), (16.0, 2.25)], [(16.0, 2.25)]]
@@ -39,7 +39,7 @@ def segments_of(lines: Iterable[str], source: str) -> list[list[tuple[float, flo
         try:
             point = float(row[0]), float(row[1])
         except (ValueError, IndexError) as error:
-            raise ViewError(f"{source}, line {number}: {row} is no step with a number") from error
+            raise ViewError(f"{source}, line {number}: expected a step and a number, not {row}") from error
         if not found:
             found.append([])
         found[-1].append(point)
@@ -53,13 +53,14 @@ def run_data(
     samples_per_step: int | None = None,
     title: str = "",
 ) -> dict[str, Any]:
-    """What the page shows of a run.
+    """The page's data for a run.
 
     Args:
-        folder: of its checkpoints.
+        folder: the folder of its checkpoints.
         losses: a CSV file of a monitor.
-        samples_per_step: what one step counts in that file; None: it is not known, and the file is drawn by samples.
-        title: of the page.
+        samples_per_step: by how much the first column of that file increases in a step; None: unknown, so the chart
+            is by samples.
+        title: the title of the page.
     """
     path = os.fspath(folder)
     rows = rows_of(path, steps_at(path))
@@ -70,9 +71,9 @@ def run_data(
             with open(losses, newline="", encoding="utf-8") as file:
                 segments = segments_of(file, os.fspath(losses))
         except UnicodeDecodeError as error:
-            raise ViewError(f"{os.fspath(losses)} is no CSV file: {error}") from error
+            raise ViewError(f"{os.fspath(losses)} is not a CSV file: {error}") from error
     if not rows and not history and not segments:
-        raise ViewError(f"{path} is no folder of a run: it has neither checkpoints of numbered steps nor a history")
+        raise ViewError(f"{path} is not a run's folder: it has neither checkpoints of numbered steps nor a history")
     return {
         "kind_of_page": "run",
         "title": title or path,
@@ -101,7 +102,7 @@ def _shown(happened: Happened) -> dict[str, Any]:
 
 
 def data_of_run(run: Run, losses: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """What the page shows of the run that a file describes; the loss is found where its `csv_monitor` has put it."""
+    """The page's data for the run of a `.toml` file; the loss comes from its `csv_monitor`."""
     config = read_config(run.engine)[0] if run.engine else None
     monitor = None if config is None else config.csv_monitor
     if losses is None and monitor is not None and monitor.enabled:

@@ -1,32 +1,35 @@
-"""A step's timeline for the page: what each rank gathers, reduces, computes and waits for, and what that takes.
+"""A step's timeline for the page: gathers, reductions, other collectives, computation and waits of each rank.
 
-A gather is under way from when the host asks for it until the parameters are in their place; a reduction until its
-gradients are finished. What the host does between two operations after a module's parameters are there is the module's
-computation. Times are those of hosts: on an accelerator they say when work was asked for, not when it ran.
+A gather lasts from when the host starts it until the parameters are unsharded; a reduction until its gradients are
+finished. Other collectives, as of tensor parallelism, last until the host has waited for the result. Between two
+operations of `fully_shard`, the host computes with the parameters that it used last, unless it is in a collective.
+Times are those of the hosts: on an accelerator, work is queued at these times and runs later.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from terrazzo.errors import ViewError
-from terrazzo.fsdp import Done, Timeline
+from terrazzo.fsdp import Collective, Done, Timeline
 
-LANES: Final = ("compute", "waits", "gathers", "reductions", "other")
+LANES: Final = ("compute", "waits", "gathers", "reductions", "collectives", "other")
+OVERLAPPING: Final = frozenset({"gathers", "reductions", "collectives"})
+"""Lanes in which one thing may begin before another has ended."""
 _WAITS: Final = frozenset({"copy out", "settle"})
 _ENDS: Final = {"gather": ("copy out", "discard"), "reduce": ("finish", "store"), "all-reduce": ("finish",)}
 _LANE: Final = {"gather": "gathers", "reduce": "reductions", "all-reduce": "reductions"}
-_SILENT: Final = frozenset({"use", "write", "queued", "follow"})  # the host does nothing for them
+_SILENT: Final = frozenset({"use", "write", "queued", "follow"})  # operations for which the host does nothing
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Something that lasts: `lane` is one of `LANES`."""
+    """A bar of the timeline. `lane` is one of `LANES`; `groups` names modules, of a collective the mesh dims, too."""
 
     lane: str
     what: str
@@ -48,17 +51,17 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=_File).terrazzo
     except msgspec.MsgspecError as error:
-        raise ViewError(f"{os.fspath(path)} is no trace: {error}") from error
+        raise ViewError(f"{os.fspath(path)} is not a trace: {error}") from error
     if found is None:
-        raise ViewError(f"{os.fspath(path)} is a trace without a timeline: save one with `terrazzo.fsdp.trace`")
+        raise ViewError(f"{os.fspath(path)} has no timeline: save a trace with `terrazzo.fsdp.trace`")
     for each in found.operations:
         if not all(0 <= group < len(found.groups) for group in each.groups):
-            raise ViewError(f"{os.fspath(path)}: an operation is for a group that is not there")
+            raise ViewError(f"{os.fspath(path)}: an operation names a group that is not there")
     return found
 
 
 def spans_of(timeline: Timeline) -> list[Span]:
-    """What lasts how long.
+    """The bars of the timeline.
 
     >>> from terrazzo.fsdp import Done, Timeline
     >>> times = {"gather": (0.0, 1.0), "copy out": (3.0, 4.0), "use": (4.0, 4.0), "free": (6.0, 7.0)}
@@ -84,15 +87,44 @@ def spans_of(timeline: Timeline) -> list[Span]:
         used = each if each.kind == "use" else used
         if used is not None and not timeline.planned and number + 1 < len(operations):
             gap = operations[number + 1].begin
-            if gap > each.end:
-                backward = operations[number + 1].backward
-                found.append(Span("compute", "compute", _names(timeline, used), each.end, gap, 0, backward))
+            backward = operations[number + 1].backward
+            for begin, end in _without_collectives(each.end, gap, timeline.collectives):
+                found.append(Span("compute", "compute", _names(timeline, used), begin, end, 0, backward))
+    for one, names in _with_modules(timeline):
+        what, over = _kind(one), f"{names} over {one.axis}" if names else f"over {one.axis}"
+        found.append(Span("collectives", what, over, one.begin, one.end, one.bytes, one.backward))
     return found
 
 
+def _without_collectives(begin: float, end: float, collectives: Sequence[Collective]) -> Iterator[tuple[float, float]]:
+    """The parts of an interval in which the host is not in a collective. Collectives are in order of their begin."""
+    for each in collectives:
+        if each.async_op or each.end <= begin or each.begin >= end:
+            continue
+        if each.begin > begin:
+            yield begin, each.begin
+        begin = each.end
+    if begin < end:
+        yield begin, end
+
+
+def _with_modules(timeline: Timeline) -> Iterator[tuple[Collective, str]]:
+    """The program's collectives, each with the module whose parameters were used last before it, or ""."""
+    uses = [each for each in timeline.operations if each.kind == "use"]
+    number = 0
+    for one in timeline.collectives:
+        while number < len(uses) and uses[number].begin <= one.begin:
+            number += 1
+        yield one, _names(timeline, uses[number - 1]) if number else ""
+
+
+def _kind(collective: Collective) -> str:
+    return collective.kind.replace("_", "-")
+
+
 def _ends(operations: Sequence[Done]) -> dict[int, float]:
-    """When what an operation has begun is there."""
-    waiting: dict[tuple[str, int], int] = {}  # by what ends it, and for which group
+    """By the number of an operation that starts a gather or a reduction: when that has ended."""
+    waiting: dict[tuple[str, int], int] = {}  # by the kind of operation that ends it, and the group
     found: dict[int, float] = {}
     for number, each in enumerate(operations):
         for group in each.groups:
@@ -109,7 +141,7 @@ def _names(timeline: Timeline, done: Done) -> str:
 
 
 def moved_bytes(timeline: Timeline) -> dict[tuple[str, str, str], int]:
-    """Bytes that a rank sends: by group (those that go together are one), mesh dims and kind."""
+    """Bytes that a rank sends: by group (groups that share a message are one), mesh dims and kind."""
     found: Counter[tuple[str, str, str]] = Counter()
     for each in timeline.operations:
         if each.bytes:
@@ -118,11 +150,14 @@ def moved_bytes(timeline: Timeline) -> dict[tuple[str, str, str], int]:
             if each.inner:
                 over += ", neighbours"
             found[_names(timeline, each), over, each.kind] += each.bytes
+    for one, names in _with_modules(timeline):
+        if one.bytes:
+            found[names or "outside of modules", one.axis, _kind(one)] += one.bytes
     return dict(found)
 
 
 def memory_of(timeline: Timeline) -> list[tuple[float, int]]:
-    """Points of the memory that is held: bytes of shards, gradients and everything that comes and goes."""
+    """The memory over time: bytes of shards, gradients, unsharded parameters and buffers."""
     points = [(0.0, timeline.held)]
     for each in timeline.operations:
         points += [(each.begin, timeline.held + each.memory), (each.end, timeline.held + each.after)]
@@ -130,9 +165,9 @@ def memory_of(timeline: Timeline) -> list[tuple[float, int]]:
 
 
 def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """What the page shows of a step on one rank or several."""
+    """The page's data for a step on one rank or several."""
     if len({each.planned for each in timelines}) != 1:
-        raise ViewError("steps that ran and steps that are planned have no common clock: show them apart")
+        raise ViewError("a step that ran and a planned step have no common clock: show them on two pages")
     start = min(each.began for each in timelines)
     unit = 1.0 if timelines[0].planned else 1e3  # milliseconds
     ranks = []
@@ -158,6 +193,6 @@ def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
         "kind_of_page": "trace",
         "title": title,
         "planned": timelines[0].planned,
-        "lanes": list(LANES),
+        "lanes": [lane for lane in LANES if lane != "collectives" or any(each.collectives for each in timelines)],
         "ranks": ranks,
     }

@@ -4,7 +4,7 @@ import { el, bytesText, facts, numberText, runsText, table } from "./dom.js";
 import { addChart, escaped } from "./charts.js";
 
 const SHOWN = 4; // ranks, at first
-const COLOURS = { compute: "#54a24b", waits: "#e45756", gathers: "#4c78a8", reductions: "#f58518", other: "#8a8f98" };
+const COLOURS = { compute: "#54a24b", waits: "#e45756", gathers: "#4c78a8", reductions: "#f58518", collectives: "#b279a2", other: "#8a8f98" };
 
 export function tracePage(page, data) {
   const unit = data.planned ? "operation" : "ms";
@@ -37,8 +37,8 @@ export function tracePage(page, data) {
       ["sent by a rank", bytesText(first.moved.reduce((sum, [, , , bytes]) => sum + bytes, 0))],
     ]),
     el("p", { class: "note" }, data.planned
-      ? "A step that is planned: each operation has its number, not its time."
-      : "Times are those of each rank's host: on an accelerator they say when work was asked for."),
+      ? "A planned step: each operation has its number, not its time."
+      : "Times are those of each rank's host: on an accelerator, work is queued at these times and runs later."),
     choice ?? "", charts,
     el("h3", {}, "Bytes sent by a rank, by module and mesh dim"), moved(first.moved));
   draw();
@@ -46,7 +46,7 @@ export function tracePage(page, data) {
 
 function timeline(place, data, ranks, unit, said) {
   if (!ranks.length) {
-    place.append(el("p", { class: "note" }, "no rank is chosen"));
+    place.append(el("p", { class: "note" }, "choose a rank"));
     return;
   }
   const lanes = ranks.flatMap((each) => data.lanes.map((lane) => `rank ${each.rank} ${lane}`));
@@ -90,7 +90,7 @@ function memory(place, ranks, unit) {
 function moved(rows) {
   const dims = [...new Set(rows.map(([, over]) => over))];
   const groups = [...new Set(rows.map(([group]) => group))];
-  if (!rows.length) return el("p", { class: "note" }, "nothing was sent: one rank alone shards nothing");
+  if (!rows.length) return el("p", { class: "note" }, "nothing was sent: there is one rank");
   const sum = (keep) => rows.filter(keep).reduce((total, [, , , bytes]) => total + bytes, 0);
   const kinds = [...new Set(rows.map(([, , kind]) => kind))];
   const lines = groups.map((group) => [group,

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints, read as if they were terrazzo's own."""
+"""Read and write DeepSpeed's checkpoints."""
 
 from terrazzo.checkpoint.formats.deepspeed.reader import DeepSpeedReader
 

@@ -1,6 +1,6 @@
-"""What a DeepSpeed checkpoint holds, under the names that terrazzo's engine gives the same things.
+"""The contents of a DeepSpeed checkpoint, under the names of terrazzo's engine.
 
-module.<name>                    float32 weights, from the optimizer's partitions; others as the model has them
+module.<name>                    float32 weights from the optimizer's partitions; other tensors as in the model's file
 optimizer.state.<name>.<key>     the optimizer's state, by parameter instead of by partition
 optimizer.param_groups.<i>.<key>
 global_steps, lr_scheduler.<key>, ...  and the client state, under its own names
@@ -19,7 +19,7 @@ from terrazzo.checkpoint.formats.deepspeed.tensors import WholeTensor
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.errors import CheckpointFormatError
 
-# Of the model's files: what is taken apart here, and so is not handed out as it is.
+# Keys of the model's files that are converted here, and therefore not passed on.
 _TAKEN_APART: Final = frozenset(
     {
         "module",
@@ -43,20 +43,20 @@ class Contents:
 
     Attributes:
         values: a `Readable`, a tensor, or any other value.
-        paths: where in a nested state dict each name belongs.
+        paths: the path of each name in the nested state dict.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def add(self, path: tuple[Any, ...], value: Any) -> None:
-        """Put a value at a path."""
+        """Add a value at a path."""
         name = ".".join(map(str, path))
         self.values[name] = value
         self.paths[name] = path
 
     def add_param_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
-        """The optimizer's options, with the names of the parameters that they are for."""
+        """Add the optimizer's options, with the names of their parameters."""
         for number, (options, members) in enumerate(zip(groups, names, strict=True)):
             for key, value in options.items():
                 if key not in ("params", "step"):
@@ -64,12 +64,12 @@ class Contents:
             self.add(("optimizer", "param_groups", number, "params"), list(members))
 
     def add_loss_scaler(self, scaler: Any) -> None:
-        """The state of what scales the loss, if there is any."""
+        """Add the state of the loss scaler, if there is one."""
         if isinstance(scaler, Mapping):
             self.add(("loss_scaler",), dict(scaler))
 
     def add_untrained(self, file: OpenFile, known: set[str]) -> None:
-        """What the model's file has of the model besides `known`: buffers, and parameters that were not trained."""
+        """Add what the model's file has besides `known`: buffers, and parameters that were not trained."""
         shared = file.value.get("shared_params") or {}
         for name, value in file.get("module", dict).items():
             if name in known or name in shared:
@@ -79,11 +79,11 @@ class Contents:
             self.add(("module", name), plain)
 
     def add_rest(self, files: Sequence[OpenFile], renamed: Sequence[Mapping[str, str]] | None = None) -> None:
-        """All that is neither the model nor the optimizer; of a pipeline, the lists of names of all stages together.
+        """Add everything that is neither the model nor the optimizer; for a pipeline, the joined lists of names.
 
         Args:
             files: a file of each stage.
-            renamed: for each stage, other names for some.
+            renamed: for each stage, new names.
         """
         stages = [file.value for file in files]
         with_names = list(zip(stages, renamed or [{}] * len(stages), strict=True))
@@ -92,7 +92,7 @@ class Contents:
             for number, named in enumerate(stage.get("param_shapes") or []):
                 shapes.setdefault(number, {}).update((names.get(name, name), shape) for name, shape in named.items())
         self.add(("param_shapes",), [_pairs(shapes[number]) for number in sorted(shapes)])
-        frozen = [stage.get("frozen_param_shapes") for stage in stages]  # None: those not trained may be left out
+        frozen = [stage.get("frozen_param_shapes") for stage in stages]  # None: untrained parameters may be left out
         together = {name: shape for named in frozen if named is not None for name, shape in named.items()}
         self.add(("frozen_param_shapes",), None if None in frozen else _pairs(together))
         buffers = [names.get(name, name) for stage, names in with_names for name in stage.get("buffer_names") or []]
@@ -111,7 +111,7 @@ class Contents:
 
 
 def shapes_of(file: OpenFile) -> list[Shapes]:
-    """The shapes of the trained parameters, by group of those that lie together."""
+    """The shapes of the trained parameters, for each group that shares a flat tensor."""
     found = file.get("param_shapes", list)
     for named in found:
         sound = isinstance(named, dict) and all(isinstance(name, str) for name in named)
@@ -133,7 +133,7 @@ def names_by_group(shapes: Sequence[Iterable[str]], groups: Sequence[Mapping[str
 
 
 def group_of(groups: Sequence[Mapping[str, Any]], number: int, where: str) -> int:
-    """To which param group the flat tensor of this number belongs."""
+    """The param group of the flat tensor with this number."""
     for group, options in enumerate(groups):
         if number in entry(options, "params", list, where):
             return group
@@ -141,13 +141,13 @@ def group_of(groups: Sequence[Mapping[str, Any]], number: int, where: str) -> in
 
 
 def step_of(steps: Any, file: OpenFile) -> torch.Tensor:
-    """How often the optimizer has stepped; some of DeepSpeed's count in a number, PyTorch's in a tensor."""
+    """The optimizer's step count as a tensor; some of DeepSpeed's optimizers have a number."""
     count = file.archive.tensor(steps) if isinstance(steps, StoredTensor) else torch.tensor(float(steps))
     return count.detach().reshape(()).float()
 
 
 def steps_in(state: Mapping[str, Any], options: Mapping[str, Any], file: OpenFile) -> Iterator[tuple[str, Any]]:
-    """The count of a parameter; some optimizers have one for all of a group."""
+    """The step count of a parameter; some optimizers have one for each group."""
     steps = state.get("step", options.get("step"))
     if steps is not None:
         yield "step", step_of(steps, file)

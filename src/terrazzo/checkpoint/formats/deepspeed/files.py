@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which there are, and what can be read of them."""
+"""The files of a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Files:
 
     @property
     def model_of_each_rank(self) -> bool:
-        """Whether the model states are each rank's own, as in stage 3."""
+        """Whether each rank has a file of model states, as in stage 3."""
         match = _MODEL.fullmatch(self.model[0])
         return match is not None and match["dp"] is not None
 
@@ -43,7 +43,7 @@ def find_files(folder: Place) -> list[Files]:
     names = _names(folder)
     for name in names:
         if _EXPERT.fullmatch(name):
-            raise CheckpointFormatError(f"{folder / name}: the model has a mixture of experts, which cannot be read")
+            raise CheckpointFormatError(f"{folder / name}: models with a mixture of experts cannot be read")
     models, optims = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
     if not models:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
@@ -57,7 +57,7 @@ def find_files(folder: Place) -> list[Files]:
 def _names(folder: Place) -> list[str]:
     names = sorted(folder.names())
     if UNFINISHED in names:
-        raise CheckpointNotFoundError(f"{folder} is not complete: it is being written, or its writer was killed")
+        raise CheckpointNotFoundError(f"{folder} is not complete: it is being written, or the save was killed")
     return names
 
 
@@ -77,8 +77,8 @@ def layer_files(folder: Place) -> dict[int, str]:
 def tensor_parallel(where: Place) -> CheckpointFormatError:
     """The error for a model that was tensor-parallel."""
     return CheckpointFormatError(
-        f"{where}: the model was tensor-parallel, and its files do not say how it was cut; make a universal checkpoint "
-        "of it with DeepSpeed's ds_to_universal"
+        f"{where}: the model was tensor-parallel, and the files do not say along which dims: convert it to a universal "
+        "checkpoint with DeepSpeed's ds_to_universal"
     )
 
 
@@ -103,17 +103,17 @@ def _by_rank(folder: Place, names: list[str], pattern: re.Pattern[str]) -> list[
 def _complete(folder: Place, what: str, by_rank: Mapping[int, Found]) -> tuple[Found, ...]:
     absent = sorted(set(range(max(by_rank, default=-1))) - set(by_rank))
     if absent:
-        raise CheckpointNotFoundError(f"{folder}: the files of {what} ranks {absent} are gone")
+        raise CheckpointNotFoundError(f"{folder}: the files of {what} ranks {absent} are missing")
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
 
 class _BrieflyOpen(ReadFile):
-    """A file that is open only while it is read: a checkpoint may have more files than a process may hold open."""
+    """A file that is open only while it is read, because a checkpoint may have more files than a process may open."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
-        self._kept: ReadFile | None = None  # of stores that may have any number open
+        self._kept: ReadFile | None = None  # if the store may have any number of open files
         self._size = self._using(lambda file: file.size)
 
     @property
@@ -130,7 +130,7 @@ class _BrieflyOpen(ReadFile):
         try:
             file = self._kept or self._store.open(self._name)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{self._store.location}: the file {self._name} is gone") from error
+            raise CheckpointNotFoundError(f"{self._store.location}: the file {self._name} is missing") from error
         try:
             return work(file)
         except EOFError as error:
@@ -152,19 +152,19 @@ class OpenFile:
 
     @property
     def value(self) -> dict[str, Any]:
-        """What was saved."""
+        """The saved value."""
         value: dict[str, Any] = self.archive.value
         if not isinstance(value, dict):
-            raise CheckpointFormatError(f"{self.where} holds a {type(value).__name__}, not a dict")
+            raise CheckpointFormatError(f"{self.where} has a {type(value).__name__}, not a dict")
         return value
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
-        """An entry that has to be there, and of that type."""
+        """The entry of a key, which must exist and have that type."""
         return entry(self.value, key, kind, self.where)
 
 
 def entry(value: Any, key: Any, kind: type[Kind], where: str) -> Kind:
-    """An item of a dict or list that has to be there, and of that type."""
+    """An item of a dict or list, which must exist and have that type."""
     try:
         found = value[key]
     except (KeyError, IndexError, TypeError) as error:

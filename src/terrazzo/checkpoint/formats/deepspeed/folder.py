@@ -1,7 +1,7 @@
-"""A folder of DeepSpeed's files that is a checkpoint once it is complete.
+"""A new folder of DeepSpeed's files, which becomes a checkpoint when it is complete.
 
-In a file system it is made under another name, and renamed.  Where nothing can be renamed, a file in it says that it
-is not complete; taking that away is the commit.
+In a file system it is created under another name, and renamed. In stores without renaming, a file in it marks it as
+incomplete; removing that file is the commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNFINISHED: Final = ".unfinished"
 
 
 class NewFolder:
-    """A tag's folder that is about to be written; `store` is for its files."""
+    """The folder of a tag, for writing; `store` is for its files."""
 
     def __init__(self, target: Place) -> None:
         self.target = target
@@ -25,20 +25,21 @@ class NewFolder:
         self.store: Store = target.store if self._hidden is None else self._hidden.store
 
     def is_taken(self) -> bool:
-        """Whether there is a checkpoint, or anything else that is whole."""
+        """Whether the folder exists, and is complete."""
         if self._hidden is not None:
             return self.target.exists()
         names = self.target.names()
         return bool(names) and UNFINISHED not in names
 
     def refusal(self) -> CheckpointExistsError:
-        """What to raise then."""
+        """The error if the folder is taken."""
         return CheckpointExistsError(
-            f"{self.target} exists; DeepSpeed's layout is not written over a checkpoint: name another, or remove it"
+            f"{self.target} exists, and a checkpoint in DeepSpeed's layout cannot replace another: use another name, "
+            "or remove it"
         )
 
     def prepare(self) -> None:
-        """Begin, without what somebody who was killed has left."""
+        """Create the folder, after removing what a killed save has left."""
         if self.is_taken():
             raise self.refusal()
         if self._hidden is not None:
@@ -49,7 +50,7 @@ class NewFolder:
         left = self.store.list()
         if left and not self.store.lease_ended(UNFINISHED, max(entry.modified for entry in left)):
             raise CheckpointExistsError(
-                f"{self.target} is being written, or was when its writer died: name another, remove it, or wait until "
+                f"{self.target} is being written, or its save was killed: use another name, remove it, or wait until "
                 "nothing has been written to it for an hour"
             )
         self.store.delete([entry.key for entry in left if entry.key != UNFINISHED])
@@ -57,10 +58,10 @@ class NewFolder:
         try:
             self.store.put(UNFINISHED, b"", only_if=ABSENT)
         except ConflictError as error:
-            raise CheckpointExistsError(f"{self.target} is being written by somebody else") from error
+            raise CheckpointExistsError(f"{self.target} is being written by another save") from error
 
     def commit(self) -> None:
-        """All files are there."""
+        """Commit: all files are complete."""
         local = self.target.local
         if local is None or self._hidden is None:
             self.store.delete([UNFINISHED])
@@ -71,7 +72,7 @@ class NewFolder:
         self.store.sync_folder(local.parent)
 
     def discard(self) -> None:
-        """Give up: nothing of it stays."""
+        """Remove everything."""
         if self._hidden is not None:
             shutil.rmtree(str(self._hidden), ignore_errors=True)
         else:

@@ -1,6 +1,6 @@
-"""From a training engine's checkpoint, of any format and of any number of ranks, to DeepSpeed's layout.
+"""Convert a training engine's checkpoint, of any format and any number of ranks, to DeepSpeed's layout.
 
-Tensors are read when the file that they go into is written, a piece at a time.
+Tensors are read in pieces while their file is written.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
-_PIECE: Final = 16 << 20  # bytes that are held at once
-# Without these nothing says which parameters lie where.
+_PIECE: Final = 16 << 20  # bytes in memory at a time
+# Values without which the order of parameters is unknown.
 _NEEDED: Final = ("param_shapes", "shared_params", "global_steps", "dp_world_size", "ds_config")
-# Of an engine's checkpoint: what is not taken over as it is.  Positions in the data are terrazzo's own.
+# Values of an engine's checkpoint that are not copied. Positions in the data are terrazzo's own.
 _TAKEN_APART: Final = frozenset(
     {
         "module",
@@ -59,7 +59,7 @@ _TAKEN_APART: Final = frozenset(
 def write_deepspeed(
     source: Source, target: Place, stage: int | None, ranks: int | None, progress: Callable[[str, int], None] | None
 ) -> None:
-    """Write the folder of a tag; None: the stage and the ranks of the run that was saved."""
+    """Write the folder of a tag. None: the stage and the number of ranks of the saved run."""
     folder = NewFolder(target)
     if folder.is_taken():
         raise folder.refusal()
@@ -88,7 +88,7 @@ def write_deepspeed(
 
 
 def _values(source: Source) -> dict[str, Any]:
-    """Everything but the model and what the optimizer keeps of each parameter, nested as it was saved."""
+    """Everything except the model and the optimizer's state of parameters, nested as it was saved."""
     nested: dict[str, Any] = {}
     for name, entry in source.metadata.state_dict_metadata.items():
         path = source.paths.get(name, (name,))
@@ -104,7 +104,7 @@ def _values(source: Source) -> dict[str, Any]:
     if absent or not nested.get("optimizer", {}).get("param_groups"):
         raise CheckpointFormatError(
             f"not a checkpoint of a training engine (it has no {', '.join(absent) or 'optimizer.param_groups'}), so "
-            "nothing says in which order its parameters lie in DeepSpeed's partitions; convert it to another format"
+            "the order of parameters in DeepSpeed's partitions is unknown: convert it to another format"
         )
     return nested
 
@@ -112,7 +112,7 @@ def _values(source: Source) -> dict[str, Any]:
 def _value(source: Source, name: str) -> Any:
     found = source.value(name)
     if not isinstance(found, ObjectBytes):
-        raise UnsupportedValueError(f"{name}: bytes of a planner's own, which only that planner can read")
+        raise UnsupportedValueError(f"{name}: encoded by a custom planner, which alone can decode it")
     return found.value
 
 
@@ -122,7 +122,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
     stage = max(int(zero.get("stage", 0)), 1) if stage is None else stage
     if stage not in (1, 2, 3) or ranks < 1:
         raise UnsupportedValueError(
-            f"DeepSpeed's layout is that of ZeRO stage 1, 2 or 3 on at least one rank, not of stage {stage} on {ranks}"
+            f"DeepSpeed's layout needs ZeRO stage 1, 2 or 3 and at least one rank, not stage {stage} on {ranks} ranks"
         )
     shapes: dict[str, Sequence[int]] = {name: shape for named in values["param_shapes"] for name, shape in named}
     kept = _kept(source)
@@ -151,7 +151,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """In what the run computes."""
+    """The dtype in which the run computes."""
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if (config.get(key) or {}).get("enabled") is True:
             return dtype
@@ -159,7 +159,7 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _model(source: Source) -> dict[str, tuple[int, ...] | None]:
-    """The names in the model's state, with the shapes of those that are tensors."""
+    """The names in the model's state, with the shapes of tensors."""
     found: dict[str, tuple[int, ...] | None] = {}
     for name, path in source.paths.items():
         if path[0] == "module":
@@ -169,7 +169,7 @@ def _model(source: Source) -> dict[str, tuple[int, ...] | None]:
 
 
 def _kept(source: Source) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter: tensors without their data, and values."""
+    """The optimizer's state of each parameter: tensors without data, and values."""
     kept: dict[str, dict[str, Any]] = {}
     for name, path in source.paths.items():
         if path[:2] != ("optimizer", "state"):
@@ -188,7 +188,7 @@ def _kept(source: Source) -> dict[str, dict[str, Any]]:
 
 
 class _Streamed:
-    """The tensors of a checkpoint, each read when it is written."""
+    """The tensors of a checkpoint, which are read while they are written."""
 
     def __init__(self, source: Source, progress: Callable[[str, int], None] | None) -> None:
         self._source = source
@@ -199,7 +199,7 @@ class _Streamed:
         return PendingTensor(dtype, (length,), lambda: self._flat(kind, placed, rank, length, dtype))
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Any:
-        """Something of the model's state."""
+        """A value of the model's state."""
         stored = f"module.{name}"
         entry = self._source.metadata.state_dict_metadata[stored]
         if not isinstance(entry, TensorStorageMetadata):
@@ -227,7 +227,7 @@ class _Streamed:
     def _elements(
         self, name: str, shape: Sequence[int], start: int, stop: int, dtype: torch.dtype
     ) -> Iterator[memoryview]:
-        """Elements of a tensor in row-major order; what the optimizer has not kept yet is zero."""
+        """Elements of a tensor in row-major order; zeros for optimizer state that does not exist yet."""
         entry = self._source.metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             yield from _zeros(stop - start, dtype)

@@ -1,4 +1,4 @@
-"""What the pickles in DeepSpeed's files may refer to, besides PyTorch's tensors: plain data, all of it."""
+"""Names that pickles in DeepSpeed's files may refer to, besides PyTorch's tensors; all are plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from terrazzo.errors import CheckpointCorruptError, UnsafePickleError
 
 
 class _Fields(Record):
-    """An object whose attributes are all there is to it, as a dict of them."""
+    """An object, read as a dict of its attributes."""
 
     __slots__ = ()
     made_of = "deepspeed"
@@ -22,7 +22,7 @@ class _Fields(Record):
 
 
 class _TensorClass:
-    """`torch.Tensor` itself, which says that a tensor is of no other class."""
+    """A stand-in for the class `torch.Tensor`."""
 
     __slots__ = ()
 
@@ -31,9 +31,9 @@ class _TensorClass:
 
 
 def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> Any:
-    """A plain tensor on which DeepSpeed has hung attributes, without them."""
+    """A tensor without the attributes that DeepSpeed has set on it."""
     if not isinstance(rebuild, Call) or not isinstance(kind, _TensorClass) or type(args) is not tuple:
-        raise UnsafePickleError("a pickle makes a tensor of a class that is not known")
+        raise UnsafePickleError("a pickle makes a tensor of an unknown class")
     return rebuild(*args)
 
 

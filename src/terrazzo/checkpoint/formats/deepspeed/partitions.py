@@ -1,11 +1,11 @@
-"""Where DeepSpeed puts the elements of a parameter: flat partitions, one per data-parallel rank.
+"""The positions of parameters' elements in DeepSpeed's flat partitions, one per data-parallel rank.
 
-Stages 1 and 2 lay the trainable parameters of a param group one after the other, pad the end, and cut the whole into
-equal parts:
+In stages 1 and 2 the trainable parameters of a param group are concatenated, padded at the end, and cut into equal
+parts:
 
     group 0    | a a a a | a b b b | b b b . |        three ranks; `.` is padding
 
-Stage 3 cuts each parameter by itself, and a rank's part of a group is its slices one after the other:
+In stage 3 each parameter is cut by itself, and a rank's part of a group is its slices one after the other:
 
     rank 0     | a a b b b |         rank 1    | a a b b b |         rank 2    | a . b . . |
 """
@@ -21,7 +21,7 @@ from terrazzo.layout.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements of a parameter that lie together: `length` of them from `start` on in a rank's flat tensor."""
+    """Consecutive elements of a parameter: `length` elements from `start` on in a rank's flat tensor."""
 
     rank: int
     start: int
@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A parameter and the runs, in order, that it is made of."""
+    """A parameter, and its runs in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +48,8 @@ def in_one_line(
     b [(1, 1, 3), (2, 0, 3)]
 
     Args:
-        partition: the elements of a rank's part, padding included.
-        paddings: how many elements follow each parameter unused.
+        partition: the number of elements of a rank's part, including padding.
+        paddings: the number of unused elements after each parameter.
     """
     position = 0
     for number, (name, shape) in enumerate(shapes):
@@ -85,7 +85,7 @@ def one_by_one(shapes: Iterable[tuple[str, Sequence[int]]], ranks: int) -> Itera
 
 
 def sub_groups(shapes: Mapping[str, Sequence[int]], ranks: int, size: int) -> list[dict[str, Sequence[int]]]:
-    """Stage 3: the parameters of a param group, by flat tensor; one is full once a rank has `size` elements in it.
+    """Stage 3: the parameters of a param group, by flat tensor; the next one begins when a rank has `size` elements.
 
     >>> sub_groups({"a": (5,), "b": (2, 2), "c": (1,)}, ranks=2, size=4)
     [{'a': (5,), 'b': (2, 2)}, {'c': (1,)}]
@@ -102,7 +102,7 @@ def sub_groups(shapes: Mapping[str, Sequence[int]], ranks: int, size: int) -> li
 
 
 def in_turns(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Sequence[int]]:
-    """The order of `round_robin_gradients`: those parameters whose number is 0 modulo the ranks, then 1, ...
+    """The order of `round_robin_gradients`: the parameters whose number is 0 modulo the ranks, then 1, ...
 
     >>> list(in_turns({"a": (1,), "b": (1,), "c": (1,)}, ranks=2))
     ['a', 'c', 'b']
@@ -112,7 +112,7 @@ def in_turns(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Seque
 
 
 def out_of_turns(names: Sequence[str], ranks: int) -> list[str]:
-    """The order before `in_turns`.
+    """The inverse of `in_turns`.
 
     >>> out_of_turns(["a", "c", "b"], ranks=2)
     ['a', 'b', 'c']
@@ -122,7 +122,7 @@ def out_of_turns(names: Sequence[str], ranks: int) -> list[str]:
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that, one after the other, are the elements `start` to `stop` of a tensor in row-major order.
+    """Boxes that are, one after the other, the elements `start` to `stop` of a tensor in row-major order.
 
     >>> [(box.offsets, box.lengths) for box in boxes_of((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -134,7 +134,7 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # all within one row
+    if first > last:  # all in one row
         yield from _in_row(shape, last, start, stop)
         return
     yield from _in_row(shape, first - 1, start, first * row)

@@ -1,9 +1,9 @@
-"""Models that DeepSpeed has cut into pipeline stages: each layer is in a file of its own, `layer_03-model_states.pt`.
+"""Models with DeepSpeed's pipeline stages: each layer is in a separate file, `layer_03-model_states.pt`.
 
-The partitions name a parameter by the layer's number, `3.weight`.  The parameters of a module that several layers
-share, as DeepSpeed's `TiedLayerSpec` makes it, are `tied_modules.<key>.weight` there, and are in the file of each of
-the layers; here they have the number of the first of them, as in an `nn.Sequential` in which a module occurs more than
-once.  Stages have only some of its parameters in common, so the values decide which are the same.
+In partitions a parameter's name has the layer's number, `3.weight`. A module that several layers share
+(`TiedLayerSpec`) has the names `tied_modules.<key>.weight` there, and is in the file of each of these layers. Here it
+has the number of the first layer, as in an `nn.Sequential` that has a module more than once. Stages may share only some
+parameters of a module, so values are compared to find the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WINDOW = 1 << 20  # elements that are compared at a time
 def tied_names(
     stages: Sequence[Mapping[str, Readable]], layers: Mapping[int, OpenFile]
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """New names for what is in modules that layers share, for each stage; and the further names of parameters.
+    """New names for parameters of modules that layers share, for each stage; and other names of these parameters.
 
     Args:
         stages: the tied parameters of each stage, by their names in it.
@@ -52,7 +52,7 @@ def tied_names(
 
 
 def add_layers(contents: Contents, layers: Mapping[int, OpenFile], shared: Mapping[str, str]) -> None:
-    """Add what only the layers' files have: buffers, and parameters that are not trained."""
+    """Add values that only the layers' files have: buffers, and parameters that are not trained."""
     for number, layer in sorted(layers.items()):
         for inner, value in layer.value.items():
             name = f"{number}.{inner}"
@@ -73,7 +73,7 @@ def _by_module(tied: Mapping[str, Readable]) -> dict[str, dict[str, Readable]]:
 
 
 def _holds(layer: OpenFile, module: Mapping[str, Readable]) -> bool:
-    """Whether a layer is that module: it has its parameters, with the same values."""
+    """Whether a layer is that module: it has the same parameters with the same values."""
     for name, tensor in module.items():
         stored = layer.value.get(name)
         if not isinstance(stored, StoredTensor) or not _equal(tensor, WholeTensor(layer, stored)):
@@ -82,7 +82,7 @@ def _holds(layer: OpenFile, module: Mapping[str, Readable]) -> bool:
 
 
 def _equal(tensor: Readable, other: Readable) -> bool:
-    """Whether two tensors have the same values, in the precision of the second."""
+    """Whether two tensors are equal in the dtype of the second."""
     if tensor.shape != other.shape:
         return False
     for window in row_major_windows(tensor.shape, _WINDOW):

@@ -1,4 +1,4 @@
-"""Tensors of a DeepSpeed checkpoint: in one file, or joined from the parts that ranks have written."""
+"""Tensors of a DeepSpeed checkpoint: in one file, or joined from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Readable(abc.ABC):
     """A tensor in the checkpoint's files.
 
     Attributes:
-        dtype, shape: what it is.
+        dtype, shape: those of the tensor.
     """
 
     dtype: torch.dtype
@@ -29,11 +29,11 @@ class Readable(abc.ABC):
 
     @abc.abstractmethod
     def read_box(self, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of the tensor, holding no more than a few megabytes besides."""
+        """Fill `target` with a box of the tensor, using only a few more megabytes."""
 
 
 class WholeTensor(Readable):
-    """A tensor as it lies in one file, in row-major order if it is to be seen in another `shape`."""
+    """A tensor in one file; for another `shape` it must be row-major."""
 
     def __init__(self, file: OpenFile, stored: StoredTensor, shape: Sequence[int] | None = None) -> None:
         if shape is not None and tuple(shape) != stored.shape:
@@ -48,15 +48,15 @@ class WholeTensor(Readable):
 def _reshaped(where: str, stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
     plain = Strided.contiguous(0, stored.dtype, stored.shape).strides
     if prod(shape) != prod(stored.shape) or stored.strides != plain:
-        raise CheckpointCorruptError(f"{where}: a tensor of shape {stored.shape} where one of {shape} should be")
+        raise CheckpointCorruptError(f"{where}: expected a tensor of shape {shape}, not {stored.shape}")
     return replace(stored, shape=shape, strides=Strided.contiguous(0, stored.dtype, shape).strides)
 
 
 class TensorInFile(Readable):
-    """The tensor of a file that holds one, alone or as `param`; opened anew for each read, so that little is kept.
+    """The tensor of a file with one tensor, alone or as `param`. To save memory, each read opens the file again.
 
     Args:
-        shape: what to see it as, if it has as many elements; one that is alone must.
+        shape: the shape to use, if the number of elements agrees; if the tensor is alone, it must.
     """
 
     def __init__(self, folder: Place, name: str, shape: Sequence[int] | None) -> None:
@@ -88,17 +88,17 @@ class Part:
 
 
 class JoinedTensor(Readable):
-    """A tensor whose elements, in row-major order, are those of parts of flat tensors, one after the other."""
+    """A tensor whose elements, in row-major order, are parts of flat tensors, one after the other."""
 
     def __init__(self, name: str, shape: Sequence[int], parts: Sequence[Part]) -> None:
         self.shape, self.parts = tuple(shape), tuple(parts)
         self.dtype = parts[0].stored.dtype if parts else torch.float32
         if sum(part.length for part in parts) != prod(self.shape):
-            raise CheckpointCorruptError(f"{name}: the partitions do not hold all of it")
+            raise CheckpointCorruptError(f"{name}: the partitions do not have all of its elements")
         for part in parts:
             where = part.file.where
             if part.stored.dtype != self.dtype or len(part.stored.shape) != 1:
-                raise CheckpointCorruptError(f"{name}: {where} holds it in another form than the other ranks'")
+                raise CheckpointCorruptError(f"{name}: {where} has it in another form than the other ranks' files")
             if part.start + part.length > part.stored.shape[0]:
                 raise CheckpointCorruptError(f"{name}: the partition in {where} is too short")
 
@@ -107,7 +107,7 @@ class JoinedTensor(Readable):
 
 
 class _Joined:
-    """The parts' bytes as one run."""
+    """The bytes of the parts, one after the other."""
 
     def __init__(self, tensor: JoinedTensor) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""Universal checkpoints, which DeepSpeed's `ds_to_universal` makes: a folder per parameter, free of partitions.
+"""Universal checkpoints of DeepSpeed's `ds_to_universal`: a folder per parameter, without partitions.
 
 zero/<name>/{fp32,exp_avg,exp_avg_sq}.pt     whole tensors; of stage 3 flat, in row-major order
 zero/<name>/step.pt                          of stages 1 and 2; of stage 3 in the next
@@ -31,7 +31,7 @@ _WEIGHT, _STEP, _END = "fp32", "step", ".pt"
 
 
 def is_universal(folder: Place) -> bool:
-    """Whether a tag's folder holds a universal checkpoint."""
+    """Whether a tag's folder has a universal checkpoint."""
     return (folder / FOLDER).is_dir()
 
 
@@ -57,7 +57,7 @@ def read_universal(folder: Place) -> Contents:
     for name, tensor in frozen_tensors(first):
         contents.add(("module", name), tensor)
         known.add(name)
-    if first[0].value.get("module") is not None:  # of pipelines the model is in files that are not taken over
+    if first[0].value.get("module") is not None:  # for pipelines, ds_to_universal leaves the model's files out
         _refuse_cut(by_model_rank, known)
         contents.add_untrained(first[0], known)
     contents.add_rest([files[0] for files in by_model_rank])
@@ -65,7 +65,7 @@ def read_universal(folder: Place) -> Contents:
 
 
 def _merged(models: Sequence[OpenFile]) -> list[dict[str, Sequence[int] | None]]:
-    """The trained parameters, by group, of all ranks of a model; with their shapes if these are of whole tensors."""
+    """The trained parameters of all model ranks, by group, with their shapes if these are of whole tensors."""
     groups: dict[int, dict[str, Sequence[int] | None]] = {}
     for model in models:
         for number, named in enumerate(shapes_of(model)):
@@ -75,17 +75,17 @@ def _merged(models: Sequence[OpenFile]) -> list[dict[str, Sequence[int] | None]]
 
 
 def _check_files(zero: Place, names: Sequence[str]) -> None:
-    """All parameters have the same files; or only their weight, if they never got a gradient."""
+    """Raise unless all parameters have the same files, or only the weight if they never got a gradient."""
     files: dict[str, set[str]] = {}
     for name in names:
         if not (zero / name).is_dir():
-            raise CheckpointNotFoundError(f"{zero / name}: the folder of this parameter is gone")
+            raise CheckpointNotFoundError(f"{zero / name}: the folder of this parameter is missing")
         files[name] = {file for file in (zero / name).names() if file.endswith(_END)}
     usual = set().union(*files.values()) | {_WEIGHT + _END}
     for name, found in files.items():
         absent = usual - found
         if absent and found != {_WEIGHT + _END}:
-            raise CheckpointNotFoundError(f"{zero / name}: {', '.join(sorted(absent))} of this parameter is gone")
+            raise CheckpointNotFoundError(f"{zero / name}: {', '.join(sorted(absent))} of this parameter is missing")
 
 
 def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) -> None:
@@ -95,7 +95,7 @@ def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) ->
     if len(by_model_rank) > 1 and others:
         raise CheckpointFormatError(
             f"{first.where}: the model was tensor-parallel, and {min(others)} was not trained: the universal "
-            "checkpoint does not say how it was cut"
+            "checkpoint does not say along which dim it is sharded"
         )
 
 
@@ -104,7 +104,7 @@ def _add_weight(contents: Contents, folder: Place, name: str, shape: Sequence[in
 
 
 def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-    """What the optimizer keeps for each element of a parameter."""
+    """The optimizer's state for each element of a parameter."""
     for file in sorted((folder / FOLDER / name).names()):
         key = file.removesuffix(_END)
         if file.endswith(_END) and key not in (_WEIGHT, _STEP):

@@ -1,7 +1,7 @@
-"""What DeepSpeed's files hold of a run, for it to resume: built from a description and something that has the tensors.
+"""Build the contents of DeepSpeed's files from a description of a run and its tensors.
 
-Each data-parallel rank has a file of its flat partitions.  The model is in one file, in the precision of forward; in
-stage 3 each rank has one, with its slices of what is not trained.
+Each data-parallel rank has a file of its flat partitions. The model is in one file, in the dtype of forward; in stage 3
+each rank has one, with its slices of untrained parameters.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from terrazzo.checkpoint.formats.torch_writing import Instance, write_archive
 from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import UnsupportedValueError
 
-# The release whose layout this is; DeepSpeed refuses checkpoints that name none.
+# The release of DeepSpeed with this layout; DeepSpeed refuses checkpoints without one.
 VERSION: Final = "0.19.8"
-SUB_GROUP_SIZE: Final = 1_000_000_000  # unless the config says otherwise
+SUB_GROUP_SIZE: Final = 1_000_000_000  # DeepSpeed's default
 _ALIGNMENT: Final = 2  # partitions begin at even elements
 
 Shapes = Mapping[str, Sequence[int]]
@@ -40,8 +40,8 @@ class Group:
     Attributes:
         shapes: its trained parameters, in order.
         options: learning rate and the like.
-        kept: of what the optimizer keeps, that which has an element for each of the parameters'.
-        once: what it keeps besides: the number of steps.
+        kept: the optimizer's state with an element for each of the parameter's elements.
+        once: the rest of its state: the number of steps.
     """
 
     shapes: Shapes
@@ -51,9 +51,9 @@ class Group:
 
 
 def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
-    """A param group from what the optimizer keeps of each parameter: things with a shape, or plain values.
+    """A param group from the optimizer's state of each parameter: values with a shape, or plain values.
 
-    DeepSpeed counts the steps of a group, not of each parameter: the most that any of them has taken.
+    DeepSpeed has one step count for a group: the largest of its parameters' counts.
     """
     kept: dict[str, None] = {}
     once: dict[str, Any] = {}
@@ -67,8 +67,8 @@ def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str,
                 kept[key] = None
             else:
                 raise UnsupportedValueError(
-                    f"{name}: the optimizer keeps {key} of shape {tuple(value.shape)}, which has no place in "
-                    "DeepSpeed's flat partitions: they hold only what has an element for each of the parameter's"
+                    f"{name}: the optimizer's {key} has the shape {tuple(value.shape)}, but DeepSpeed's flat "
+                    "partitions can only have state with the shape of the parameter"
                 )
     return Group(shapes, {key: value for key, value in options.items() if key != "params"}, tuple(kept), once)
 
@@ -78,12 +78,12 @@ class Layout:
     """How a run is divided into files.
 
     Attributes:
-        dtype: in which the model computes.
-        groups: param groups; those without trained parameters are left out.
+        dtype: the dtype in which the model computes.
+        groups: param groups with trained parameters.
         frozen: parameters that are not trained; None to leave them out.
-        shared: further names of parameters, and the first.
-        model: the names in the model's state, in order, the further ones among them.
-        settings: DeepSpeed's config, as far as it decides how the optimizer is laid out.
+        shared: other names of parameters, and for each the first name.
+        model: the names in the model's state, in order, including other names.
+        settings: the part of DeepSpeed's config that decides the layout of the optimizer.
     """
 
     stage: int
@@ -121,13 +121,13 @@ class Layout:
 
 
 class Tensors(Protocol):
-    """The tensors of a run.  `kind` is `module`, or what the optimizer keeps: `exp_avg`."""
+    """The tensors of a run. `kind` is `module`, or a key of the optimizer's state such as `exp_avg`."""
 
     def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> Any:
-        """A rank's flat tensor: its runs of each parameter where they belong, zeros elsewhere."""
+        """A rank's flat tensor: its runs of each parameter at their positions, zeros elsewhere."""
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Any:
-        """Something of the model's state; of parameters in `dtype`."""
+        """A value of the model's state; parameters are converted to `dtype`."""
 
 
 def write_file(store: Store, name: str, value: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ def write_file(store: Store, name: str, value: Mapping[str, Any]) -> None:
 def optim_states(
     layout: Layout, tensors: Tensors, rank: int, scaler: Instance, clip: float, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a rank's file of optimizer states holds."""
+    """The contents of a rank's file of optimizer states."""
     flat = layout.flat_groups()
     members: list[list[int]] = [[] for _ in layout.groups]
     for index, (number, _) in enumerate(flat):
@@ -169,7 +169,7 @@ def optim_states(
 
 
 def _options(group: Group) -> dict[str, Any]:
-    # DeepSpeed's own Adam has this option, and looks for it in what it loads.
+    # DeepSpeed's own Adam has this option, and needs it in the loaded state.
     adam = {"bias_correction": True} if "exp_avg_sq" in group.kept else {}
     return {**adam, **group.options}
 
@@ -201,7 +201,7 @@ def _cut_in_one_line(
 
 
 def _fragments(placed: Sequence[Placed], rank: int) -> list[tuple[str, Instance]]:
-    """Where in its partition a rank has the elements of each parameter."""
+    """The positions of each parameter's elements in a rank's partition."""
     kind = ("deepspeed.utils.tensor_fragment", "fragment_address")
     return [
         (where.name, Instance(kind, {"numel": run.length, "start": run.start}))
@@ -232,7 +232,7 @@ def _cut_one_by_one(
 
 
 def loss_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> Instance:
-    """DeepSpeed's object that scales the loss, from the state of the run's and the config's section."""
+    """DeepSpeed's loss scaler, from the state of the run's one and the config's section."""
     module = "deepspeed.runtime.fp16.loss_scaler"
     scale = float(state.get("cur_scale", 1.0))
     if not fp16.get("enabled") or fp16.get("loss_scale"):
@@ -259,7 +259,7 @@ def loss_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> Instance:
 
 
 def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank's file of model states holds.
+    """The contents of a rank's file of model states.
 
     Args:
         rest: counters, the scheduler's state, the config and the client state.
@@ -271,7 +271,7 @@ def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str,
         parameter = layout.shared.get(name, name)
         if parameter not in trained and parameter not in frozen:
             module[name] = tensors.whole(name, None)
-        elif layout.stage == 3:  # each rank's slices are elsewhere
+        elif layout.stage == 3:  # trained parameters are in the partitions
             module[name] = torch.empty(0, dtype=layout.dtype)
         else:
             module[name] = tensors.whole(parameter, layout.dtype)
@@ -293,7 +293,7 @@ def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str,
 
 
 def _frozen_fragments(layout: Layout, tensors: Tensors, rank: int, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Parameters that are not trained: whole, in stage 3 a rank's slice of each."""
+    """The parameters that are not trained: whole, or in stage 3 a rank's slice of each."""
     fragments: OrderedDict[str, Any] = OrderedDict()
     for name, shape in (layout.frozen or {}).items():
         if layout.stage < 3:

@@ -1,4 +1,4 @@
-"""What ranks have saved in ZeRO stages 1, 2 and 3: their flat partitions, and the model's files."""
+"""Read checkpoints of ZeRO stages 1, 2 and 3: flat partitions, and the model's files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_partitioned(folder: Place) -> Contents:
 
 
 def _check_model_ranks(folder: Place, stages: Sequence[_Stage], layers: Mapping[int, OpenFile]) -> None:
-    """Several model ranks are the stages of a pipeline, whose layers are in files of their own."""
+    """Raise if there are several model ranks that are not the stages of a pipeline, with a file for each layer."""
     cut = stages[0].models[0].value.get("checkpoint_parallel_dimensions")
     ranks = cut.get("tp_degree", 1) if isinstance(cut, dict) else 1
     if ranks != 1 or len(stages) > 1 and not layers:
@@ -66,11 +66,11 @@ class _Stage:
         return _Stage(models, _Partitions.of(models[0], optims) if optims else None)
 
     def groups(self) -> Sequence[_Group]:
-        """Those of the partitions, if there are any."""
+        """The groups of the partitions, if there are any."""
         return () if self.partitions is None else self.partitions.groups
 
     def tied(self) -> dict[str, Readable]:
-        """The weights of modules that layers of a pipeline share."""
+        """The weights of modules that several layers of a pipeline share."""
         return {
             placed.name: _joined(placed, group.weights)
             for group in self.groups()
@@ -80,7 +80,7 @@ class _Stage:
 
 
 def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
-    """Every data-parallel rank has a file of optimizer states; in stage 3 also one of model states."""
+    """Raise unless every data-parallel rank has a file of optimizer states, and in stage 3 one of model states."""
     ranks = model.get("dp_world_size")
     if not isinstance(ranks, int):
         return
@@ -88,9 +88,9 @@ def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
     for what, names in each.items():
         if names and len(names) < ranks:
             absent = list(range(len(names), ranks))
-            raise CheckpointNotFoundError(f"{folder}: the files of {what} of data-parallel ranks {absent} are gone")
+            raise CheckpointNotFoundError(f"{folder}: the files of {what} of data-parallel ranks {absent} are missing")
         if len(names) > ranks:
-            raise CheckpointCorruptError(f"{folder}: saved by {ranks} data-parallel ranks, but {names[ranks]} is there")
+            raise CheckpointCorruptError(f"{folder}: saved by {ranks} data-parallel ranks, but it has {names[ranks]}")
 
 
 # ------------------------------------------------------------------ partitions
@@ -98,7 +98,7 @@ def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that share flat tensors: their layout, their float32 weights, and what the optimizer keeps of them."""
+    """Parameters that share flat tensors: their layout, their float32 weights, and their optimizer state."""
 
     placed: tuple[Placed, ...]
     weights: tuple[tuple[OpenFile, Any], ...]  # by rank
@@ -108,7 +108,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Partitions:
-    """What the optimizer of a model rank keeps, in the files of its data-parallel ranks."""
+    """The optimizer states of a model rank, in the files of its data-parallel ranks."""
 
     groups: tuple[_Group, ...]
     param_groups: Sequence[Mapping[str, Any]]
@@ -129,7 +129,7 @@ class _Partitions:
 
 
 def _check_same_save(groups: Sequence[_Group], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if a rank's file comes from another save: what all ranks had in common then is not the same in it."""
+    """Raise if a rank's file is of another save, because values that are equal on all ranks differ in it."""
     first, *others = (
         _in_common(file, rank, state, groups) for rank, (file, state) in enumerate(zip(optims, states, strict=True))
     )
@@ -137,8 +137,8 @@ def _check_same_save(groups: Sequence[_Group], optims: Sequence[OpenFile], state
         for what, value in other.items():
             if value != first.get(what):
                 raise CheckpointCorruptError(
-                    f"{file.where} is of another checkpoint than {optims[0].where}: {what} is {value!r} in the one and "
-                    f"{first.get(what)!r} in the other"
+                    f"{file.where} is of another checkpoint than {optims[0].where}: {what} is {value!r} in the first "
+                    f"and {first.get(what)!r} in the second"
                 )
 
 
@@ -176,7 +176,7 @@ def _cut_in_one_line(
     groups = []
     for number, named in enumerate(shapes):
         weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
-        # Where the padding has been taken off the weights, it has to be counted.
+        # If the padding was removed from the weights, it must be added here.
         padding = entry(first["group_paddings"], number, int, optims[0].where) if "zero_stage" in first else 0
         between = first.get("param_alignment_paddings")
         placed = in_one_line(named.items(), weights[0][1].shape[0] + padding, None if not between else between[number])
@@ -232,7 +232,7 @@ def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> JoinedTe
 
 
 def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> set[str]:
-    """Add the parameters that the ranks have parts of; their names."""
+    """Add the parameters of the partitions; returns their names."""
     known: set[str] = set()
     for group in stage.groups():
         for placed in group.placed:
@@ -246,7 +246,7 @@ def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) ->
 
 
 def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
-    """Parameters that were not trained: whole in stage 2, each rank's slice in stage 3."""
+    """The parameters that were not trained: whole in stage 2, a slice of each rank in stage 3."""
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
         stored = [entry(file.get("frozen_param_fragments", dict), name, StoredTensor, file.where) for file in models]
         if tuple(stored[0].shape) == tuple(shape):
@@ -268,7 +268,7 @@ def _add_optimizer(contents: Contents, stage: _Stage, names: Mapping[str, str]) 
 
 
 def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Sequence[Mapping[str, str]]) -> None:
-    """Of a pipeline, those of each stage together; a parameter that stages share comes once."""
+    """Add the param groups; those of a pipeline's stages are joined, with shared parameters once."""
     found = [(stage.partitions, names) for stage, names in zip(stages, renamed, strict=True) if stage.partitions]
     if not found:
         return
@@ -282,7 +282,7 @@ def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Seq
 
 
 def _state_of(placed: Placed, group: _Group) -> Iterable[tuple[str, Any]]:
-    """A parameter's part of what the optimizer keeps of its group."""
+    """A parameter's part of its group's optimizer state."""
     files = [file for file, _ in group.weights]
     for key, value in group.states[0].items():
         if key == "step":

@@ -1,7 +1,7 @@
-"""A receiver's second copy of its part of the model, on the host.
+"""A receiver's second copy of this rank's part of the model, in host memory.
 
-What arrives goes there, piece by piece, while the model serves.  When all of a version is there, on every rank, it is
-copied into the model between two forward passes: no step of that can fail for what the network or a disk does.
+A version is received into it, piece by piece, while the model is in use. When every rank has all of it, it is copied
+into the model between two forward passes; no network or disk is used for that, which could fail on some ranks only.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.parts import About, Part, Parts
+from terrazzo.publish.parts import Part, Parts, TensorInfo
 
 _NAMED = 50
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A box of a published tensor, memory for it, and where it is in the model: tied weights may be in two places."""
+    """A box of a published tensor, host memory for it, and the model's memory: two tensors if weights are tied."""
 
     source: str  # the published name
     box: Box
     data: torch.Tensor
-    lives: list[torch.Tensor]
+    in_model: list[torch.Tensor]
     is_dirty: bool = False
 
 
 def sources_of(
     parts: Parts,
-    published: Mapping[str, About],
+    published: Mapping[str, TensorInfo],
     aliases: Mapping[str, str],
     *,
     strict: bool,
     allow_lossy_dtype: bool,
 ) -> dict[str, str]:
-    """The published name of each of the receiver's names; one error for all that does not fit."""
+    """The published name for each of the receiver's names. One error lists all tensors that do not fit."""
     found: dict[str, str] = {}
     missing: list[str] = []
     wrong: list[str] = []
-    by_name: dict[str, list[str]] = {name: [name] for name in parts.abouts}
+    by_name: dict[str, list[str]] = {name: [name] for name in parts.infos}
     for alias, name in parts.aliases.items():
         by_name[name].append(alias)
-    for name, about in parts.abouts.items():
+    for name, info in parts.infos.items():
         known = (aliases.get(other, other) for other in by_name[name])
         source = next((other for other in known if other in published), None)
         if source is None:
             missing.append(name)
             continue
         offered = published[source]
-        if offered.shape != about.shape:
-            wrong.append(f"{name}: {list(offered.shape)} is published, the receiver has {list(about.shape)}")
-        elif not is_lossless(offered.dtype, about.dtype) and not (
-            allow_lossy_dtype and offered.dtype.is_floating_point and about.dtype.is_floating_point
+        if offered.shape != info.shape:
+            wrong.append(f"{name}: the published shape is {list(offered.shape)}, the receiver's {list(info.shape)}")
+        elif not is_lossless(offered.dtype, info.dtype) and not (
+            allow_lossy_dtype and offered.dtype.is_floating_point and info.dtype.is_floating_point
         ):
             wrong.append(
-                f"{name}: {offered.dtype} is published, and {about.dtype} does not hold all of its values; publish "
-                f"with dtype={about.dtype}, or pass allow_lossy_dtype=True to the Receiver"
+                f"{name}: the published dtype is {offered.dtype}, which {info.dtype} cannot represent exactly: "
+                f"publish with dtype={info.dtype}, or pass allow_lossy_dtype=True to the Receiver"
             )
         found[name] = source
-    lines = [f"{name}: is not published" for name in missing if strict] + wrong
+    lines = [f"{name}: not published" for name in missing if strict] + wrong
     if lines:
         more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
         raise CheckpointMismatchError(
-            "what is published does not fit the receiver's model:\n  " + "\n  ".join(lines[:_NAMED]) + more,
+            "the published tensors do not fit the receiver's model:\n  " + "\n  ".join(lines[:_NAMED]) + more,
             missing=tuple(missing) if strict else (),
             mismatched=tuple(line.partition(":")[0] for line in wrong),
         )
@@ -78,8 +78,8 @@ def sources_of(
 _Key = tuple[str, Box, torch.dtype]
 
 
-class Shadow:
-    """Memory for all of this rank's part that is published."""
+class HostCopy:
+    """Host memory for this rank's part of the published tensors."""
 
     def __init__(self, parts: Parts, sources: Mapping[str, str]) -> None:
         self._sources = sources
@@ -88,7 +88,7 @@ class Shadow:
             if key not in slots:
                 data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=part.data.device.type == "cuda")
                 slots[key] = Slot(key[0], part.box, data, [])
-            slots[key].lives.append(part.data)
+            slots[key].in_model.append(part.data)
         self.slots = list(slots.values())
         self._by_source: dict[str, list[Slot]] = {}
         for slot in self.slots:
@@ -102,18 +102,19 @@ class Shadow:
         ]
 
     def follow(self, parts: Parts) -> None:
-        """The model may have moved to other memory, or another device, since: this is what it has now."""
-        lives: dict[_Key, list[torch.Tensor]] = {}
+        """Refer to the model's present memory: it may have been moved, for instance to another device."""
+        in_model: dict[_Key, list[torch.Tensor]] = {}
         for key, part in self._keyed(parts):
-            lives.setdefault(key, []).append(part.data)
+            in_model.setdefault(key, []).append(part.data)
         slots = {(slot.source, slot.box, slot.data.dtype): slot for slot in self.slots}
-        if lives.keys() != slots.keys():
+        if in_model.keys() != slots.keys():
             raise PublishError(
-                "the model has other tensors, dtypes or another layout than when a version came; make another Receiver"
+                "the model's tensors, dtypes or layout have changed since a version was received: construct another "
+                "Receiver"
             )
         for key, slot in slots.items():
-            if not _same_memory(lives[key], slot.lives):
-                slot.lives, slot.is_dirty = lives[key], True
+            if not _same_memory(in_model[key], slot.in_model):
+                slot.in_model, slot.is_dirty = in_model[key], True
 
     @property
     def nbytes(self) -> int:
@@ -123,9 +124,9 @@ class Shadow:
         """The slots of a published tensor."""
         return self._by_source.get(source, [])
 
-    def targets(self, published: Mapping[str, About]) -> Iterator[dict[str, ChunkedTensor]]:
-        """All of it as what `load` fills, in one or more state dicts: in each, a tensor's boxes begin at places of
-        their own."""
+    def targets(self, published: Mapping[str, TensorInfo]) -> Iterator[dict[str, ChunkedTensor]]:
+        """The slots as state dicts for `load`. There are several if boxes of a tensor begin at the same offsets,
+        because a `ChunkedTensor` has one chunk for each offset."""
         waiting = list(self.slots)
         while waiting:
             chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {}
@@ -143,25 +144,25 @@ class Shadow:
             waiting = later
 
     def all_dirty(self) -> None:
-        """Everything has to be copied into the model."""
+        """Mark all slots to be copied into the model."""
         for slot in self.slots:
             slot.is_dirty = True
 
     @torch.no_grad()
     def apply(self) -> int:
-        """Copy what has arrived into the model; returns how many bytes."""
+        """Copy received slots into the model; returns the number of bytes."""
         copied = 0
         devices = set()
         for slot in self.slots:
             if not slot.is_dirty:
                 continue
-            for live in slot.lives:
+            for live in slot.in_model:
                 as_bytes(live).copy_(as_bytes(slot.data), non_blocking=True)
                 copied += slot.data.nbytes
                 devices.add(live.device)
             slot.is_dirty = False
         for device in devices:
-            if device.type == "cuda":  # the copies are under way, and the memory may be filled again
+            if device.type == "cuda":  # the copies are asynchronous, and the next poll writes to the slots
                 torch.cuda.synchronize(device)
         return copied
 
