@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.root import PartEntry, Root, StoredTensor
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
+
+
+class Asked(Protocol):
+    """What is asked for: parts of the chunks of the tensor stored as `source`."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def parts(self) -> Sequence[Overlap]: ...
 
 
 class Hit(msgspec.Struct, eq=False, gc=False):
@@ -56,7 +64,7 @@ class PartIndexes:
         self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are cut alike
         self.bytes_read = 0
 
-    def find(self, targets: Sequence[Target]) -> list[Hit]:
+    def find(self, targets: Sequence[Asked]) -> list[Hit]:
         """What each target needs, in the order of files and places in them."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors, owner_tables = self._root.tensors, self._root.owner_tables
@@ -75,16 +83,16 @@ class PartIndexes:
             hits += self._in_part(part, sought)
         return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
 
-    def chunk_at(self, index: MetadataIndex) -> tuple[int, Box]:
-        """The number of the chunk that begins where an index says, and its box."""
-        tensor, offset = self.tensor(index.fqn), index.offset
+    def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
+        """The number of the chunk of a tensor that begins there (None: at its beginning), and its box."""
+        tensor = self.tensor(name)
         key = (tensor.layout, tensor.shape, offset)
         found = self._places.get(key)
         if found is None:
-            offsets = (0,) * len(tensor.shape) if offset is None else tuple(offset)
+            offsets = (0,) * len(tensor.shape) if offset is None else offset
             if len(offsets) != len(tensor.shape):
                 raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
-            found = _chunk_at(self._root.chunks(tensor), offsets, index.index)
+            found = _chunk_at(self._root.chunks(tensor), offsets, hint)
             if found[0] < 0:
                 raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
             self._places[key] = found
@@ -117,12 +125,8 @@ class PartIndexes:
         files = self._root.head.parts[part].files
         if len(numbers) and int(rows.files[numbers].max()) >= len(files):
             raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
-        tensors, itemsizes = self._root.head.tensors, {}
-        for place in np.unique(places).tolist():
-            dtype = tensors[place].dtype
-            if dtype not in itemsizes:
-                itemsizes[dtype] = self._root.dtype(tensors[place]).itemsize
-        widths = np.array([itemsizes[tensors[place].dtype] for place in places.tolist()], dtype=np.int64)
+        tensors = self._root.head.tensors
+        widths = np.array([itemsize_of(tensors[place].dtype) for place in places.tolist()], dtype=np.int64)
         elements = np.ones(len(numbers), dtype=np.int64)
         large = np.ones(len(numbers))  # the same, which cannot overflow
         for ndim in np.unique(rows.ndims[numbers]).tolist():
@@ -154,7 +158,7 @@ class PartIndexes:
         return found
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
+        """What stands for each value: for a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""
         tensors = self._root.head.tensors
         parts = range(len(self._root.head.parts))
         self._load(parts)
@@ -173,7 +177,9 @@ class PartIndexes:
             np.add.at(found, places, rows.digests()[numbers])  # whatever the order of the chunks
             seen[places] = True
         standing = found.view("V16").reshape(-1).tolist()
-        return {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
+        known = {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
+        objects = self._root.head.objects  # what stands for these is longer than what stands for a tensor
+        return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
     def tensor(self, name: str) -> StoredTensor:
         """What the root says of a tensor."""
@@ -295,8 +301,7 @@ class PartIndexes:
             strict=True,
         ):
             shape = tuple(boxes[middle:end].tolist())
-            dtype = self._dtypes.get(tensor.dtype) or self._dtype(tensor)
-            size = dtype.itemsize
+            size = itemsize = itemsize_of(tensor.dtype)
             for length in shape:
                 size *= length
             if size != nbytes or block < 1:
@@ -310,7 +315,8 @@ class PartIndexes:
                     start,
                     nbytes,
                     shape,
-                    dtype,
+                    tensor.dtype,
+                    itemsize,
                     block,
                     rows.sums,
                     first,
@@ -320,14 +326,6 @@ class PartIndexes:
                 )
             )
         return found
-
-    def _dtype(self, tensor: StoredTensor) -> Any:
-        dtype = self._dtypes[tensor.dtype] = self._root.dtype(tensor)
-        return dtype
-
-    @property
-    def _dtypes(self) -> dict[str, Any]:
-        return self._root.dtypes
 
 
 def _no_rows() -> Rows:
@@ -343,7 +341,7 @@ def _chunk_at(chunks: Chunks, offsets: tuple[int, ...], hint: int | None) -> tup
         box = chunks.box(number)
         if box.offsets == offsets:
             return number, box
-    for number, chunk in enumerate(chunks):
-        if tuple(chunk.offsets) == offsets:
-            return number, chunk.box
+    for number, box in enumerate(chunks.boxes()):
+        if box.offsets == offsets:
+            return number, box
     return -1, Box(offsets, offsets)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
 from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
 from terrazzo.checkpoint.native.manifest import FileEntry
@@ -29,7 +28,8 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     start: int
     nbytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+    itemsize: int
     block: int
     sums: Any  # an array, in which those of this chunk begin at `first_sum`
     first_sum: int

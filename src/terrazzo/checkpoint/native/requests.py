@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint.native.codec import decode_frame
-from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.checkpoint.native.dtypes import as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.memory import bytes_of
@@ -108,7 +108,7 @@ class Requests:
 
     def read_bytes(self, chunk: StoredChunk) -> bytes:
         """All bytes of a chunk of one dim."""
-        data = torch.empty(chunk.shape, dtype=chunk.dtype)
+        data = torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
         for _ in self.read([Wanted(chunk, (0,) * len(chunk.shape), chunk.shape, Filling(data, None))]):
             pass
         return bytes(bytes_of(data))
@@ -154,7 +154,7 @@ class Requests:
             if (
                 len(places) == 1
                 and first.in_one_run
-                and target.dtype == chunk.dtype
+                and target.dtype == dtype_from_name(chunk.dtype)
                 and target.is_cpu
                 and target.is_contiguous()
             ):
@@ -218,7 +218,7 @@ class Requests:
         if found is None:
             bounded, block = bool(block), block or (chunk.block if self._verify else 1)
             limit = max(self._limit, _WINDOW)
-            itemsize, box = chunk.dtype.itemsize, Box(tuple(offsets), tuple(lengths))
+            itemsize, box = chunk.itemsize, Box(tuple(offsets), tuple(lengths))
             found = spans(
                 box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit, bounded=bounded
             )
@@ -274,7 +274,7 @@ class Requests:
             end = run.start + run.nbytes
             if run.memory is None and buffer is not None and run.chunk is not None and run.span is not None:
                 run.memory = memory[used : used + run.nbytes]
-                run.staged = _elements(buffer, used, run.span, run.chunk.dtype)
+                run.staged = _elements(buffer, used, run.span, dtype_from_name(run.chunk.dtype))
                 used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
             assert run.memory is not None
             buffers.append(run.memory)
@@ -331,9 +331,9 @@ def _decompress(run: _Run) -> None:
     memory, at, position = bytes_of(raw), 0, 0
     for size in run.frames.tolist():
         nbytes = min(chunk.block, span.high - span.low - position)
-        memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.dtype.itemsize)
+        memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
-    run.staged = _elements(raw, 0, span, chunk.dtype)
+    run.staged = _elements(raw, 0, span, dtype_from_name(chunk.dtype))
 
 
 def _elements(buffer: torch.Tensor, start: int, span: Span, dtype: torch.dtype) -> torch.Tensor:

@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from terrazzo.checkpoint.native.chunks import Chunks, ChunkTable, GridChunks
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.manifest import (
@@ -161,10 +159,10 @@ class Root:
         order = np.argsort(hashes)
         return hashes[order], order
 
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], Chunks]:
-        """The dtype, the shape and the chunks of a tensor."""
+    def describe(self, name: str) -> tuple[str, tuple[int, ...], Chunks]:
+        """The dtype's name, the shape and the chunks of a tensor."""
         tensor = self.tensors[name]
-        return self.dtype(tensor), tensor.shape, self.chunks(tensor)
+        return tensor.dtype, tensor.shape, self.chunks(tensor)
 
     @cached_property
     def names(self) -> dict[str, int]:
@@ -209,15 +207,6 @@ class Root:
                 raise CheckpointCorruptError(f"{self.source}: a chunk is said to be in a part that is not there")
             tables.append(table)
         return tables
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes whose names have been met."""
-        return {}
-
-    def dtype(self, tensor: StoredTensor) -> torch.dtype:
-        """The dtype of a tensor; an unknown one costs that tensor only."""
-        return dtype_from_name(tensor.dtype)
 
 
 def part_files(part: PartEntry) -> list[str]:

@@ -24,9 +24,11 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
     is_tensor_entry,
 )
-from terrazzo.checkpoint.native.chunks import Overlap, Overlaps
+from terrazzo.checkpoint.native.chunk_list import table_of
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import is_lossless
 from terrazzo.checkpoint.native.objects import value_of
+from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
@@ -295,7 +297,7 @@ def read_items(
 
 
 def _parts(source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps) -> tuple[Overlap, ...]:
-    coverage = overlaps.of(entry.chunks, box)
+    coverage = overlaps.of(table_of(entry.chunks), box)
     if coverage.missing:
         raise CheckpointError(
             f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
