@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.finding import Asked, Hit
+from terrazzo.checkpoint.native.finding import Asked, Hit, in_file_order
 from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.errors import CheckpointError
@@ -35,14 +35,14 @@ class ChunkIndex:
                 record = self._record(target.source)
             for overlap in target.parts:
                 by_ndim[len(record.shape)].append((number, record, overlap))
-        hits = []
+        hits: list[Hit] = []
         for same in by_ndim.values():
             chunks = self._chunks([record for _, record, _ in same], _column(overlap.number for _, _, overlap in same))
             hits += [
                 Hit(number, overlap, chunk, overlap.in_chunk, overlap.lengths)
                 for (number, _, overlap), chunk in zip(same, chunks, strict=True)
             ]
-        return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+        return in_file_order(hits)
 
     def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
         """The number of the chunk of a tensor that begins there (None: at its beginning), and its box.
@@ -100,7 +100,6 @@ class ChunkIndex:
                 size,
                 tuple(shape),
                 record.dtype,
-                record.itemsize,
                 block,
                 sums,
                 first_sum,

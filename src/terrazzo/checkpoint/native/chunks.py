@@ -122,12 +122,7 @@ class GridChunks(Chunks):
 
     def number_of(self, box: Box) -> int:
         """The number of the chunk that is exactly this box; -1 if there is none."""
-        number = 0
-        for at, length, step, size in zip(box.offsets, box.lengths, self.steps, self.shape, strict=True):
-            if at % step or at >= size > 0 or length != (step if at + step <= size else size - at):
-                return -1
-            number = number * (-(-size // step) or 1) + at // step
-        return number
+        return place_in_grid(box, self.shape, self.steps)[0]
 
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
@@ -147,6 +142,22 @@ class GridChunks(Chunks):
                 number = number * count + position
             found.append((number, self.box(number)))
         return found
+
+
+def place_in_grid(box: Box, shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
+    """The number of the chunk of a grid that is exactly this box, and how many chunks there are; -1 if it is none.
+
+    >>> place_in_grid(Box((2, 2), (2, 1)), (4, 3), (2, 2)), place_in_grid(Box((1, 0), (2, 2)), (4, 3), (2, 2))
+    ((3, 4), (-1, 0))
+    """
+    number, chunks = 0, 1
+    for at, length, step, size in zip(box.offsets, box.lengths, steps, shape, strict=True):
+        if step < 1 or at % step or at >= size > 0 or length != (step if at + step <= size else size - at):
+            return -1, 0
+        count = -(-size // step) or 1
+        number = number * count + at // step
+        chunks *= count
+    return number, chunks
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):

@@ -33,6 +33,11 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         # Of tensors of one dtype, shape and layout, which share one entry: a model has many of each.
         self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
 
+    @property
+    def root(self) -> Root | None:
+        """The root, of a checkpoint that has one."""
+        return self._manifest if isinstance(self._manifest, Root) else None
+
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
         if entry is None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
+from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 
@@ -16,6 +17,16 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
 
     parts: tuple[Overlap, ...]
     missing: int
+
+
+def complete_parts(source: str, box: Box, coverage: Coverage) -> tuple[Overlap, ...]:
+    """The parts that make up a box of the tensor stored as `source`; raises if some of it is missing."""
+    if coverage.missing:
+        raise CheckpointError(
+            f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
+            f"which is incomplete"
+        )
+    return coverage.parts
 
 
 class Overlaps:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.layout.box import Box
@@ -29,13 +30,17 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
-    itemsize: int
     block: int
     sums: Any  # an array, in which those of this chunk begin at `first_sum`
     first_sum: int
     codec: int = 0
     frames: Any = None  # with a codec: an array of the stored bytes of each block, from `first_frame` on
     first_frame: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return itemsize_of(self.dtype)
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint.native.codec import decode_frame
-from terrazzo.checkpoint.native.dtypes import as_bytes, dtype_from_name
+from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.memory import bytes_of
@@ -99,7 +99,10 @@ class Requests:
                     continue
                 if run.staged is not None:
                     target = filling.target if run.part is None else filling.target[run.part.slices()]
-                    as_bytes(target).copy_(as_bytes(run.staged))
+                    if target.dtype in OPAQUE or run.staged.dtype in OPAQUE:
+                        as_bytes(target).copy_(as_bytes(run.staged))
+                    else:
+                        target.copy_(run.staged)
                 filling.left -= 1
                 if filling.left == 0:
                     yield filling
@@ -263,7 +266,8 @@ class Requests:
     def _request(self, runs: list[_Run]) -> Request:
         buffers = []
         buffer, used = None, 0
-        room = sum(run.nbytes + _ALIGNMENT for run in runs if run.memory is None)
+        room = sum([run.nbytes + _ALIGNMENT for run in runs if run.memory is None])
+        views: dict[str, torch.Tensor] = {}  # the buffer as elements of a dtype
         if room:
             buffer = self._buffer(room)
             memory = bytes_of(buffer)
@@ -274,7 +278,10 @@ class Requests:
             end = run.start + run.nbytes
             if run.memory is None and buffer is not None and run.chunk is not None and run.span is not None:
                 run.memory = memory[used : used + run.nbytes]
-                run.staged = _elements(buffer, used, run.span, dtype_from_name(run.chunk.dtype))
+                view = views.get(run.chunk.dtype)
+                if view is None:
+                    view = views[run.chunk.dtype] = _as_elements(buffer, run.chunk.dtype)
+                run.staged = _elements(view, used, run.span, run.chunk.itemsize)
                 used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
             assert run.memory is not None
             buffers.append(run.memory)
@@ -333,10 +340,14 @@ def _decompress(run: _Run) -> None:
         nbytes = min(chunk.block, span.high - span.low - position)
         memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
-    run.staged = _elements(raw, 0, span, dtype_from_name(chunk.dtype))
+    run.staged = _elements(_as_elements(raw, chunk.dtype), 0, span, chunk.itemsize)
 
 
-def _elements(buffer: torch.Tensor, start: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of a span whose bytes are in a buffer, from `start` on."""
-    whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype)
-    return whole.as_strided(span.geometry.lengths, span.geometry.strides, (start + span.first) // dtype.itemsize)
+def _as_elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A buffer as elements of a dtype."""
+    return buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype_from_name(dtype))
+
+
+def _elements(whole: torch.Tensor, start: int, span: Span, itemsize: int) -> torch.Tensor:
+    """The elements of a span whose bytes are in a buffer, from byte `start` on."""
+    return whole.as_strided(span.geometry.lengths, span.geometry.strides, (start + span.first) // itemsize)

@@ -107,15 +107,14 @@ class Root:
     def _check_references(self) -> None:
         head = self.head
         layouts, owners = len(head.layouts), len(head.owners)
-        checked: set[tuple[int, int, tuple[int, ...]]] = set()  # many tensors have the same
-        for tensor in head.tensors:
-            about = (tensor.layout, tensor.owners, tensor.shape)
-            if about in checked:
-                continue
-            checked.add(about)
-            if not (0 <= tensor.layout < layouts and 0 <= tensor.owners < owners):
-                raise CheckpointCorruptError(f"{self.source}: {tensor.name!r} refers to a layout that is not there")
-            check_shape(tensor.name, tensor.shape, self.source)
+        numbers = {tensor.layout for tensor in head.tensors}, {tensor.owners for tensor in head.tensors}
+        for used, there in zip(numbers, (layouts, owners), strict=True):
+            if used and not 0 <= min(used) <= max(used) < there:
+                wrong = next(t for t in head.tensors if not (0 <= t.layout < layouts and 0 <= t.owners < owners))
+                raise CheckpointCorruptError(f"{self.source}: {wrong.name!r} refers to a layout that is not there")
+        names = {tensor.shape: tensor.name for tensor in head.tensors}  # many tensors have the same shape
+        for shape, name in names.items():
+            check_shape(name, shape, self.source)
         check_objects(head.objects, self.source)
         check_paths(head.paths, len(head.tensors) + len(head.objects), self.source)
         for part in head.parts:

@@ -261,10 +261,10 @@ class HuggingFaceReader(StorageReader):
 
 
 def _stored(name: str, file: FileEntry, tensor: Strided) -> StoredChunk:
-    nbytes = itemsize = tensor.dtype.itemsize
+    nbytes = tensor.dtype.itemsize
     for length in tensor.shape:
         nbytes *= length
-    return StoredChunk(name, file, tensor.start, nbytes, tensor.shape, dtype_name(tensor.dtype), itemsize, 1, None, 0)
+    return StoredChunk(name, file, tensor.start, nbytes, tensor.shape, dtype_name(tensor.dtype), 1, None, 0)
 
 
 def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
