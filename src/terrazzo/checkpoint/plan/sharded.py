@@ -60,6 +60,7 @@ class Viewer:
     def __init__(self) -> None:
         # By kind, mesh and placements: who holds the same, and this rank's box of tensors of each shape.
         self._groups: dict[tuple[type[Any], int, tuple[Any, ...]], tuple[Holders, dict[torch.Size, Box]]] = {}
+        self._last: tuple[type[Any], Any, Any, tuple[Holders, dict[torch.Size, Box]]] | None = None
         self._others: set[type[Any]] = set()  # kinds that are not PyTorch's ShardedTensor
 
     def view(self, name: str, value: Any) -> ShardView:
@@ -72,12 +73,14 @@ class Viewer:
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
-        placements, size = tuple(value.placements), value.size()
-        key = (kind, id(mesh), placements)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _holders_of(name, mesh, placements), {}
-        holders, boxes = group
+        placements, size = value.placements, value.size()
+        last = self._last
+        if last is not None and last[0] is kind and last[1] is mesh and last[2] is placements:
+            holders, boxes = last[3]
+        else:
+            holders, boxes = self._group(name, kind, mesh, tuple(placements))
+            if type(placements) is tuple:  # which nobody changes
+                self._last = kind, mesh, placements, (holders, boxes)
         # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
         box = boxes.get(size)
         if box is None:
@@ -91,6 +94,16 @@ class Viewer:
         if local.shape == box.lengths and not is_sharded(local):
             return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
         return self._view_shards(name, value, _shards(name, value), holders)
+
+    def _group(
+        self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
+    ) -> tuple[Holders, dict[torch.Size, Box]]:
+        """What is the same for all tensors of a kind, mesh and placements."""
+        key = (kind, id(mesh), placements)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _holders_of(name, mesh, placements), {}
+        return group
 
     def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
         chunks: list[tuple[Box, torch.Tensor]] = []
