@@ -1,7 +1,8 @@
 """Distributed training state for PyTorch: tensors, sharding, checkpoints, and the engine that uses them."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from terrazzo._late import late
 
 if TYPE_CHECKING:
     from terrazzo.graphs import compile, compile_report
@@ -10,11 +11,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "compile", "compile_report", "install", "uninstall"]
 
-
-def __getattr__(name: str) -> Any:
-    # These import torch, which a program that only asks for the version should not wait for.
-    if name in ("compile", "compile_report"):
-        return getattr(importlib.import_module("terrazzo.graphs"), name)
-    if name in ("install", "uninstall"):
-        return getattr(importlib.import_module("terrazzo.integrations.installing"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = late(
+    __name__, {"graphs": ["compile", "compile_report"], "integrations.installing": ["install", "uninstall"]}
+)

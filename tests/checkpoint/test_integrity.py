@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
+from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.checkpoint.tools.lazy import in_order
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 

@@ -4,39 +4,44 @@
 how.  Names are those of `torch.distributed.checkpoint`.
 """
 
-from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from terrazzo.checkpoint.manager import CheckpointManager
-from terrazzo.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
-from terrazzo.checkpoint.plan.per_rank import PerRank
-from terrazzo.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from terrazzo.checkpoint.run.background import AsyncSaveResponse
-from terrazzo.checkpoint.run.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
-from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
-from terrazzo.checkpoint.stateful import Stateful
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
-from terrazzo.checkpoint.tools.verify import verify
+from typing import TYPE_CHECKING
+
+from terrazzo._late import late
 from terrazzo.errors import CheckpointException
+
+if TYPE_CHECKING:
+    from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from terrazzo.checkpoint.manager import CheckpointManager
+    from terrazzo.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
+    from terrazzo.checkpoint.plan.per_rank import PerRank
+    from terrazzo.checkpoint.planner import (
+        LoadItemType,
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+        WriteItem,
+        WriteItemType,
+    )
+    from terrazzo.checkpoint.run.background import AsyncSaveResponse
+    from terrazzo.checkpoint.run.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+    from terrazzo.checkpoint.state_dict_loader import load, load_state_dict
+    from terrazzo.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
+    from terrazzo.checkpoint.stateful import Stateful
+    from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+    from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
+    from terrazzo.checkpoint.tools.verify import verify
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -82,3 +87,42 @@ __all__ = [
     "save_state_dict",
     "verify",
 ]
+
+__getattr__, __dir__ = late(
+    __name__,
+    {
+        "default_planner": ["DefaultLoadPlanner", "DefaultSavePlanner"],
+        "filesystem": ["FileSystemReader", "FileSystemWriter"],
+        "manager": ["CheckpointManager"],
+        "metadata": [
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        ],
+        "native.storage": ["NativeReader", "NativeWriter"],
+        "plan.per_rank": ["PerRank"],
+        "planner": [
+            "LoadItemType",
+            "LoadPlan",
+            "LoadPlanner",
+            "ReadItem",
+            "SavePlan",
+            "SavePlanner",
+            "WriteItem",
+            "WriteItemType",
+        ],
+        "run.background": ["AsyncSaveResponse"],
+        "run.staging": ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"],
+        "state_dict_loader": ["load", "load_state_dict"],
+        "state_dict_saver": ["AsyncCheckpointerType", "async_save", "save", "save_state_dict"],
+        "stateful": ["Stateful"],
+        "storage": ["StorageReader", "StorageWriter", "WriteResult"],
+        "tools.lazy": ["Checkpoint", "LazyTensor"],
+        "tools.verify": ["verify"],
+    },
+    ["state_dict", "stores"],
+)

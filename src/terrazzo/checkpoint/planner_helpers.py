@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from terrazzo.checkpoint.native.chunks import Overlaps
+from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.plan.load_planner import read_items
 from terrazzo.checkpoint.planner import ReadItem
 

@@ -1,28 +1,30 @@
-"""`terrazzo ls`, `show`, `verify` and `diff`: look at checkpoints, check them, compare them."""
+"""`terrazzo ls`, `show`, `verify` and `diff`: look at checkpoints, check them, compare them.
+
+They answer without PyTorch where the checkpoint is of terrazzo's own format; `diff` imports it when it has to read.
+"""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.filesize import decimal as human_size
 from rich.pretty import pretty_repr
 from rich.table import Table
 from rich.text import Text
 
-from terrazzo.checkpoint import Checkpoint, LazyTensor, verify
+from terrazzo.checkpoint.listing import Entry, Listing, in_order
 from terrazzo.checkpoint.manager.listing import steps_at
 from terrazzo.checkpoint.native.collector import paused_collector
-from terrazzo.checkpoint.tools.compare import Difference, compare
-from terrazzo.checkpoint.tools.describe import about, files_of, row
-from terrazzo.checkpoint.tools.lazy import in_order
+from terrazzo.checkpoint.tools.listing import listing_of
+from terrazzo.checkpoint.tools.verify import verify
 from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown
 from terrazzo.cli.steps import list_steps
 from terrazzo.layout.box import Box
 
 _SHOWN_CHUNKS = 32
+_SHOWN_NUMBERS = 8
 _LAID_OUT = 2000  # more rows are listed without a table
 
 
@@ -40,30 +42,28 @@ def list_values(
         if pattern == "*" and (steps := steps_at(checkpoint)):
             list_steps(checkpoint, steps, json=json)
             return
-        opened = Checkpoint(checkpoint)
-        entries = dict(opened.metadata.state_dict_metadata.items())
-        said: dict[int, dict[str, Any]] = {}  # by entry, of which many names share one
-        rows = []
-        for name in in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern))):
-            known = said.get(id(entries[name]))
-            if known is None:
-                known = said[id(entries[name])] = row(opened, name)
-            rows.append(known | {"name": name})
-        total = sum(each["bytes"] or 0 for each in rows)
+        listing = listing_of(checkpoint)
+        entries = listing.entries
+        names = in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern)))
+        total = sum(entries[name].nbytes or 0 for name in names)
         if json:
-            print_json({"checkpoint": str(checkpoint), **about(opened), "bytes": total, "values": rows})
+            rows = [entries[name].row(name) for name in names]
+            print_json({"checkpoint": str(checkpoint), **listing.about(), "bytes": total, "values": rows})
             return
-        if len(rows) > _LAID_OUT:  # laying out a table takes longer than all the rest
-            cells = {number: "  ".join(_cells(known)[1:]) for number, known in said.items()}
-            typer.echo("\n".join(f"{shown(each['name'])}  {cells[id(entries[each['name']])]}" for each in rows))
+        if len(names) > _LAID_OUT:  # laying out a table takes longer than all the rest
+            cells: dict[int, str] = {}  # by entry, of which many names share one
+            for entry in entries.values():
+                if id(entry) not in cells:
+                    cells[id(entry)] = "  ".join(_cells(entry))
+            typer.echo("\n".join([f"{shown(name)}  {cells[id(entries[name])]}" for name in names]))
         else:
             table = Table("name", "dtype", "shape", box=None, header_style="bold")
             table.add_column("size", justify="right")
             table.add_column("parts", justify="right")
-            for each in rows:
-                table.add_row(*map(Text, _cells(each)))
+            for name in names:
+                table.add_row(*map(Text, (shown(name), *_cells(entries[name]))))
             OUT.print(table)
-        OUT.print(f"{len(rows)} values, {human_size(total)}")
+        OUT.print(f"{len(names)} values, {human_size(total)}")
 
 
 def show(
@@ -73,24 +73,25 @@ def show(
 ) -> None:
     """Show one value: shape, dtype, where each part is in the tensor and in which file, and its first numbers."""
     with errors(), paused_collector():
-        opened = Checkpoint(checkpoint)
-        if name not in opened:
-            close = [known for known in opened if name in known][:5]
+        listing = listing_of(checkpoint)
+        entry = listing.entry(name)
+        if entry is None:
+            close = [known for known in listing.entries if name in known][:5]
             hint = f"; similar names are {', '.join(close)}" if close else ""
             raise typer.BadParameter(shown(f"the checkpoint has no value {name!r}{hint}"))
-        value = opened[name]
-        if not isinstance(value, LazyTensor):
+        if entry.dtype is None or entry.shape is None or entry.nbytes is None:
+            value = listing.value(name)
             if json:
                 print_json({"name": name, "type": type(value).__name__, "value": repr(value)})
             else:
                 say(value if isinstance(value, str) else pretty_repr(value))
             return
-        parts = _parts(opened, value)
-        first = _first_numbers(value)
+        parts = _parts(listing, name)
+        first = listing.first(name, _SHOWN_NUMBERS)
         if json:
-            print_json(row(opened, name) | {"chunks": parts, "first": first})
+            print_json(entry.row(name) | {"chunks": parts, "first": first})
             return
-        say(f"{name}: {value.dtype}, shape {list(value.shape)}, {human_size(value.nbytes)}")
+        say(f"{name}: torch.{entry.dtype}, shape {list(entry.shape)}, {human_size(entry.nbytes)}")
         rounded = [float(f"{number:.5g}") if isinstance(number, float) else number for number in first]
         say(f"begins with {rounded}")
         table = Table("part", "file", box=None, header_style="bold")
@@ -104,7 +105,7 @@ def show(
 def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Read every byte and compare it with its checksum."""
     with errors(), paused_collector():
-        total = Checkpoint(checkpoint).total_bytes()
+        total = listing_of(checkpoint).total_bytes()
         with progress("verifying", total, hidden=json) as advance:
             found = verify(checkpoint, advance)
         if json:
@@ -124,10 +125,14 @@ def diff(
 ) -> None:
     """Say what differs between two checkpoints: names, shapes, dtypes, values."""
     with errors(), paused_collector():
-        a, b = Checkpoint(one), Checkpoint(other)
-        total = a.total_bytes()
-        with progress("comparing", total, hidden=json) as advance:
-            found: list[Difference] = list(compare(a, b, tolerance=tolerance, progress=advance))
+        a, b = listing_of(one), listing_of(other)
+        found = []
+        if not _known_to_be_equal(a, b):
+            from terrazzo.checkpoint.tools.compare import compare  # imports PyTorch, to read values
+            from terrazzo.checkpoint.tools.lazy import Checkpoint
+
+            with progress("comparing", a.total_bytes(), hidden=json) as advance:
+                found = list(compare(Checkpoint(one), Checkpoint(other), tolerance=tolerance, progress=advance))
         if json:
             print_json({"one": str(one), "other": str(other), "differences": found})
         else:
@@ -137,31 +142,26 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-def _cells(said: dict[str, Any]) -> list[str]:
-    """A row of the list, as text."""
-    shape = "" if said["shape"] is None else " x ".join(map(str, said["shape"])) or "scalar"
-    size = "" if said["bytes"] is None else human_size(said["bytes"])
-    return [shown(said["name"]), said["dtype"] or "object", shape, size, str(said["parts"] or "")]
+def _known_to_be_equal(one: Listing, other: Listing) -> bool:
+    """Whether checksums say that two checkpoints had the same values when they were saved."""
+    digests = one.digests()
+    return digests.keys() == one.entries.keys() == other.entries.keys() and digests == other.digests()
 
 
-def _parts(checkpoint: Checkpoint, tensor: LazyTensor) -> list[dict[str, Any]]:
+def _cells(entry: Entry) -> list[str]:
+    """What the list says of a value beside its name."""
+    shape = "" if entry.shape is None else " x ".join(map(str, entry.shape)) or "scalar"
+    size = "" if entry.nbytes is None else human_size(entry.nbytes)
+    return [entry.dtype or "object", shape, size, str(entry.parts or "")]
+
+
+def _parts(listing: Listing, name: str) -> list[dict[str, Any]]:
     """Each stored part of a tensor: which slice it is, and in which file it lies."""
-    files = files_of(checkpoint, tensor.name)
     return [
         {"slice": _slice_text(box), "offsets": box.offsets, "lengths": box.lengths, "file": file}
-        for box, file in zip(tensor.chunks, files, strict=True)
+        for box, file in zip(listing.boxes_of(name), listing.files_of(name), strict=True)
     ]
 
 
 def _slice_text(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.lengths, strict=True)) + "]"
-
-
-def _first_numbers(tensor: LazyTensor) -> list[Any]:
-    """The first elements."""
-    if 0 in tensor.shape:
-        return []
-    corner = Box((0,) * len(tensor.shape), (*(1 for _ in tensor.shape[:-1]), *(min(n, 8) for n in tensor.shape[-1:])))
-    values = tensor.read(corner).reshape(-1)
-    shown: list[Any] = (values.to(torch.complex128) if values.is_complex() else values.double()).tolist()
-    return [str(value) for value in shown] if values.is_complex() else shown

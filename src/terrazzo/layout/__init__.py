@@ -1,18 +1,23 @@
 """Which rank holds which part of a tensor, as pure data: boxes, placements, layouts, transitions.  No communication."""
 
-from terrazzo.layout.box import Box, boxes_of_flat_range
-from terrazzo.layout.cells import (
-    cells_in,
-    coordinates_of_all_shapes,
-    first_holders,
-    leaves_a_rank_empty,
-    replicas,
-)
-from terrazzo.layout.chunking import chunk_sizes, chunk_span
-from terrazzo.layout.grid import Grid, grid_of
-from terrazzo.layout.layout import Layout
-from terrazzo.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
-from terrazzo.layout.transition import moved_bytes, plan_transition
+from typing import TYPE_CHECKING
+
+from terrazzo._late import late
+
+if TYPE_CHECKING:
+    from terrazzo.layout.box import Box, boxes_of_flat_range
+    from terrazzo.layout.cells import (
+        cells_in,
+        coordinates_of_all_shapes,
+        first_holders,
+        leaves_a_rank_empty,
+        replicas,
+    )
+    from terrazzo.layout.chunking import chunk_sizes, chunk_span
+    from terrazzo.layout.grid import Grid, grid_of
+    from terrazzo.layout.layout import Layout
+    from terrazzo.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+    from terrazzo.layout.transition import moved_bytes, plan_transition
 
 __all__ = [
     "REDUCE_OPS",
@@ -35,3 +40,17 @@ __all__ = [
     "plan_transition",
     "replicas",
 ]
+
+__getattr__, __dir__ = late(
+    __name__,
+    {
+        "box": ["Box", "boxes_of_flat_range"],
+        "cells": ["cells_in", "coordinates_of_all_shapes", "first_holders", "leaves_a_rank_empty", "replicas"],
+        "chunking": ["chunk_sizes", "chunk_span"],
+        "grid": ["Grid", "grid_of"],
+        "layout": ["Layout"],
+        "placement": ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"],
+        "transition": ["moved_bytes", "plan_transition"],
+    },
+    ["chunk", "drawing"],
+)

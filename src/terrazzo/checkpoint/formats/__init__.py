@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from terrazzo._late import late
 
 if TYPE_CHECKING:
     from terrazzo.checkpoint.formats.dcp_reader import DCPReader
     from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
     from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
-    from terrazzo.checkpoint.formats.format import Format, Found, ItemReader, Writing
+    from terrazzo.checkpoint.formats.format import Format, Found, Writing
     from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
+    from terrazzo.checkpoint.formats.item_reader import ItemReader
     from terrazzo.checkpoint.formats.registry import detect, register
     from terrazzo.checkpoint.formats.source import Source
     from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
@@ -31,25 +33,17 @@ __all__ = [
     "register",
 ]
 
-# Most checkpoints are native: what reads and writes the others is loaded when it is asked for.
-_PLACES: Final = {
-    "DCPReader": "dcp_reader",
-    "DCPWriter": "dcp_writer",
-    "DeepSpeedReader": "deepspeed",
-    "Format": "format",
-    "Found": "format",
-    "ItemReader": "format",
-    "Writing": "format",
-    "HuggingFaceReader": "huggingface",
-    "HuggingFaceWriter": "huggingface",
-    "detect": "registry",
-    "register": "registry",
-    "Source": "source",
-    "TorchSaveReader": "torch_save_reader",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__, __dir__ = late(
+    __name__,
+    {
+        "dcp_reader": ["DCPReader"],
+        "dcp_writer": ["DCPWriter"],
+        "deepspeed": ["DeepSpeedReader"],
+        "format": ["Format", "Found", "Writing"],
+        "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],
+        "item_reader": ["ItemReader"],
+        "registry": ["detect", "register"],
+        "source": ["Source"],
+        "torch_save_reader": ["TorchSaveReader"],
+    },
+)

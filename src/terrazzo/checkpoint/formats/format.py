@@ -6,21 +6,19 @@ A format is a subclass of `Format`, in one file.  `registry` knows those that co
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from torch.futures import Future
-
-from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.listing import Listing
 from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.native.verify import Damage
-from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError
+
+if TYPE_CHECKING:
+    from terrazzo.checkpoint.storage import StorageReader  # of tensors, which a format recognises without
 
 # Called with a tensor's name and the bytes of it that have been copied.
 Progress = Callable[[str, int], None]
@@ -115,63 +113,16 @@ class Format(abc.ABC):
         """Copy what a reader reads to `target`, which has all of it at the end, and until then what it had."""
         raise CheckpointFormatError(f"terrazzo reads checkpoints of the format {self.name}, and does not write them")
 
+    def listing(self, place: Place) -> Listing | None:
+        """What the checkpoint at a place that `find` returned holds, if that can be said without tensors.
+
+        None if not: then the reader is asked.
+        """
+        return None
+
     def verify(self, place: Place, progress: Callable[[int], None]) -> list[Damage]:
         """All damage of the checkpoint at a place that `find` returned, by its checksums."""
         raise CheckpointFormatError(f"{place}: only checkpoints of terrazzo's own format have checksums")
 
     def __repr__(self) -> str:
         return f"<format {self.name}>"
-
-
-class ItemReader(StorageReader):
-    """A reader that reads one item after the other, on each rank what that rank needs.
-
-    Subclasses say what there is (`read_metadata`) and read an item (`read_item`).
-
-    Args:
-        path: Where the checkpoint is; `load(checkpoint_id=...)` names another place.
-    """
-
-    plans_alone = True
-
-    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
-        self.place = path if isinstance(path, Place) else Place(path)
-        self.bytes_read = 0
-
-    @abc.abstractmethod
-    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
-        """Give the planner the tensor or the value that an item asks for; the bytes that were read.
-
-        A tensor is read into `planner.resolve_tensor(item)`, and then given to `planner.commit_tensor`; a value
-        is given to `planner.load_bytes`, as an `ObjectBytes`.
-        """
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is read from."""
-        return self.place.path
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.bytes_read = 0
-        if checkpoint_id is not None:
-            self.place = Place(checkpoint_id)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing: each rank has read the metadata."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            self.bytes_read += self.read_item(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Place(checkpoint_id).exists()

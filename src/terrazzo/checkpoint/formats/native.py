@@ -1,18 +1,22 @@
-"""Terrazzo's own format, as one of the formats."""
+"""Terrazzo's own format, as one of the formats.
+
+What reads and writes tensors is imported when it is asked for: to list and to verify a checkpoint needs no PyTorch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from terrazzo.checkpoint.filesystem import FileSystemReader
-from terrazzo.checkpoint.formats.copying import copy_checkpoint
 from terrazzo.checkpoint.formats.format import Format, Found, Writing
-from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.listing import Listing
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
+from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.verify import Damage, verify_store
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
+
+if TYPE_CHECKING:
+    from terrazzo.checkpoint.storage import StorageReader
 
 
 class Native(Format):
@@ -26,10 +30,20 @@ class Native(Format):
         return next((folder for folder in found.latest if (folder / MANIFEST).is_file()), None)
 
     def reader(self, place: Place) -> StorageReader:
+        from terrazzo.checkpoint.filesystem import FileSystemReader
+        from terrazzo.checkpoint.native.storage import NativeReader
+
         return FileSystemReader(place.path) if place.is_named else NativeReader(place.store)
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
+        from terrazzo.checkpoint.formats.copying import copy_checkpoint
+        from terrazzo.checkpoint.formats.source import Source
+        from terrazzo.checkpoint.native.storage import NativeWriter
+
         copy_checkpoint(Source(reader), NativeWriter(target.store, overwrite=how.overwrite), how)
+
+    def listing(self, place: Place) -> Listing:
+        return NativeListing(place.store)
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> list[Damage]:
         return verify_store(place.store, progress)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.format import ItemReader
+from terrazzo.checkpoint.formats.item_reader import ItemReader
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import (

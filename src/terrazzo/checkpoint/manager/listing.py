@@ -6,9 +6,9 @@ from typing import Any
 
 from terrazzo.checkpoint.manager.records import Catalog, Record, read_reasons
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import name_of_step, named_by_latest
 from terrazzo.checkpoint.stores import Place
-from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointFormatError
 
 
@@ -31,7 +31,7 @@ def rows_of(path: str, records: list[Record]) -> list[dict[str, Any]]:
             "step": record.step,
             "name": name_of_step(record.step),
             "saved": record.saved,
-            "bytes": Checkpoint(place / name_of_step(record.step)).total_bytes(),
+            "bytes": NativeListing((place / name_of_step(record.step)).store).total_bytes(),
             "metrics": record.metrics,
             "kept": reasons.get(record.step, []),
             "latest": name_of_step(record.step) == latest,

@@ -14,12 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import name_of_step, step_of_name
-from terrazzo.checkpoint.native.storage import NativeReader
 from terrazzo.checkpoint.stores import Entry, Place, Store
-from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -123,10 +121,10 @@ class Catalog:
 
 
 def _read_record(store: Store, step: int) -> Record:
-    opened = Checkpoint(NativeReader(store))
-    text = opened[VALUE] if VALUE in opened else None
+    opened = NativeListing(store)
+    text = opened.value(VALUE) if VALUE in opened.manifest.names else None
     if text is None:  # it was saved without a manager
-        return Record(step, read_manifest(store).head.created)
+        return Record(step, opened.manifest.head.created)
     try:
         record = msgspec.convert({**json.loads(text), "step": step}, Record)
         if not math.isfinite(record.saved):

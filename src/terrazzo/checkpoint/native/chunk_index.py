@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.finding import Hit
+from terrazzo.checkpoint.native.finding import Asked, Hit, in_file_order
 from terrazzo.checkpoint.native.manifest import Manifest, TensorRecord
 from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.native.plans import Target
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
@@ -28,7 +26,7 @@ class ChunkIndex:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def find(self, targets: Sequence[Target]) -> list[Hit]:
+    def find(self, targets: Sequence[Asked]) -> list[Hit]:
         """What each target needs, in the order of files and places in them."""
         by_ndim: dict[int, list[tuple[int, TensorRecord, Overlap]]] = defaultdict(list)
         record = None
@@ -37,25 +35,25 @@ class ChunkIndex:
                 record = self._record(target.source)
             for overlap in target.parts:
                 by_ndim[len(record.shape)].append((number, record, overlap))
-        hits = []
+        hits: list[Hit] = []
         for same in by_ndim.values():
             chunks = self._chunks([record for _, record, _ in same], _column(overlap.number for _, _, overlap in same))
             hits += [
                 Hit(number, overlap, chunk, overlap.in_chunk, overlap.lengths)
                 for (number, _, overlap), chunk in zip(same, chunks, strict=True)
             ]
-        return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+        return in_file_order(hits)
 
-    def chunk_at(self, index: MetadataIndex) -> tuple[int, Box]:
-        """The number of the chunk that begins where an index says, and its box.
+    def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
+        """The number of the chunk of a tensor that begins there (None: at its beginning), and its box.
 
-        An index's own `index` is a hint of the chunk's number.  If it is right, nothing has to be searched.
+        If the hint of the number is right, nothing has to be searched.
         """
-        record = self._record(index.fqn)
-        wanted = (0,) * len(record.shape) if index.offset is None else tuple(index.offset)
+        record = self._record(name)
+        wanted = (0,) * len(record.shape) if offset is None else offset
         if len(wanted) != len(record.shape):
-            raise CheckpointError(f"{index.fqn!r} has {len(record.shape)} dims, so it has no chunk at {list(wanted)}")
-        number = index.index
+            raise CheckpointError(f"{name!r} has {len(record.shape)} dims, so it has no chunk at {list(wanted)}")
+        number = hint
         if number is None or not 0 <= number < record.count or tuple(record.boxes[number, 0].tolist()) != wanted:
             number = _searched(record, np.array(wanted, dtype=np.int64))
         return number, Box(wanted, tuple(record.boxes[number, 1].tolist()))
@@ -93,9 +91,19 @@ class ChunkIndex:
         boxes = _column(record.first_box for record in records) + numbers
         lengths = self._manifest.box_table(len(records[0].shape))[boxes, 1]
         entries, block, sums = self._manifest.head.files, self._manifest.head.block, self._manifest.sums
-        sizes = lengths.prod(axis=1, dtype=np.int64) * _column(record.dtype.itemsize for record in records)
+        sizes = lengths.prod(axis=1, dtype=np.int64) * _column(record.itemsize for record in records)
         return [
-            StoredChunk(record.name, entries[file], start, size, tuple(shape), record.dtype, block, sums, first_sum)
+            StoredChunk(
+                record.name,
+                entries[file],
+                start,
+                size,
+                tuple(shape),
+                record.dtype,
+                block,
+                sums,
+                first_sum,
+            )
             for record, file, start, size, shape, first_sum in zip(
                 records,
                 self._manifest.files[rows].tolist(),

@@ -17,13 +17,22 @@ from terrazzo.checkpoint.native.leases import has_ended
 from terrazzo.checkpoint.native.manifest import Manifest, version_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Entry, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 
 def read_manifest(store: Store) -> Manifest | Root:
     """The root of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
     data, _ = store.get(MANIFEST)
     return decode_manifest(data, store.location)
+
+
+def committed_manifest(store: Store) -> Manifest | Root:
+    """The same; raises `CheckpointNotFoundError`, which says what is missing, if there is none."""
+    try:
+        return read_manifest(store)
+    except FileNotFoundError as error:
+        where = f"{store.location} (no {MANIFEST})"
+        raise CheckpointNotFoundError(f"there is no committed checkpoint at {where}") from error
 
 
 def decode_manifest(data: bytes | bytearray, source: str) -> Manifest | Root:

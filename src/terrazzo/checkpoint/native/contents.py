@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,15 @@ import torch
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native.chunk_list import ChunkList
+from terrazzo.checkpoint.native.chunks import Chunks
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
 from terrazzo.checkpoint.native.root import Root
 
@@ -27,9 +29,14 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     def __init__(self, manifest: Manifest | Root) -> None:
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
-        self._properties: dict[torch.dtype, TensorProperties] = {}
+        self._properties: dict[str, TensorProperties] = {}
         # Of tensors of one dtype, shape and layout, which share one entry: a model has many of each.
         self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
+
+    @property
+    def root(self) -> Root | None:
+        """The root, of a checkpoint that has one."""
+        return self._manifest if isinstance(self._manifest, Root) else None
 
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
@@ -74,19 +81,17 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         key = (tensor.dtype, tensor.shape, tensor.layout)
         entry = self._alike.get(key)
         if entry is None:
-            entry = self._alike[key] = self._entry(manifest.dtype(tensor), tensor.shape, manifest.chunks(tensor))
+            entry = self._alike[key] = self._entry(tensor.dtype, tensor.shape, manifest.chunks(tensor))
         return entry
 
     def _tensor(self, name: str) -> TensorStorageMetadata:
         return self._entry(*self._manifest.describe(name))
 
-    def _entry(
-        self, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]
-    ) -> TensorStorageMetadata:
+    def _entry(self, dtype: str, shape: tuple[int, ...], chunks: Chunks) -> TensorStorageMetadata:
         properties = self._properties.get(dtype)
         if properties is None:
-            properties = self._properties[dtype] = TensorProperties(dtype)
-        return TensorStorageMetadata(properties, torch.Size(shape), chunks)
+            properties = self._properties[dtype] = TensorProperties(dtype_from_name(dtype))
+        return TensorStorageMetadata(properties, torch.Size(shape), ChunkList(chunks))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ManifestEntries, (self._manifest,)

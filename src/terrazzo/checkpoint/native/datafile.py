@@ -76,7 +76,9 @@ def file_header(chunks: Sequence[Chunk], stored: Sequence[int], save_id: str, si
         code, shape, suffix = form
         if chunk.codec:
             code, shape, suffix = "U8", [nbytes], suffix + "#zstd"
-        key = _free_key(chunk.entry.name + suffix, entries)
+        key = chunk.entry.name + suffix
+        if key in entries:
+            key = _free_key(key, entries)
         entries[key] = {"dtype": code, "shape": shape, "data_offsets": (position, position + nbytes)}
         position += nbytes
     text = msgspec.json.encode(entries)

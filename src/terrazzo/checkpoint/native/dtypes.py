@@ -1,8 +1,4 @@
-"""Names of dtypes in stored files, and which conversions lose nothing.
-
-Two names per dtype: ours, PyTorch's own name, in manifests and typed objects; and the code of the safetensors format
-in data files.  A dtype that safetensors lacks is stored there as another one with the same bytes, with one more dim.
-"""
+"""Dtypes of tensors that are stored, and which conversions lose nothing."""
 
 from __future__ import annotations
 
@@ -10,45 +6,13 @@ from functools import cache
 
 import torch
 
+from terrazzo.checkpoint.native.dtype_names import STORED
 from terrazzo.errors import CheckpointFormatError
 
-# dtype -> (safetensors code, length of an added last dim or None)
-_SAFETENSORS: dict[torch.dtype, tuple[str, int | None]] = {
-    torch.float64: ("F64", None),
-    torch.float32: ("F32", None),
-    torch.float16: ("F16", None),
-    torch.bfloat16: ("BF16", None),
-    torch.int64: ("I64", None),
-    torch.int32: ("I32", None),
-    torch.int16: ("I16", None),
-    torch.int8: ("I8", None),
-    torch.uint8: ("U8", None),
-    torch.bool: ("BOOL", None),
-    torch.uint16: ("U16", None),
-    torch.uint32: ("U32", None),
-    torch.uint64: ("U64", None),
-    torch.float8_e4m3fn: ("F8_E4M3", None),
-    torch.float8_e5m2: ("F8_E5M2", None),
-    torch.float8_e4m3fnuz: ("U8", 1),
-    torch.float8_e5m2fnuz: ("U8", 1),
-    torch.float8_e8m0fnu: ("U8", 1),
-    torch.complex32: ("F16", 2),
-    torch.complex64: ("F32", 2),
-    torch.complex128: ("F64", 2),
-}
-# Dtypes of which torch knows little but that they have bytes: integers of few bits, pairs of 4-bit floats, plain bits.
-_OPAQUE = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)] + [
-    "float4_e2m1fn_x2",
-    "bits8",
-    "bits1x8",
-    "bits2x4",
-    "bits4x2",
-    "bits16",
-]
-OPAQUE: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _OPAQUE if hasattr(torch, name))
-_SAFETENSORS |= {dtype: ("U8", dtype.itemsize) for dtype in OPAQUE}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _SAFETENSORS}
-_BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
+_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED if hasattr(torch, name)}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+# Dtypes that torch can copy only as plain bytes.
+OPAQUE: frozenset[torch.dtype] = frozenset(dtype for name, dtype in _BY_NAME.items() if STORED[name].opaque)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,9 +37,8 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     """How a tensor appears in a safetensors header: code and shape."""
-    dtype_name(dtype)  # the error for what cannot be stored
-    code, added = _SAFETENSORS[dtype]
-    return code, [*shape] if added is None else [*shape, added]
+    stored = STORED[dtype_name(dtype)]
+    return stored.code, [*shape] if stored.added is None else [*shape, stored.added]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

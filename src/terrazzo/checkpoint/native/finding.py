@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.native.plans import Target
-from terrazzo.checkpoint.native.root import PartEntry, Root, StoredTensor
+from terrazzo.checkpoint.native.root import Root, StoredTensor
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
+
+
+class Asked(Protocol):
+    """What is asked for: parts of the chunks of the tensor stored as `source`."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def parts(self) -> Sequence[Overlap]: ...
 
 
 class Hit(msgspec.Struct, eq=False, gc=False):
@@ -38,12 +46,8 @@ class Hit(msgspec.Struct, eq=False, gc=False):
     part: Box | None = None
 
 
-class _Sought(msgspec.Struct, eq=False, gc=False):
-    """A chunk of a tensor's grid that a target needs."""
-
-    target: int
-    tensor: StoredTensor
-    overlap: Overlap
+# A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
+_Sought = tuple[int, StoredTensor, Overlap]
 
 
 class PartIndexes:
@@ -56,35 +60,35 @@ class PartIndexes:
         self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are cut alike
         self.bytes_read = 0
 
-    def find(self, targets: Sequence[Target]) -> list[Hit]:
+    def find(self, targets: Sequence[Asked]) -> list[Hit]:
         """What each target needs, in the order of files and places in them."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
-        tensors, owner_tables = self._root.tensors, self._root.owner_tables
+        tensors = self._root.tensors
+        known: dict[tuple[int, int], list[_Sought]] = {}  # by owners and number of the chunk
         for number, target in enumerate(targets):
             tensor = tensors.get(target.source) or self.tensor(target.source)
-            owners = owner_tables[tensor.owners]
             for overlap in target.parts:
-                if overlap.number >= len(owners):
-                    raise CheckpointCorruptError(
-                        f"{self._root.source}: nobody has chunk {overlap.number} of {tensor.name!r}"
-                    )
-                by_part[owners.item(overlap.number)].append(_Sought(number, tensor, overlap))
+                key = (tensor.owners, overlap.number)
+                sought = known.get(key)
+                if sought is None:
+                    sought = known[key] = by_part[self._part_of(tensor, overlap.number)]
+                sought.append((number, tensor, overlap))
         self._load(by_part)
         hits: list[Hit] = []
         for part, sought in by_part.items():
             hits += self._in_part(part, sought)
-        return sorted(hits, key=lambda hit: (hit.chunk.file.name, hit.chunk.start))
+        return in_file_order(hits)
 
-    def chunk_at(self, index: MetadataIndex) -> tuple[int, Box]:
-        """The number of the chunk that begins where an index says, and its box."""
-        tensor, offset = self.tensor(index.fqn), index.offset
+    def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
+        """The number of the chunk of a tensor that begins there (None: at its beginning), and its box."""
+        tensor = self.tensor(name)
         key = (tensor.layout, tensor.shape, offset)
         found = self._places.get(key)
         if found is None:
-            offsets = (0,) * len(tensor.shape) if offset is None else tuple(offset)
+            offsets = (0,) * len(tensor.shape) if offset is None else offset
             if len(offsets) != len(tensor.shape):
                 raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
-            found = _chunk_at(self._root.chunks(tensor), offsets, index.index)
+            found = _chunk_at(self._root.chunks(tensor), offsets, hint)
             if found[0] < 0:
                 raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
             self._places[key] = found
@@ -98,9 +102,8 @@ class PartIndexes:
         found = []
         for part in parts:
             rows = self._rows[part]
-            value = np.uint64(name_hash(name))
-            left, right = np.searchsorted(rows.hashes, value, "left"), np.searchsorted(rows.hashes, value, "right")
-            numbers = np.arange(left, right)
+            left, right = rows.of_hashes([name_hash(name)])
+            numbers = np.arange(left[0], right[0])
             found += self._chunks(part, rows, numbers, [tensor] * len(numbers))
         return found
 
@@ -112,17 +115,16 @@ class PartIndexes:
         numbers = np.nonzero(tensors >= 0)[0]
         return rows, numbers, tensors[numbers]
 
-    def sizes_of(self, part: int, rows: Rows, numbers: Array, places: Array) -> Array:
-        """The elements of the chunks in some rows of a part's index; raises unless they are what the root says."""
+    def sizes_of(self, part: int, rows: Rows, numbers: Array, tensors: Sequence[StoredTensor]) -> Array:
+        """The elements of the chunks in some rows of a part's index, each of a tensor; raises unless they are as the
+        root says.
+        """
         files = self._root.head.parts[part].files
         if len(numbers) and int(rows.files[numbers].max()) >= len(files):
             raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
-        tensors, itemsizes = self._root.head.tensors, {}
-        for place in np.unique(places).tolist():
-            dtype = tensors[place].dtype
-            if dtype not in itemsizes:
-                itemsizes[dtype] = self._root.dtype(tensors[place]).itemsize
-        widths = np.array([itemsizes[tensors[place].dtype] for place in places.tolist()], dtype=np.int64)
+        dtypes = [tensor.dtype for tensor in tensors]
+        sizes = {dtype: itemsize_of(dtype) for dtype in set(dtypes)}
+        widths = np.array([sizes[dtype] for dtype in dtypes], dtype=np.int64)
         elements = np.ones(len(numbers), dtype=np.int64)
         large = np.ones(len(numbers))  # the same, which cannot overflow
         for ndim in np.unique(rows.ndims[numbers]).tolist():
@@ -133,7 +135,7 @@ class PartIndexes:
         wrong = (large * widths >= 2.0**62) | (elements * widths != rows.nbytes[numbers].astype(np.int64))
         wrong |= rows.blocks[numbers] < 1
         if wrong.any():
-            name = tensors[places[np.nonzero(wrong)[0][0]]].name
+            name = tensors[np.nonzero(wrong)[0][0]].name
             raise CheckpointCorruptError(
                 f"{self._root.source}: the index has another size for {name!r} than the manifest"
             )
@@ -154,7 +156,7 @@ class PartIndexes:
         return found
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
+        """What stands for each value: for a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""
         tensors = self._root.head.tensors
         parts = range(len(self._root.head.parts))
         self._load(parts)
@@ -173,7 +175,9 @@ class PartIndexes:
             np.add.at(found, places, rows.digests()[numbers])  # whatever the order of the chunks
             seen[places] = True
         standing = found.view("V16").reshape(-1).tolist()
-        return {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
+        known = {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
+        objects = self._root.head.objects  # what stands for these is longer than what stands for a tensor
+        return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
     def tensor(self, name: str) -> StoredTensor:
         """What the root says of a tensor."""
@@ -182,12 +186,12 @@ class PartIndexes:
         except KeyError:
             raise CheckpointError(f"the checkpoint holds no tensor {name!r}") from None
 
-    def part_of(self, tensor: StoredTensor, number: int) -> PartEntry:
+    def _part_of(self, tensor: StoredTensor, number: int) -> int:
         """The part that has a chunk of a tensor."""
         owners = self._root.owner_tables[tensor.owners]
         if number >= len(owners):
             raise CheckpointCorruptError(f"{self._root.source}: nobody has chunk {number} of {tensor.name!r}")
-        return self._root.head.parts[int(owners[number])]
+        return int(owners[number])
 
     def _load(self, parts: Iterable[int]) -> None:
         requests = []
@@ -219,38 +223,36 @@ class PartIndexes:
 
     def _in_part(self, part: int, sought: list[_Sought]) -> list[Hit]:
         rows = self._rows[part]
-        hashes = np.array([name_hash(each.tensor.name) for each in sought], dtype=np.uint64)
-        left = np.searchsorted(rows.hashes, hashes, "left")
-        right = np.searchsorted(rows.hashes, hashes, "right")
+        left, right = rows.of_hashes([name_hash(tensor.name) for _, tensor, _ in sought])
         # Mostly a tensor has one row here, and that is the chunk that is sought.
-        single = (right - left == 1).tolist()
-        by_ndim: dict[int, list[int]] = defaultdict(list)
+        single = right - left == 1
+        ndims = np.array([len(tensor.shape) for _, tensor, _ in sought])
         hits: list[Hit] = []
-        rest: list[int] = []
-        for number, each in enumerate(sought):
-            if single[number]:
-                by_ndim[len(each.tensor.shape)].append(number)
-            else:
-                rest.append(number)
-        for ndim, numbers in by_ndim.items():
+        rest = np.nonzero(~single)[0].tolist()
+        for ndim in np.unique(ndims[single]).tolist():
+            numbers = np.nonzero(single & (ndims == ndim))[0]
             chosen = left[numbers]
             if (rows.ndims[chosen] != ndim).any():
                 raise CheckpointCorruptError(f"{self._root.source}: the index of part {part} is of other tensors")
-            chunks = self._chunks(part, rows, chosen, [sought[number].tensor for number in numbers])
-            for number, chunk, offsets in zip(numbers, chunks, rows.boxes_of(chosen, ndim)[:, 0].tolist(), strict=True):
-                each = sought[number]
-                overlap = each.overlap
-                if tuple(offsets) == overlap.chunk.offsets and chunk.shape == overlap.chunk.lengths:
-                    hits.append(Hit(each.target, overlap, chunk, overlap.in_chunk, overlap.lengths))
-                else:
-                    rest.append(number)
+            asked = [sought[number] for number in numbers.tolist()]
+            boxes = np.array([[*overlap.chunk.offsets, *overlap.chunk.lengths] for _, _, overlap in asked], np.int64)
+            same = (rows.boxes_of(chosen, ndim).reshape(len(asked), -1) == boxes).all(axis=1)
+            if not same.all():
+                rest += numbers[~same].tolist()
+                chosen, asked = chosen[same], [asked[n] for n in np.nonzero(same)[0].tolist()]
+            shapes = [overlap.chunk.lengths for _, _, overlap in asked]
+            chunks = self._chunks(part, rows, chosen, [tensor for _, tensor, _ in asked], shapes)
+            hits += [
+                Hit(number, overlap, chunk, overlap.in_chunk, overlap.lengths)
+                for (number, _, overlap), chunk in zip(asked, chunks, strict=True)
+            ]
         for number in rest:
             hits += self._pieces(part, sought[number], int(left[number]), int(right[number]))
         return hits
 
     def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Hit]:
         """A chunk that is stored in pieces, as far as a target needs it."""
-        rows, overlap, tensor = self._rows[part], sought.overlap, sought.tensor
+        rows, (target, tensor, overlap) = self._rows[part], sought
         wanted = Box(overlap.in_chunk, overlap.lengths).shifted(overlap.chunk.offsets)
         numbers = np.arange(left, right)
         numbers = numbers[rows.ndims[left:right] == len(tensor.shape)]
@@ -266,68 +268,61 @@ class PartIndexes:
                 continue
             missing -= common.numel
             inner = common.relative_to(box)
-            hits.append(Hit(sought.target, overlap, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
+            hits.append(Hit(target, overlap, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
         if missing:
             raise CheckpointCorruptError(
                 f"{self._root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
             )
         return hits
 
-    def _chunks(self, part: int, rows: Rows, numbers: Array, tensors: list[StoredTensor]) -> list[StoredChunk]:
-        """The chunks in these rows of a part's index, each of a tensor."""
-        files = self._root.head.parts[part].files
-        if len(numbers) and int(rows.files[numbers].max()) >= len(files):
-            raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
-        found = []
-        ends = rows.first_box + 2 * rows.ndims.astype(np.int64)
-        boxes, source = rows.boxes, self._root.source
-        for tensor, file, start, nbytes, block, first, frame, codec, middle, end in zip(
-            tensors,
-            rows.files[numbers].tolist(),
-            rows.starts[numbers].tolist(),
-            rows.nbytes[numbers].tolist(),
-            rows.blocks[numbers].tolist(),
-            rows.first_sum[numbers].tolist(),
-            rows.first_frame[numbers].tolist(),
-            rows.codecs[numbers].tolist(),
-            ((rows.first_box + ends) // 2)[numbers].tolist(),
-            ends[numbers].tolist(),
-            strict=True,
-        ):
-            shape = tuple(boxes[middle:end].tolist())
-            dtype = self._dtypes.get(tensor.dtype) or self._dtype(tensor)
-            size = dtype.itemsize
-            for length in shape:
-                size *= length
-            if size != nbytes or block < 1:
-                raise CheckpointCorruptError(
-                    f"{source}: the index has another size for {tensor.name!r} than the manifest"
-                )
-            found.append(
-                StoredChunk(
-                    tensor.name,
-                    files[file],
-                    start,
-                    nbytes,
-                    shape,
-                    dtype,
-                    block,
-                    rows.sums,
-                    first,
-                    codec,
-                    rows.frames,
-                    frame,
-                )
+    def _chunks(
+        self,
+        part: int,
+        rows: Rows,
+        numbers: Array,
+        tensors: Sequence[StoredTensor],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[StoredChunk]:
+        """The chunks in these rows of a part's index, each of a tensor; their shapes may be known already."""
+        self.sizes_of(part, rows, numbers, tensors)
+        files, sums, frames = self._root.head.parts[part].files, rows.sums, rows.frames
+        return [
+            StoredChunk(
+                tensor.name,
+                files[file],
+                start,
+                nbytes,
+                shape,
+                tensor.dtype,
+                block,
+                sums,
+                first,
+                codec,
+                frames,
+                frame,
             )
-        return found
+            for tensor, file, start, nbytes, shape, block, first, codec, frame in zip(
+                tensors,
+                rows.files[numbers].tolist(),
+                rows.starts[numbers].tolist(),
+                rows.nbytes[numbers].tolist(),
+                rows.shapes_of(numbers) if shapes is None else shapes,
+                rows.blocks[numbers].tolist(),
+                rows.first_sum[numbers].tolist(),
+                rows.codecs[numbers].tolist(),
+                rows.first_frame[numbers].tolist(),
+                strict=True,
+            )
+        ]
 
-    def _dtype(self, tensor: StoredTensor) -> Any:
-        dtype = self._dtypes[tensor.dtype] = self._root.dtype(tensor)
-        return dtype
 
-    @property
-    def _dtypes(self) -> dict[str, Any]:
-        return self._root.dtypes
+def in_file_order(hits: list[Hit]) -> list[Hit]:
+    """In the order of files and of places in them."""
+    files = [hit.chunk.file.name for hit in hits]
+    order = {file: number for number, file in enumerate(sorted(set(files)))}
+    starts = np.array([hit.chunk.start for hit in hits], dtype=np.uint64)
+    places = np.lexsort((starts, np.array([order[file] for file in files], dtype=np.int64)))
+    return [hits[number] for number in places.tolist()]
 
 
 def _no_rows() -> Rows:
@@ -343,7 +338,7 @@ def _chunk_at(chunks: Chunks, offsets: tuple[int, ...], hint: int | None) -> tup
         box = chunks.box(number)
         if box.offsets == offsets:
             return number, box
-    for number, chunk in enumerate(chunks):
-        if tuple(chunk.offsets) == offsets:
-            return number, chunk.box
+    for number, box in enumerate(chunks.boxes()):
+        if box.offsets == offsets:
+            return number, box
     return -1, Box(offsets, offsets)

@@ -89,6 +89,24 @@ class Rows:
         found: Array = self.boxes[positions].astype(np.int64).reshape(len(rows), 2, ndim)
         return found
 
+    def shapes_of(self, rows: Array) -> list[tuple[int, ...]]:
+        """The lengths of the boxes of rows."""
+        ends = self.first_box + 2 * self.ndims.astype(np.int64)
+        middles = (self.first_box + ends) // 2
+        pairs = zip(middles[rows].tolist(), ends[rows].tolist(), strict=True)
+        return [tuple(self.boxes[middle:end].tolist()) for middle, end in pairs]
+
+    def of_hashes(self, hashes: list[int]) -> tuple[Array, Array]:
+        """For each hash, the first row that has it, and the first after these."""
+        values = np.array(hashes, dtype=np.uint64)
+        order = np.argsort(values)  # looked for in order, rows that are near one another are near in memory
+        ends = []
+        for side in ("left", "right"):
+            found = np.empty(len(values), dtype=np.int64)
+            found[order] = np.searchsorted(self.hashes, values[order], side)
+            ends.append(found)
+        return ends[0], ends[1]
+
     def digests(self) -> Array:
         """128 bits for each chunk, as two columns, that stand for its box and for the checksums of its bytes."""
         counts, numbers = self.block_counts(), 2 * self.ndims.astype(np.int64)

@@ -16,15 +16,11 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from math import prod
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
-from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 
 _Ext = msgspec.msgpack.Ext
@@ -40,19 +36,10 @@ BYTEARRAY: Final = 8
 RANGE: Final = 9
 SLICE: Final = 10
 BYTES_IO: Final = 11
-DTYPE: Final = 16
-DEVICE: Final = 17
-SIZE: Final = 18
-TENSOR: Final = 19
 NUMPY_ARRAY: Final = 20
 NUMPY_SCALAR: Final = 21
 PICKLE: Final = 127
-
-# What a tensor in a value was.
-_PLAIN_TENSOR: Final = False
-_PARAMETER: Final = True
-_FROZEN: Final = 2  # a parameter that requires no gradient
-_REQUIRES_GRAD: Final = 3  # a tensor that requires one
+_OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `torch_objects`, which is imported when one is met
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
@@ -89,7 +76,7 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
                     "if you trust the checkpoint, load it with a planner made with allow_pickle=True"
                 )
             return pickle.loads(payload)
-        unpack = _UNPACK.get(code)
+        unpack = (_of_torch().UNPACK if code in _OF_TORCH else _UNPACK).get(code)
         if unpack is None:
             raise CheckpointCorruptError(f"a stored value has the unknown type code {code}")
         return unpack(msgspec.msgpack.decode(payload, ext_hook=extension))
@@ -124,7 +111,7 @@ class ObjectBytes(io.BytesIO):
     def _fill(self) -> None:
         if not self._filled:
             self._filled = True
-            torch.save(self.value, self)
+            _of_torch().save(self.value, self)
             super().seek(0)
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -156,12 +143,22 @@ class ObjectBytes(io.BytesIO):
         return super().tell()
 
 
+def received(name: str, typed: bool, payload: bytes, allow_pickle: bool) -> io.BytesIO:
+    """A stored value as the bytes that planners are given: typed ones as `ObjectBytes`."""
+    if not typed:
+        return io.BytesIO(payload)
+    try:
+        return ObjectBytes(decode(payload, allow_pickle=allow_pickle), payload)
+    except CheckpointError as error:
+        raise type(error)(f"{name!r}: {error}") from error
+
+
 def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> Any:
     """The value that storage hands to a planner; `permit` says how to allow a pickle."""
     if isinstance(stored, ObjectBytes):
         return stored.value
     try:
-        return torch.load(stored, map_location="cpu", weights_only=not allow_pickle)
+        return _of_torch().load(stored, allow_pickle)
     except Exception as error:
         raise UnsupportedValueError(
             f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
@@ -187,14 +184,16 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
     pack = _PACK.get(kind)
     if pack is not None:
         return pack(value, lambda item: _pack(item, allow_pickle, (*path, "()")))
-    if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
-        return _record(TENSOR, _tensor_parts(value))
+    if kind.__module__.partition(".")[0] == "torch":
+        if isinstance(value, str) and kind.__module__ == "torch.torch_version":
+            return str(value)
+        parts = _of_torch().parts_of(value)
+        if parts is not None:
+            return _record(*parts)
     if isinstance(value, np.generic):
         return _record(NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return _record(NUMPY_ARRAY, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
-    if isinstance(value, str) and kind.__module__ == "torch.torch_version":
-        return str(value)
     if allow_pickle:
         return _Ext(PICKLE, pickle.dumps(value))
     where = "".join(f"[{part!r}]" for part in path)
@@ -213,25 +212,6 @@ def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...]) -> 
     for key, item in value.items():
         flat += (_pack(key, allow_pickle, (*path, key)), _pack(item, allow_pickle, (*path, key)))
     return flat
-
-
-def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
-    local = tensor.detach().cpu().contiguous()
-    kind = (_FROZEN, _PARAMETER) if isinstance(tensor, torch.nn.Parameter) else (_PLAIN_TENSOR, _REQUIRES_GRAD)
-    return [dtype_name(local.dtype), list(local.shape), bytes(bytes_of(local)), kind[tensor.requires_grad]]
-
-
-def _tensor_from_parts(parts: list[Any]) -> torch.Tensor:
-    name, shape, data, kind = parts
-    dtype = dtype_from_name(name)
-    if prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"a stored tensor of shape {shape} has {len(data)} bytes")
-    tensor = torch.empty(shape, dtype=dtype)
-    bytes_of(tensor)[:] = data
-    if kind in (_PARAMETER, _FROZEN):
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        return torch.nn.Parameter(tensor, kind is _PARAMETER and differentiable)
-    return tensor.requires_grad_(kind == _REQUIRES_GRAD)
 
 
 def _array_from_parts(parts: list[Any]) -> np.ndarray[Any, Any]:
@@ -256,9 +236,6 @@ _PACK: dict[type, _Packer] = {
     range: lambda v, pack: _record(RANGE, [v.start, v.stop, v.step]),
     io.BytesIO: lambda v, pack: _record(BYTES_IO, v.getvalue()),
     slice: lambda v, pack: _record(SLICE, [pack(v.start), pack(v.stop), pack(v.step)]),
-    torch.dtype: lambda v, pack: _record(DTYPE, dtype_name(v)),
-    torch.device: lambda v, pack: _record(DEVICE, str(v)),
-    torch.Size: lambda v, pack: _record(SIZE, list(v)),
 }
 
 _UNPACK: dict[int, Callable[[Any], Any]] = {
@@ -273,13 +250,15 @@ _UNPACK: dict[int, Callable[[Any], Any]] = {
     RANGE: lambda v: range(*v),
     SLICE: lambda v: slice(*v),
     BYTES_IO: io.BytesIO,
-    DTYPE: dtype_from_name,
-    DEVICE: torch.device,
-    SIZE: torch.Size,
-    TENSOR: _tensor_from_parts,
     NUMPY_ARRAY: _array_from_parts,
     NUMPY_SCALAR: lambda v: np.frombuffer(v[1], dtype=np.dtype(v[0]))[0],
 }
+
+
+def _of_torch() -> Any:
+    from terrazzo.checkpoint.native import torch_objects  # imports PyTorch, which most values do without
+
+    return torch_objects
 
 
 def _in_order(values: set[Any] | frozenset[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 
 from terrazzo.checkpoint.metadata import MetadataIndex
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.manifest import ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.root import PartEntry
 from terrazzo.checkpoint.storage import WriteResult
@@ -138,5 +138,5 @@ class PartResults(Sequence[WriteResult]):
 
 
 def _result(entry: TensorEntry, offsets: Sequence[int], lengths: Sequence[int]) -> WriteResult:
-    nbytes = prod(lengths) * dtype_from_name(entry.dtype).itemsize
+    nbytes = prod(lengths) * itemsize_of(entry.dtype)
     return WriteResult(MetadataIndex(entry.name, None if entry.kind else offsets), nbytes, None)

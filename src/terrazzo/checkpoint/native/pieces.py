@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.layout.box import Box
@@ -29,13 +29,18 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     start: int
     nbytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     block: int
     sums: Any  # an array, in which those of this chunk begin at `first_sum`
     first_sum: int
     codec: int = 0
     frames: Any = None  # with a codec: an array of the stored bytes of each block, from `first_frame` on
     first_frame: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return itemsize_of(self.dtype)
 
 
 class Span(msgspec.Struct, frozen=True):

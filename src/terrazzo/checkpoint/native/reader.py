@@ -63,7 +63,9 @@ class Reading:
         )
 
     def _overlap_of(self, item: ReadItem) -> Overlap:
-        number, chunk = self.index.chunk_at(item.storage_index)
+        index = item.storage_index
+        offset = None if index.offset is None else tuple(index.offset)
+        number, chunk = self.index.chunk_at(index.fqn, offset, index.index)
         return Overlap(number, chunk, tuple(item.storage_offsets), tuple(item.dest_offsets), tuple(item.lengths))
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.native.codec import decode_frame
-from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.memory import bytes_of
@@ -102,7 +102,10 @@ class Requests:
                     continue
                 if run.staged is not None:
                     target = filling.target if run.part is None else filling.target[run.part.slices()]
-                    as_bytes(target).copy_(as_bytes(run.staged))
+                    if target.dtype in OPAQUE or run.staged.dtype in OPAQUE:
+                        as_bytes(target).copy_(as_bytes(run.staged))
+                    else:
+                        target.copy_(run.staged)
                 filling.left -= 1
                 if filling.left == 0:
                     if not filling.target.is_inference():  # which count nothing
@@ -113,7 +116,7 @@ class Requests:
 
     def read_bytes(self, chunk: StoredChunk) -> bytes:
         """All bytes of a chunk of one dim."""
-        data = torch.empty(chunk.shape, dtype=chunk.dtype)
+        data = torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
         for _ in self.read([Wanted(chunk, (0,) * len(chunk.shape), chunk.shape, Filling(data, None))]):
             pass
         return bytes(bytes_of(data))
@@ -158,7 +161,7 @@ class Requests:
             if (
                 len(places) == 1
                 and first.in_one_run
-                and target.dtype == chunk.dtype
+                and target.dtype == dtype_from_name(chunk.dtype)
                 and target.is_cpu
                 and target.is_contiguous()
             ):
@@ -226,7 +229,7 @@ class Requests:
         if found is None:
             bounded, block = bool(block), block or (chunk.block if self._verify else 1)
             limit = max(self._staged_limit, _WINDOW)
-            itemsize, box = chunk.dtype.itemsize, Box(tuple(offsets), tuple(lengths))
+            itemsize, box = chunk.itemsize, Box(tuple(offsets), tuple(lengths))
             found = spans(
                 box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit, bounded=bounded
             )
@@ -274,7 +277,8 @@ class Requests:
     def _request(self, runs: list[_Run]) -> Request:
         buffers = []
         buffer, used = None, 0
-        room = sum(run.nbytes + _ALIGNMENT for run in runs if run.memory is None)
+        room = sum([run.nbytes + _ALIGNMENT for run in runs if run.memory is None])
+        views: dict[str, torch.Tensor] = {}  # the buffer as elements of a dtype
         if room:
             buffer = self._buffer(room)
             memory = bytes_of(buffer)
@@ -285,7 +289,10 @@ class Requests:
             end = run.start + run.nbytes
             if run.memory is None and buffer is not None and run.chunk is not None and run.span is not None:
                 run.memory = memory[used : used + run.nbytes]
-                run.staged = _elements(buffer, used, run.span, run.chunk.dtype)
+                view = views.get(run.chunk.dtype)
+                if view is None:
+                    view = views[run.chunk.dtype] = _as_elements(buffer, run.chunk.dtype)
+                run.staged = _elements(view, used, run.span, run.chunk.itemsize)
                 used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
             assert run.memory is not None
             buffers.append(run.memory)
@@ -342,12 +349,16 @@ def _decompress(run: _Run) -> None:
     memory, at, position = bytes_of(raw), 0, 0
     for size in run.frames.tolist():
         nbytes = min(chunk.block, span.high - span.low - position)
-        memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.dtype.itemsize)
+        memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
-    run.staged = _elements(raw, 0, span, chunk.dtype)
+    run.staged = _elements(_as_elements(raw, chunk.dtype), 0, span, chunk.itemsize)
 
 
-def _elements(buffer: torch.Tensor, start: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of a span whose bytes are in a buffer, from `start` on."""
-    whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype)
-    return whole.as_strided(span.geometry.lengths, span.geometry.strides, (start + span.first) // dtype.itemsize)
+def _as_elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A buffer as elements of a dtype."""
+    return buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype_from_name(dtype))
+
+
+def _elements(whole: torch.Tensor, start: int, span: Span, itemsize: int) -> torch.Tensor:
+    """The elements of a span whose bytes are in a buffer, from byte `start` on."""
+    return whole.as_strided(span.geometry.lengths, span.geometry.strides, (start + span.first) // itemsize)

@@ -69,7 +69,7 @@ def find_unchanged(
 
 
 def _is_same(chunk: Chunk, stored: StoredChunk, data_of: Callable[[Any], Any], buffer_bytes: int) -> bool:
-    alike = (chunk.dtype, chunk.nbytes, chunk.block, chunk.codec) == (
+    alike = (chunk.entry.dtype, chunk.nbytes, chunk.block, chunk.codec) == (
         stored.dtype,
         stored.nbytes,
         stored.block,

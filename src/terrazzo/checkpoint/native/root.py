@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from terrazzo.checkpoint.native.chunks import Chunks, ChunkTable, GridChunks
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import MAGIC, checksum
 from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.manifest import (
@@ -109,15 +107,14 @@ class Root:
     def _check_references(self) -> None:
         head = self.head
         layouts, owners = len(head.layouts), len(head.owners)
-        checked: set[tuple[int, int, tuple[int, ...]]] = set()  # many tensors have the same
-        for tensor in head.tensors:
-            about = (tensor.layout, tensor.owners, tensor.shape)
-            if about in checked:
-                continue
-            checked.add(about)
-            if not (0 <= tensor.layout < layouts and 0 <= tensor.owners < owners):
-                raise CheckpointCorruptError(f"{self.source}: {tensor.name!r} refers to a layout that is not there")
-            check_shape(tensor.name, tensor.shape, self.source)
+        numbers = {tensor.layout for tensor in head.tensors}, {tensor.owners for tensor in head.tensors}
+        for used, there in zip(numbers, (layouts, owners), strict=True):
+            if used and not 0 <= min(used) <= max(used) < there:
+                wrong = next(t for t in head.tensors if not (0 <= t.layout < layouts and 0 <= t.owners < owners))
+                raise CheckpointCorruptError(f"{self.source}: {wrong.name!r} refers to a layout that is not there")
+        names = {tensor.shape: tensor.name for tensor in head.tensors}  # many tensors have the same shape
+        for shape, name in names.items():
+            check_shape(name, shape, self.source)
         check_objects(head.objects, self.source)
         check_paths(head.paths, len(head.tensors) + len(head.objects), self.source)
         for part in head.parts:
@@ -161,10 +158,10 @@ class Root:
         order = np.argsort(hashes)
         return hashes[order], order
 
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...], Chunks]:
-        """The dtype, the shape and the chunks of a tensor."""
+    def describe(self, name: str) -> tuple[str, tuple[int, ...], Chunks]:
+        """The dtype's name, the shape and the chunks of a tensor."""
         tensor = self.tensors[name]
-        return self.dtype(tensor), tensor.shape, self.chunks(tensor)
+        return tensor.dtype, tensor.shape, self.chunks(tensor)
 
     @cached_property
     def names(self) -> dict[str, int]:
@@ -209,15 +206,6 @@ class Root:
                 raise CheckpointCorruptError(f"{self.source}: a chunk is said to be in a part that is not there")
             tables.append(table)
         return tables
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes whose names have been met."""
-        return {}
-
-    def dtype(self, tensor: StoredTensor) -> torch.dtype:
-        """The dtype of a tensor; an unknown one costs that tensor only."""
-        return dtype_from_name(tensor.dtype)
 
 
 def part_files(part: PartEntry) -> list[str]:

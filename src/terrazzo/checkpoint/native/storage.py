@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
-from terrazzo.checkpoint.native.cleaning import decode_manifest, read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.cleaning import committed_manifest, decode_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
@@ -35,7 +35,7 @@ from terrazzo.checkpoint.native.writer import (
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
-from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointError, CheckpointExistsError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 # A subclass that changes one of these sees PyTorch's plans.
@@ -230,12 +230,7 @@ class NativeReader(StorageReader):
         _check_location(self, self.store, checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        try:
-            self._manifest = read_manifest(self.store)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"there is no committed checkpoint at {self.store.location} (no {MANIFEST})"
-            ) from error
+        self._manifest = committed_manifest(self.store)
         return self._described()
 
     def load_side(self) -> NativeReader:
@@ -310,7 +305,7 @@ class NativeReader(StorageReader):
         return self._reading
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each tensor: for dtype, shape, the boxes of its chunks and the checksums of their bytes."""
+        """What stands for each value: see `Checkpoint.digests`."""
         if self._manifest is None:
             self.read_metadata()
         if not isinstance(self._manifest, Root):
@@ -320,12 +315,7 @@ class NativeReader(StorageReader):
     def _value(self, reading: Reading, name: str, allow_pickle: bool) -> io.BytesIO:
         """A value that is not a tensor, as the bytes that planners are given."""
         kind, payload = reading.read_object(name)
-        if kind != TYPED:
-            return io.BytesIO(payload)
-        try:
-            return objects.ObjectBytes(objects.decode(payload, allow_pickle=allow_pickle), payload)
-        except CheckpointError as error:
-            raise type(error)(f"{name!r}: {error}") from error
+        return objects.received(name, kind == TYPED, payload, allow_pickle)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

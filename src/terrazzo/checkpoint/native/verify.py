@@ -102,11 +102,12 @@ def _stored(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> di
     for part, entry in enumerate(manifest.head.parts):
         try:
             rows, numbers, places = indexes.rows_of(part)
-            np.add.at(elements, places, indexes.sizes_of(part, rows, numbers, places))
+            tensors = [manifest.head.tensors[place] for place in places.tolist()]
+            np.add.at(elements, places, indexes.sizes_of(part, rows, numbers, tensors))
         except (CheckpointError, OSError) as error:
             damage.append(Damage(entry.index_file or MANIFEST, str(error)))
             continue
-        names = [manifest.head.tensors[place].name for place in places.tolist()]
+        names = [tensor.name for tensor in tensors]
         files = rows.files[numbers]
         for file in np.unique(files).tolist():
             chosen = np.nonzero(files == file)[0]

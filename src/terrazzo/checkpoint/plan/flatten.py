@@ -27,8 +27,8 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
     """
     flat: STATE_DICT_TYPE = {}
     paths: FLATTEN_MAPPING = {}
-    for path, value in _leaves((), state_dict):
-        name = ".".join(map(str, path))
+    for path, value in _leaves((), state_dict, {}):
+        name = path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
         if name in flat:
             raise CheckpointError(
                 f"two values of the state dict have the name {name!r}: "
@@ -39,18 +39,23 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
     return flat, paths
 
 
-def _leaves(path: OBJ_PATH, value: Any) -> Iterator[tuple[OBJ_PATH, Any]]:
+def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool]) -> Iterator[tuple[OBJ_PATH, Any]]:
+    """The values that are not walked; `simple` remembers of which types none is."""
     if isinstance(value, Mapping):
         if value or not path:
             for key, item in value.items():
-                if isinstance(item, torch.Tensor):  # most are, and are leaves
+                kind = type(item)
+                leaf = simple.get(kind)
+                if leaf is None:
+                    leaf = simple[kind] = not issubclass(kind, (Mapping, list)) and item.__class__ is kind
+                if leaf:
                     yield (*path, key), item
                 else:
-                    yield from _leaves((*path, key), item)
+                    yield from _leaves((*path, key), item, simple)
             return
     elif isinstance(value, list) and _is_walked(value):
         for index, item in enumerate(value):
-            yield from _leaves((*path, index), item)
+            yield from _leaves((*path, index), item, simple)
         return
     yield path, value
 
@@ -76,6 +81,9 @@ def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN
     """
     stored: FLATTEN_MAPPING = {}
     for name, path in paths.items():
+        if len(path) == 1:
+            stored[name] = (str(path[0]),)
+            continue
         container: Any = nested
         keys = []
         for key in path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,11 +24,15 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
     is_tensor_entry,
 )
-from terrazzo.checkpoint.native.chunks import Overlap, Overlaps
+from terrazzo.checkpoint.native.chunk_list import table_of
+from terrazzo.checkpoint.native.chunks import Overlap
+from terrazzo.checkpoint.native.contents import ManifestEntries
 from terrazzo.checkpoint.native.dtypes import is_lossless
 from terrazzo.checkpoint.native.objects import value_of
+from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
+from terrazzo.checkpoint.plan.from_root import RootTargets
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -151,12 +155,18 @@ class DefaultLoadPlanner(LoadPlanner):
             raise CheckpointError("the planner was set up without the checkpoint's metadata")
         stored = self.metadata.state_dict_metadata
         self._kept = []
-        self._before = {n: value for n, value in self.state_dict.items() if n not in self._materialised}
+        self._before = dict(self.state_dict)
+        for name in self._materialised:
+            del self._before[name]
         faults = _Faults([], [])
         targets: list[Target] = []
         values: list[Value] = []
-        view, overlaps = Viewer().view, Overlaps()
+        viewer, overlaps = Viewer(), Overlaps()
+        root = stored.root if isinstance(stored, ManifestEntries) else None
+        add_of_root = None if root is None else RootTargets(root, viewer, overlaps).add
         for name, value in self.state_dict.items():
+            if add_of_root is not None and add_of_root(name, value, targets):
+                continue
             entry = stored.get(name)
             source: str | None = name
             if entry is None or type(value) is PerRank:  # most values are stored under their own names
@@ -183,10 +193,10 @@ class DefaultLoadPlanner(LoadPlanner):
                 if fault is not None:
                     faults.mismatched.append(f"{name}: {fault}")
                     continue
-                for number, (box, tensor) in enumerate(local_chunks(name, value, view).chunks):
+                for number, (box, tensor) in enumerate(local_chunks(name, value, viewer.view).chunks):
                     parts = _parts(source, box, entry, overlaps)
                     targets.append(Target(name, source, tensor, box, parts, number))
-        self._report(faults, len(stored))
+        self._report(faults, stored)
         return ReadPlan(targets, values)
 
     def _stored_name(self, name: str, value: Any, stored: Any) -> str | None:
@@ -208,7 +218,7 @@ class DefaultLoadPlanner(LoadPlanner):
             return f"{dtype} does not hold every value of the checkpoint's {stored} (see allow_lossy_dtype)"
         return None
 
-    def _report(self, faults: _Faults, stored: int) -> None:
+    def _report(self, faults: _Faults, stored: Mapping[str, Any]) -> None:
         self.missing = tuple(faults.missing)
         lines = [f"{name}: not in the checkpoint" for name in faults.missing] if not self.allow_partial_load else []
         lines += faults.mismatched
@@ -216,7 +226,7 @@ class DefaultLoadPlanner(LoadPlanner):
             more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
             raise CheckpointMismatchError(
                 f"{len(lines)} of {len(self.state_dict)} values of the state dict do not fit the checkpoint "
-                f"(which has {stored}); nothing was loaded:\n  " + "\n  ".join(lines[:_NAMED]) + more,
+                f"(which has {len(stored)}); nothing was loaded:\n  " + "\n  ".join(lines[:_NAMED]) + more,
                 missing=self.missing,
                 mismatched=tuple(faults.mismatched),
             )
@@ -295,13 +305,7 @@ def read_items(
 
 
 def _parts(source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps) -> tuple[Overlap, ...]:
-    coverage = overlaps.of(entry.chunks, box)
-    if coverage.missing:
-        raise CheckpointError(
-            f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
-            f"which is incomplete"
-        )
-    return coverage.parts
+    return complete_parts(source, box, overlaps.of(table_of(entry.chunks), box))
 
 
 def items_of(dest_index: MetadataIndex, source: str, parts: Sequence[Overlap]) -> list[ReadItem]:

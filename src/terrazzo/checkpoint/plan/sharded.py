@@ -60,38 +60,52 @@ class Viewer:
     def __init__(self) -> None:
         # By kind, mesh and placements: who holds the same, and this rank's box of tensors of each shape.
         self._groups: dict[tuple[type[Any], int, tuple[Any, ...]], tuple[Holders, dict[torch.Size, Box]]] = {}
+        self._last: tuple[type[Any], Any, Any, tuple[Holders, dict[torch.Size, Box]]] | None = None
+        self._others: set[type[Any]] = set()  # kinds that are not PyTorch's ShardedTensor
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
-        if interop.is_sharded_tensor_type(type(value)):
-            return self._view_shards(name, value, interop.local_shards(value), None)
+        kind = type(value)
+        if kind not in self._others:
+            if interop.is_sharded_tensor_type(kind):
+                return self._view_shards(name, value, interop.local_shards(value), None)
+            self._others.add(kind)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
-        placements, size = tuple(value.placements), value.size()
-        key = (type(value), id(mesh), placements)
+        placements, size = value.placements, value.size()
+        last = self._last
+        if last is not None and last[0] is kind and last[1] is mesh and last[2] is placements:
+            holders, boxes = last[3]
+        else:
+            holders, boxes = self._group(name, kind, mesh, tuple(placements))
+            if type(placements) is tuple:  # which nobody changes
+                self._last = kind, mesh, placements, (holders, boxes)
+        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+        box = boxes.get(size)
+        if box is None:
+            if not holders.ranks:  # this rank is not in the mesh
+                return ShardView(size, value.dtype, (), holders)
+            chunks = value.__create_chunk_list__()
+            if len(chunks) != 1 or 0 in chunks[0].sizes:
+                return self._view_shards(name, value, _shards(name, value), holders)
+            box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+        local = value.to_local()
+        if local.shape == box.lengths and not is_sharded(local):
+            return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
+        return self._view_shards(name, value, _shards(name, value), holders)
+
+    def _group(
+        self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
+    ) -> tuple[Holders, dict[torch.Size, Box]]:
+        """What is the same for all tensors of a kind, mesh and placements."""
+        key = (kind, id(mesh), placements)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _holders_of(name, mesh, placements), {}
-        holders, boxes = group
-        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
-        box = boxes.get(size)
-        if box is not None:
-            local = value.to_local()
-            if local.shape == box.lengths and not is_sharded(local):
-                return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
-        if not holders.ranks:  # this rank is not in the mesh
-            return ShardView(size, value.dtype, (), holders)
-        shards = _shards(name, value)
-        if len(shards) == 1 and not shards[0][0].is_empty:
-            boxes[size] = shards[0][0]
-        return self._view_shards(name, value, shards, holders)
+        return group
 
     def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
-        if len(shards) == 1:  # most often
-            box, local = shards[0]
-            if local.shape == box.lengths and not box.is_empty and not is_sharded(local):
-                return ShardView(value.size(), value.dtype, ((box, _detached(local)),), holders)
         chunks: list[tuple[Box, torch.Tensor]] = []
         for box, local in shards:
             if is_sharded(local):  # FSDP over tensor parallelism, as PyTorch 1 nests it

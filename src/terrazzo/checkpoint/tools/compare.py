@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import torch
 
+from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.objects import encode
-from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor, in_order
+from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
 from terrazzo.errors import UnsupportedValueError
 
 _WINDOW: Final = 8 << 20  # bytes that are compared at a time
@@ -47,7 +48,7 @@ def compare(
 ) -> Iterator[Difference]:
     """All differences, in the order of names.  Numbers within `tolerance` are equal, and nan equals nan.
 
-    `progress` hears of the bytes of `one` as they are compared.  Tensors of terrazzo's own format whose checksums are
+    `progress` hears of the bytes of `one` as they are compared.  Values of terrazzo's own format whose checksums are
     equal had the same bytes when they were saved, and are not read; whether they still have is what `verify` says.
 
     >>> import tempfile

@@ -1,50 +1,76 @@
-"""What commands and the viewer say of a checkpoint and its values, read from its table of contents alone."""
+"""What a checkpoint of any format holds, by its reader."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
+from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.listing import about_save
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.tools.lazy import Checkpoint
+from terrazzo.checkpoint.native.torch_numbers import listed
+from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
+from terrazzo.layout.box import Box
 
 
-def about(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the manifest says of the save as a whole, where there is one."""
-    manifest = checkpoint.metadata.storage_data
-    if not isinstance(manifest, (Manifest, Root)):
-        return {}
-    head = manifest.head
-    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
-
-
-def row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """A value: what it is, and how large.
+class ReaderListing(Listing):
+    """The table of contents of a checkpoint that has been opened.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
     >>> path = tempfile.mkdtemp()
     >>> _ = save({"w": torch.zeros(3, 4)}, checkpoint_id=path)
-    >>> row(Checkpoint(path), "w")
-    {'name': 'w', 'dtype': 'float32', 'shape': [3, 4], 'bytes': 48, 'parts': 1}
+    >>> ReaderListing(Checkpoint(path)).entries["w"]
+    Entry(dtype='float32', shape=(3, 4), nbytes=48, parts=1)
     """
-    entry = checkpoint.metadata.state_dict_metadata[name]
-    if not isinstance(entry, TensorStorageMetadata):
-        return {"name": name, "dtype": None, "shape": None, "bytes": None, "parts": None}
-    return {
-        "name": name,
-        "dtype": str(entry.properties.dtype).removeprefix("torch."),
-        "shape": list(entry.size),
-        "bytes": checkpoint.nbytes(name),
-        "parts": len(entry.chunks),
-    }
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
 
-def files_of(checkpoint: Checkpoint, name: str) -> list[str | None]:
-    """The file of each chunk of a tensor; None where the format does not say."""
-    manifest = checkpoint.metadata.storage_data
-    if isinstance(manifest, (Manifest, Root)):
-        return list(manifest.files_of(name))
-    tensor = checkpoint.tensor(name)
-    return [None] * (0 if tensor is None else tensor.parts)
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        said: dict[int, Entry] = {}  # by what the reader says, of which many names share one
+        found: dict[str, Entry] = {}
+        for name, about in dict(self._checkpoint.metadata.state_dict_metadata.items()).items():
+            entry = said.get(id(about))
+            if entry is None:
+                entry = said[id(about)] = self._entry(about)
+            found[name] = entry
+        return found
+
+    def _entry(self, about: Any) -> Entry:
+        if not isinstance(about, TensorStorageMetadata):
+            return Entry()
+        dtype = about.properties.dtype
+        nbytes = about.size.numel() * dtype.itemsize
+        return Entry(str(dtype).removeprefix("torch."), tuple(about.size), nbytes, len(about.chunks))
+
+    def about(self) -> dict[str, Any]:
+        manifest = self._checkpoint.metadata.storage_data
+        return about_save(manifest) if isinstance(manifest, (Manifest, Root)) else {}
+
+    def boxes_of(self, name: str) -> list[Box]:
+        return self._tensor(name).chunks
+
+    def files_of(self, name: str) -> list[str | None]:
+        manifest = self._checkpoint.metadata.storage_data
+        if isinstance(manifest, (Manifest, Root)):
+            return list(manifest.files_of(name))
+        return [None] * self._tensor(name).parts
+
+    def first(self, name: str, count: int) -> list[Any]:
+        tensor = self._tensor(name)
+        return [] if 0 in tensor.shape else listed(tensor.read(corner(tuple(tensor.shape), count)))
+
+    def value(self, name: str) -> Any:
+        return self._checkpoint[name]
+
+    def digests(self) -> dict[str, bytes]:
+        return self._checkpoint.digests()
+
+    def _tensor(self, name: str) -> LazyTensor:
+        tensor: LazyTensor = self._checkpoint[name]
+        return tensor

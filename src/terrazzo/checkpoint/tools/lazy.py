@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from terrazzo.checkpoint.native.chunks import Overlaps
 from terrazzo.checkpoint.native.objects import value_of
+from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.plan.load_planner import read_items
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
@@ -28,7 +29,6 @@ from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html
 
-_LONGEST_NUMBER: Final = 20  # digits
 _SHOWN: Final = 50  # values in a notebook
 
 
@@ -123,9 +123,10 @@ class Checkpoint(Mapping[str, Any]):
         return nested
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each tensor, where that is known without reading it.
+        """What stands for each value, where that is known without reading it.
 
-        Tensors with the same digests had the same dtype, shape and bytes when they were saved.
+        Tensors with the same digests had the same dtype, shape and bytes when they were saved, and other values the
+        same bytes.
         """
         digests = getattr(self._reader, "digests", None)
         return {} if digests is None else digests()
@@ -274,18 +275,3 @@ class _Catcher(ReadingPlanner):
         if target.shape == read_item.lengths:
             return target
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Names sorted as people sort: `layers.2` before `layers.10`."""
-    parts = _Ordered()
-    return sorted(names, key=lambda name: [*map(parts.__getitem__, name.split("."))])
-
-
-class _Ordered(dict[str, tuple[bool, int | str]]):
-    """Parts of names as what they are ordered by: numbers come first, by their size.  Names share most parts."""
-
-    def __missing__(self, part: str) -> tuple[bool, int | str]:
-        is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER
-        found = self[part] = (not is_number, int(part) if is_number else part)
-        return found

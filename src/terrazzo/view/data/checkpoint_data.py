@@ -10,11 +10,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint.listing import Entry, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from terrazzo.checkpoint.native.chunk_list import table_of
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.tools.describe import about, files_of, row
-from terrazzo.checkpoint.tools.lazy import in_order
+from terrazzo.checkpoint.tools.describe import ReaderListing
 from terrazzo.view.data.numbers import or_none
 
 _LISTED: Final = 4096  # parts of a tensor that are listed one by one
@@ -33,6 +34,7 @@ def checkpoint_data(checkpoint: Checkpoint, title: str) -> dict[str, Any]:
     """
     entries = dict(checkpoint.metadata.state_dict_metadata.items())
     names = in_order(entries)
+    listing = ReaderListing(checkpoint)
     kinds, owners, files = _Numbered(), _Numbered(), _Numbered()
     known: dict[int, int] = {}  # kinds by entry, of which many names share one
     kind, owner = [], []
@@ -40,10 +42,10 @@ def checkpoint_data(checkpoint: Checkpoint, title: str) -> dict[str, Any]:
         entry = entries[name]
         number = known.get(id(entry))
         if number is None:
-            number = known[id(entry)] = kinds.of(*_kind(checkpoint, name, entry))
+            number = known[id(entry)] = kinds.of(*_kind(listing.entries[name], entry))
         kind.append(number)
-        owner.append(_owner(checkpoint, name, entry, owners, files))
-    said = about(checkpoint)
+        owner.append(_owner(checkpoint, listing, name, entry, owners, files))
+    said = listing.about()
     return {
         "kind_of_page": "checkpoint",
         "title": title,
@@ -81,25 +83,27 @@ class _Numbered:
         return number
 
 
-def _kind(checkpoint: Checkpoint, name: str, entry: Any) -> tuple[Hashable, dict[str, Any]]:
-    about_it = row(checkpoint, name)
+def _kind(listed: Entry, entry: Any) -> tuple[Hashable, dict[str, Any]]:
+    about_it = listed.row("")
     del about_it["name"]
     if not isinstance(entry, TensorStorageMetadata):
         return None, about_it | {"cut": None}
-    identity = entry.chunks.identity() if isinstance(entry.chunks, Chunks) else id(entry)
+    table = table_of(entry.chunks)
+    identity = table.identity() if isinstance(table, Chunks) else id(entry)
     return (about_it["dtype"], tuple(entry.size), identity), about_it | {"cut": _cut(entry.chunks)}
 
 
 def _cut(chunks: Sequence[ChunkStorageMetadata]) -> dict[str, Any] | None:
     """How a tensor is cut: at multiples of steps, or into these boxes; None if there are too many to list."""
-    if isinstance(chunks, GridChunks):
-        return {"steps": list(chunks.steps)}
+    table = table_of(chunks)
+    if isinstance(table, GridChunks):
+        return {"steps": list(table.steps)}
     if len(chunks) > _LISTED:
         return None
     return {"boxes": [[list(chunk.offsets), list(chunk.sizes)] for chunk in chunks]}
 
 
-def _owner(checkpoint: Checkpoint, name: str, entry: Any, owners: _Numbered, files: _Numbered) -> int:
+def _owner(checkpoint: Checkpoint, listing: Listing, name: str, entry: Any, owners: _Numbered, files: _Numbered) -> int:
     """The number of the list that says, for each part of a tensor, which rank saved it, or else in which file it is;
     -1 if nothing is known."""
     if not isinstance(entry, TensorStorageMetadata):
@@ -114,7 +118,7 @@ def _owner(checkpoint: Checkpoint, name: str, entry: Any, owners: _Numbered, fil
             for rank, part in enumerate(manifest.head.parts):
                 files.of(rank, part.files[0].name if part.files else part.index_file)
         return owners.of(stored.owners, manifest.owner_tables[stored.owners].tolist())
-    found = [name for name in files_of(checkpoint, name) if name is not None]
+    found = [name for name in listing.files_of(name) if name is not None]
     if not found:
         return -1
     numbers = [files.of(file, file) for file in found]

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.checkpoint.tools.describe import row
+from terrazzo.checkpoint.tools.describe import ReaderListing
 from terrazzo.view.data.numbers import plain
 
 
@@ -31,11 +31,12 @@ def diff_data(
     ([('w', 3, 1.0)], 1)
     """
     rows = []
+    a, b = ReaderListing(one).entries, ReaderListing(other).entries
     for found in compare(one, other, tolerance=tolerance, progress=progress):
-        holder = one if found.name in one else other
+        entry = a[found.name] if found.name in a else b[found.name]
         rows.append(
             {
-                **row(holder, found.name),
+                **entry.row(found.name),
                 "what": found.what,
                 "differing": found.differing,
                 "elements": found.elements,

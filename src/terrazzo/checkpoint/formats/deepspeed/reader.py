@@ -15,7 +15,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import Contents
 from terrazzo.checkpoint.formats.deepspeed.tensors import Readable
 from terrazzo.checkpoint.formats.deepspeed.universal import is_universal, read_universal
 from terrazzo.checkpoint.formats.deepspeed.zero import read_partitioned
-from terrazzo.checkpoint.formats.format import ItemReader
+from terrazzo.checkpoint.formats.item_reader import ItemReader
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,

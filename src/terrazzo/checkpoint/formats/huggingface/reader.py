@@ -24,6 +24,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
@@ -233,7 +234,7 @@ class HuggingFaceReader(StorageReader):
             files = " and ".join(sorted({part.stored.file.name for part in parts}))
             raise CheckpointCorruptError(f"{self.place}: {name!r} is in {files}, and no index says which one counts")
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.stored.shape)) for part in parts]
-        return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(size), chunks)
+        return TensorStorageMetadata(TensorProperties(dtype_from_name(first.dtype)), torch.Size(size), chunks)
 
     # -------------------------------------------------------------- reading it
 
@@ -249,7 +250,7 @@ class HuggingFaceReader(StorageReader):
 
         def read(name: str, box: Box) -> torch.Tensor:
             (part,) = self._parts[name]
-            values = torch.empty(box.lengths, dtype=part.stored.dtype)
+            values = torch.empty(box.lengths, dtype=dtype_from_name(part.stored.dtype))
             for _ in requests.read([Wanted(part.stored, box.offsets, box.lengths, Filling(values, None))]):
                 pass
             return values
@@ -263,7 +264,7 @@ def _stored(name: str, file: FileEntry, tensor: Strided) -> StoredChunk:
     nbytes = tensor.dtype.itemsize
     for length in tensor.shape:
         nbytes *= length
-    return StoredChunk(name, file, tensor.start, nbytes, tensor.shape, tensor.dtype, 1, None, 0)
+    return StoredChunk(name, file, tensor.start, nbytes, tensor.shape, dtype_name(tensor.dtype), 1, None, 0)
 
 
 def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,41 @@
+"""Packages that import the modules of their names when these are asked for (PEP 562).
+
+What is written without tensors, as looking at a checkpoint's table of contents, should not wait for PyTorch; so a
+package on its way imports nothing that it does not need itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def late(
+    package: str, names: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package: `names` are those of each of its modules.
+
+    The modules themselves (and `modules` beside them) are attributes too, as they are once they have been imported.
+
+    >>> get, names = late("terrazzo.layout", {"box": ["Box"]})
+    >>> get("Box").__name__, get("box").__name__
+    ('Box', 'terrazzo.layout.box')
+    """
+    places = {name: module for module, found in names.items() for name in found}
+    inner = {module.partition(".")[0] for module in (*names, *modules)}
+
+    def get(name: str) -> Any:
+        if name in places:
+            value = getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+            setattr(sys.modules[package], name, value)  # from now on it is found at once
+            return value
+        if name in inner:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names_of_package() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places, *inner})
+
+    return get, names_of_package

@@ -1,0 +1,99 @@
+"""What a checkpoint holds, said without tensors: for looking at it, where PyTorch is not needed."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from terrazzo.layout.box import Box
+
+_LONGEST_NUMBER: Final = 20  # digits
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a checkpoint; of a value that is none, nothing is known.
+
+    `parts` is in how many boxes the tensor is stored.
+    """
+
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    nbytes: int | None = None
+    parts: int | None = None
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The same as commands and pages print it.
+
+        >>> Entry("float32", (3, 4), 48, 1).row("w")
+        {'name': 'w', 'dtype': 'float32', 'shape': [3, 4], 'bytes': 48, 'parts': 1}
+        """
+        shape = None if self.shape is None else list(self.shape)
+        return {"name": name, "dtype": self.dtype, "shape": shape, "bytes": self.nbytes, "parts": self.parts}
+
+
+class Listing(abc.ABC):
+    """The table of contents of a checkpoint, and what little of its values is shown with it."""
+
+    @property
+    @abc.abstractmethod
+    def entries(self) -> Mapping[str, Entry]:
+        """What there is under each name; names of tensors that are alike share one entry."""
+
+    def entry(self, name: str) -> Entry | None:
+        """What there is under a name; None if there is nothing."""
+        return self.entries.get(name)
+
+    @abc.abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What is known of the save as a whole."""
+
+    @abc.abstractmethod
+    def boxes_of(self, name: str) -> list[Box]:
+        """The boxes in which a tensor is stored."""
+
+    @abc.abstractmethod
+    def files_of(self, name: str) -> list[str | None]:
+        """The file of each of these boxes; None where the format does not say."""
+
+    @abc.abstractmethod
+    def first(self, name: str, count: int) -> list[Any]:
+        """The first numbers of a tensor's first row, or less if it is shorter; complex ones as text."""
+
+    @abc.abstractmethod
+    def value(self, name: str) -> Any:
+        """A value that is not a tensor."""
+
+    @abc.abstractmethod
+    def digests(self) -> dict[str, bytes]:
+        """What stands for each value, where that is known without reading it: see `Checkpoint.digests`."""
+
+    def total_bytes(self, names: Container[str] | None = None) -> int:
+        """The bytes of all tensors together, or of those with these names."""
+        return sum(entry.nbytes or 0 for name, entry in self.entries.items() if names is None or name in names)
+
+
+def corner(shape: tuple[int, ...], count: int) -> Box:
+    """The first elements, of the first row.
+
+    >>> corner((4, 3), 8)
+    Box(offsets=(0, 0), lengths=(1, 3))
+    """
+    return Box((0,) * len(shape), (*(1 for _ in shape[:-1]), *(min(n, count) for n in shape[-1:])))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names sorted as people sort: `layers.2` before `layers.10`."""
+    parts = _Ordered()
+    return sorted(names, key=lambda name: [*map(parts.__getitem__, name.split("."))])
+
+
+class _Ordered(dict[str, tuple[bool, int | str]]):
+    """Parts of names as what they are ordered by: numbers come first, by their size.  Names share most parts."""
+
+    def __missing__(self, part: str) -> tuple[bool, int | str]:
+        is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER
+        found = self[part] = (not is_number, int(part) if is_number else part)
+        return found

@@ -1,0 +1,121 @@
+"""What a checkpoint of the native format holds, from its root and its indexes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from typing import Any, Final
+
+import msgspec
+
+from terrazzo.checkpoint.listing import Entry, Listing, corner
+from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native.chunk_index import ChunkIndex
+from terrazzo.checkpoint.native.chunks import Chunks, Overlap
+from terrazzo.checkpoint.native.cleaning import committed_manifest
+from terrazzo.checkpoint.native.dtype_names import itemsize_of
+from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, Manifest
+from terrazzo.checkpoint.native.numbers import numbers_of
+from terrazzo.checkpoint.native.overlaps import Overlaps
+from terrazzo.checkpoint.native.peeking import box_of_chunk
+from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.stores.base import Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointError
+from terrazzo.layout.box import Box
+
+_OBJECT: Final = Entry()
+
+
+def about_save(manifest: Manifest | Root) -> dict[str, Any]:
+    """What a manifest says of the save as a whole."""
+    head = manifest.head
+    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    source: str
+    parts: tuple[Overlap, ...]
+
+
+class NativeListing(Listing):
+    """The table of contents of the checkpoint in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.manifest: Manifest | Root = committed_manifest(store)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        manifest = self.manifest
+        if isinstance(manifest, Manifest):
+            return {name: self._entry(name, kind) for name, kind in manifest.names.items()}
+        alike: dict[tuple[str, tuple[int, ...], int], Entry] = {}  # a model has many of each
+        found: dict[str, Entry] = {}
+        for tensor in manifest.head.tensors:
+            if tensor.kind != TENSOR:
+                found[tensor.name] = _OBJECT
+                continue
+            key = (tensor.dtype, tensor.shape, tensor.layout)
+            entry = alike.get(key)
+            if entry is None:
+                entry = alike[key] = _described(tensor.dtype, tensor.shape, manifest.chunks(tensor))
+            found[tensor.name] = entry
+        found.update((value.name, _OBJECT) for value in manifest.head.objects)
+        return found
+
+    def entry(self, name: str) -> Entry | None:
+        kind = self.manifest.names.get(name)
+        return None if kind is None else self._entry(name, kind)
+
+    def _entry(self, name: str, kind: int) -> Entry:
+        return _described(*self.manifest.describe(name)) if kind == TENSOR else _OBJECT
+
+    def about(self) -> dict[str, Any]:
+        return about_save(self.manifest)
+
+    def boxes_of(self, name: str) -> list[Box]:
+        return list(self.manifest.describe(name)[2].boxes())
+
+    def files_of(self, name: str) -> list[str | None]:
+        return list(self.manifest.files_of(name))
+
+    def first(self, name: str, count: int) -> list[Any]:
+        dtype, shape, chunks = self.manifest.describe(name)
+        box = corner(shape, count)
+        if 0 in shape:
+            return []
+        coverage = Overlaps().of(chunks, box)
+        if coverage.missing:
+            raise CheckpointError(f"{name!r}: the first elements are not in the checkpoint, which is incomplete")
+        found: dict[int, bytes] = {}  # by where they are in the row
+        for hit in self._index.find([_Asked(name, coverage.parts)]):
+            data = box_of_chunk(self._store, hit.chunk, Box(tuple(hit.offsets), tuple(hit.lengths)))
+            within = 0 if hit.part is None or not shape else hit.part.offsets[-1]
+            found[(hit.overlap.in_box[-1] if shape else 0) + within] = data.tobytes()
+        return numbers_of(dtype, b"".join(found[place] for place in sorted(found)))
+
+    def value(self, name: str) -> Any:
+        entry = self.manifest.objects.get(name)
+        if entry is not None:
+            kind, data = entry.kind, entry.data
+        else:
+            kind, chunks = self.manifest.names[name], self._index.all_of(name)
+            if kind == TENSOR or len(chunks) != 1:
+                raise CheckpointCorruptError(f"{name!r} is no value that is in one piece")
+            data = box_of_chunk(self._store, chunks[0], Box.whole(chunks[0].shape)).tobytes()
+        stored = objects.received(name, kind == TYPED, data, False)
+        return objects.value_of(name, stored, False, "open it with allow_pickle=True")
+
+    def digests(self) -> dict[str, bytes]:
+        return self._index.digests() if isinstance(self._index, PartIndexes) else {}
+
+    @cached_property
+    def _index(self) -> ChunkIndex | PartIndexes:
+        manifest = self.manifest
+        return ChunkIndex(manifest) if isinstance(manifest, Manifest) else PartIndexes(manifest, self._store)
+
+
+def _described(dtype: str, shape: tuple[int, ...], chunks: Chunks) -> Entry:
+    return Entry(dtype, shape, prod(shape) * itemsize_of(dtype), len(chunks))

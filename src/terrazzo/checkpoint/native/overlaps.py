@@ -1,0 +1,78 @@
+"""Which stored chunks a box needs, and what of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import msgspec
+
+from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
+from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import Box
+
+
+class Coverage(msgspec.Struct, frozen=True, gc=False):
+    """What stored chunks have of a box, and how many of its elements none of them has."""
+
+    parts: tuple[Overlap, ...]
+    missing: int
+
+
+def complete_parts(source: str, box: Box, coverage: Coverage) -> tuple[Overlap, ...]:
+    """The parts that make up a box of the tensor stored as `source`; raises if some of it is missing."""
+    if coverage.missing:
+        raise CheckpointError(
+            f"{source!r}: {coverage.missing} of the {box.numel} elements that are needed are not in the checkpoint, "
+            f"which is incomplete"
+        )
+    return coverage.parts
+
+
+class Overlaps:
+    """Finds overlaps, and remembers them: in a model many tensors have the same shape and are cut the same way."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, dict[Box, Coverage]] = {}
+        # The same by the table itself, which is faster; the table is kept, so that its number stays its own.
+        self._tables: dict[int, tuple[Chunks, dict[Box, Coverage]]] = {}
+
+    def of(self, chunks: Chunks | Sequence[Any], box: Box) -> Coverage:
+        """The chunks that share elements with `box`, and what they share: of a table, or of a list of PyTorch's."""
+        table = self._tables.get(id(chunks))
+        if table is None:
+            if not isinstance(chunks, Chunks):
+                return _overlaps([(number, _box(chunk)) for number, chunk in enumerate(chunks)], box)
+            # Grids that are equal are mostly one object, so what is known of one is not looked for by what it says.
+            fresh: dict[Box, Coverage] = {}
+            if not isinstance(chunks, GridChunks):
+                fresh = self._known.setdefault(chunks.identity(), fresh)
+            table = self._tables[id(chunks)] = chunks, fresh
+        chunks, known = table
+        found = known.get(box)
+        if found is None:
+            number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
+            found = known[box] = _one_chunk(number, box) if number >= 0 else _overlaps(chunks.near(box), box)
+        return found
+
+
+def _box(chunk: Any) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too
+
+
+def _one_chunk(number: int, box: Box) -> Coverage:
+    """What a chunk has of itself."""
+    nowhere = (0,) * len(box.lengths)
+    return Coverage((Overlap(number, box, nowhere, nowhere, box.lengths),), 0)
+
+
+def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:
+    found = []
+    missing = box.numel
+    for number, chunk in chunks:
+        common = chunk.intersect(box)
+        if common is not None:
+            missing -= common.numel
+            in_chunk, in_box = common.relative_to(chunk).offsets, common.relative_to(box).offsets
+            found.append(Overlap(number, chunk, in_chunk, in_box, common.lengths))
+    return Coverage(tuple(found), missing)
