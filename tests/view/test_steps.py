@@ -135,7 +135,7 @@ def check_tensor_parallel(folder: str) -> None:
     found = steps.timeline()
     # A block's output is summed over tp in forward; in backward the gradient of its input, which data has none of.
     # An all-reduce of T bytes among 2 ranks makes each send T.
-    said = [(each.kind, each.axis, each.bytes, each.backward) for each in found.collectives]
+    said = [(each.kind, each.axis, each.nbytes, each.backward) for each in found.collectives]
     nbytes = 4 * 8 * 4
     assert said == [
         ("all_reduce", "tp", nbytes, False),

@@ -56,7 +56,7 @@ class Collective(msgspec.Struct, frozen=True):
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, exchange, broadcast or scatter.
         axis: the mesh dims along which the ranks communicate.
-        bytes: the bytes that a rank sends, on average.
+        nbytes: the bytes that a rank sends, on average.
         begin: when the host started it.
         end: when the host had waited for its result.
         backward: whether backward was running.
@@ -65,7 +65,7 @@ class Collective(msgspec.Struct, frozen=True):
 
     kind: str
     axis: str
-    bytes: int
+    nbytes: int
     begin: float
     end: float
     backward: bool

@@ -156,7 +156,7 @@ class Trace:
                 "dur": (each.end - each.begin) * 1e6,
                 "pid": self._frame.rank,
                 "tid": "collectives",
-                "args": {"bytes": each.bytes},
+                "args": {"bytes": each.nbytes},
             }
             for each in self._program_collectives()
         ]

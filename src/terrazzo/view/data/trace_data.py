@@ -92,7 +92,7 @@ def spans_of(timeline: Timeline) -> list[Span]:
                 found.append(Span("compute", "compute", _names(timeline, used), begin, end, 0, backward))
     for one, names in _with_modules(timeline):
         what, over = _kind(one), f"{names} over {one.axis}" if names else f"over {one.axis}"
-        found.append(Span("collectives", what, over, one.begin, one.end, one.bytes, one.backward))
+        found.append(Span("collectives", what, over, one.begin, one.end, one.nbytes, one.backward))
     return found
 
 
@@ -151,8 +151,8 @@ def moved_bytes(timeline: Timeline) -> dict[tuple[str, str, str], int]:
                 over += ", neighbours"
             found[_names(timeline, each), over, each.kind] += each.bytes
     for one, names in _with_modules(timeline):
-        if one.bytes:
-            found[names or "outside of modules", one.axis, _kind(one)] += one.bytes
+        if one.nbytes:
+            found[names or "outside of modules", one.axis, _kind(one)] += one.nbytes
     return dict(found)
 
 
