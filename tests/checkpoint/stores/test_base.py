@@ -95,5 +95,5 @@ def test_where_files_cannot_be_shared_they_are_written(tmp_path: Path) -> None:
 def test_base_is_for_the_native_format(tmp_path: Path) -> None:
     from terrazzo.checkpoint.formats import DCPWriter
 
-    with pytest.raises(CheckpointError, match="own format"):
+    with pytest.raises(CheckpointError, match="terrazzo's format"):
         save(state(0), storage_writer=DCPWriter(tmp_path), no_dist=True, base=tmp_path)

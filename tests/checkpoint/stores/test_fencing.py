@@ -70,7 +70,7 @@ def test_a_job_that_wakes_up_after_another_has_saved(tmp_path: Path, there_was_o
     planner.wake.set()
     thread.join()
     (error,) = errors
-    assert isinstance(error, ConflictError) and "replaced by somebody else" in str(error)
+    assert isinstance(error, ConflictError) and "replaced by another save" in str(error)
     assert value_at(tmp_path) == 3.0 and verify(tmp_path) == []
     assert len(os.listdir(tmp_path)) == 2  # the loser took its own files away
     save({"w": torch.full((100,), 4.0)}, checkpoint_id=tmp_path)

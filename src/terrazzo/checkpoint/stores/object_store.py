@@ -209,8 +209,8 @@ class ObjectStore(Store):
                 written = self._version_if_ours(key, data)
                 if written is None:
                     raise ConflictError(
-                        f"{self._url}/{key} has been replaced by somebody else since this save began; what they wrote "
-                        f"stays. Have one job save to one place, or save again"
+                        f"{self._url}/{key} was replaced by another save since this one began; the other checkpoint "
+                        f"stays. Let only one job save there, or save again"
                     ) from error
                 return written
             except exceptions.BaseError as error:
