@@ -166,8 +166,8 @@ class Claim:
 
     def _conflict(self, name: str) -> ConflictError:
         return ConflictError(
-            f"{self._store.location}/{name} was replaced by another save since this one began; the other checkpoint stays. "
-            f"Let only one job save there, or save again"
+            f"{self._store.location}/{name} was replaced by another save since this one began; the other checkpoint "
+            f"stays. Let only one job save there, or save again"
         )
 
     def _index_version(self) -> Absent | Version:
