@@ -19,6 +19,14 @@ def test_programs_are_as_on_one_device():
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    (
+        (4,),
+        (
+            "v2 = leaf((2,), 'bfloat16', Shard(0))",
+            "v3 = torch.broadcast_to(v2, (2, -1)).view(torch.int32)",
+            "q = v3.is_contiguous()",
+        ),
+    ),
     ((2,), ("v0 = leaf((8, 3), 'float32', Replicate())", "torch.unsafe_chunk(v0, 1)[0].detach_()")),
     (
         (2,),
