@@ -13,6 +13,9 @@ TRIED_TORCHTITAN := $(VENV)/.tried-torchtitan
 TRIED_RAY := $(VENV)/.tried-ray
 TRIED_KUBEFLOW := $(VENV)/.tried-kubeflow
 
+# Tests and demo start many processes, and without bytecode each compiles the package again (1.5 of 4.5 seconds).
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup deepspeed torchtitan ray kubeflow test long proofs demo docs site wheel try-wheel bench lint types format clean
 
 setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
