@@ -198,6 +198,18 @@ def test_files_for_pytorch_are_written_as_before(tmp_path):
     run_ranks(1, check_files_of_pytorch, str(tmp_path))
 
 
+def test_private_names_of_older_versions_are_found_beside_ours():
+    """That module is PyTorch's shim for an older name, and makes PyTorch's module once more when it is imported."""
+    terrazzo.install()
+    try:
+        module = importlib.import_module("torch.distributed._tensor.experimental._attention")
+        assert module.context_parallel is terrazzo.tensor.experimental.context_parallel
+        assert module._cp_options is not None
+    finally:
+        terrazzo.uninstall()
+    assert module.context_parallel.__module__.startswith("torch.")
+
+
 def test_who_imported_before_is_named(monkeypatch):
     early = type(sys)("an_early_library")
     early.fully_shard = torch.distributed.fsdp.fully_shard

@@ -53,6 +53,7 @@ MODULES: Final[Mapping[str, str]] = {
     "_composable.fsdp.fully_shard": "terrazzo.fsdp",
     "_tensor": "terrazzo.tensor",
     "_tensor.api": "terrazzo.tensor",
+    "_tensor.experimental._attention": "terrazzo.tensor.experimental",
     "_tensor.placement_types": "terrazzo.tensor.placement_types",
     "checkpoint._fsspec_filesystem": "terrazzo.checkpoint._fsspec_filesystem",
     "fsdp._fully_shard": "terrazzo.fsdp",
