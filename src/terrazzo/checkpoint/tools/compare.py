@@ -22,14 +22,14 @@ _TOGETHER: Final = 5000  # names
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A name, and what is not the same under it.
+    """How the values under one name differ.
 
     Attributes:
-        name: of the value.
-        what: in words.
-        differing: of tensors whose shapes and dtypes agree, how many elements differ.
-        elements: how many they have.
-        largest: the largest difference of two elements; 0 where they are no numbers.
+        name: the name of the values.
+        what: the difference, in words.
+        differing: the number of elements that differ, if both are tensors of the same shape and dtype.
+        elements: the number of elements of each tensor.
+        largest: the largest difference of two elements; 0 if the dtype has no arithmetic.
     """
 
     name: str
@@ -48,8 +48,9 @@ def compare(
 ) -> Iterator[Difference]:
     """All differences, in the order of names.  Numbers within `tolerance` are equal, and nan equals nan.
 
-    `progress` hears of the bytes of `one` as they are compared.  Values of terrazzo's own format whose checksums are
-    equal had the same bytes when they were saved, and are not read; whether they still have is what `verify` says.
+    `progress` is called with numbers of bytes of `one`, as they are compared.  In terrazzo's own format, values with
+    equal checksums had the same bytes when they were saved, and are not read; `verify` checks whether they still have
+    them.
 
     >>> import tempfile
     >>> from terrazzo.checkpoint import save
@@ -60,7 +61,7 @@ def compare(
     [Difference(name='step', what='0 and 1')]
     """
     there = other.digests()
-    # What the checksums of what was saved say to be equal needs not be read.
+    # Values with equal checksums need not be read.
     same = {name for name, digest in one.digests().items() if there.get(name) == digest}
     progress(one.total_bytes(same))
     for batch in _batches(one, in_order(name for name in one if name not in same)):
@@ -86,7 +87,7 @@ def compare(
 
 
 def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
-    """The names, so many at a time that their small tensors can be read together."""
+    """The names in batches, whose small tensors are read together."""
     batch: list[str] = []
     nbytes = 0
     for name in names:
@@ -100,7 +101,7 @@ def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 
 
 def _small_in_both(one: Checkpoint, other: Checkpoint, name: str) -> bool:
-    """Whether the name is of tensors that can be compared, and that are small."""
+    """Whether both have a small tensor of this name, of the same shape and dtype."""
     a = one.tensor(name)
     return a is not None and a.nbytes <= _SMALL and _alike(one, other, name)
 
@@ -124,7 +125,7 @@ def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[
 def _difference(
     name: str, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
 ) -> Difference | None:
-    """What differs between two tensors, of which all pieces are given."""
+    """The difference of two tensors, given as pieces; None if they are equal."""
     differing, largest, numel = 0, 0.0, 0
     for left, right in pieces:
         progress(left.nbytes)
