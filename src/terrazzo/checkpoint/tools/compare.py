@@ -29,7 +29,8 @@ class Difference:
         what: the difference, in words.
         differing: the number of elements that differ, if both are tensors of the same shape and dtype.
         elements: the number of elements of each tensor.
-        largest: the largest difference of two elements; 0 if the dtype has no arithmetic.
+        largest: the largest difference of two elements; 0 if the dtype has no arithmetic, nan if all that differ are
+            nan in one of the two.
     """
 
     name: str
@@ -126,7 +127,7 @@ def _difference(
     name: str, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
 ) -> Difference | None:
     """The difference of two tensors, given as pieces; None if they are equal."""
-    differing, largest, numel = 0, 0.0, 0
+    differing, largest, numel, nans = 0, 0.0, 0, 0
     for left, right in pieces:
         progress(left.nbytes)
         numel += left.numel()
@@ -137,15 +138,20 @@ def _difference(
             continue
         wide = torch.complex128 if left.is_complex() else torch.float64
         gap = (left.to(wide) - right.to(wide)).abs().nan_to_num(nan=0.0, posinf=float("inf"))
-        different = (gap > tolerance) | (left.to(wide).isnan() != right.to(wide).isnan())
+        unlike = left.to(wide).isnan() != right.to(wide).isnan()
+        nans += int(unlike.sum())
+        different = (gap > tolerance) | unlike
         if not left.is_floating_point() and not left.is_complex() and tolerance == 0:
             different = left != right  # float64 cannot tell large integers apart
         differing += int(different.sum())
         largest = max(largest, float(gap.max()))
     if not differing:
         return None
-    what = f"{differing} of {numel} elements differ, by up to {largest:g}"
-    return Difference(name, what, differing, numel, largest)
+    what = f"{differing} of {numel} elements differ"
+    if nans == differing:
+        return Difference(name, f"{what}: nan in one of the two", differing, numel, float("nan"))
+    also = f"; in {nans} of them one of the two is nan" if nans else ""
+    return Difference(name, f"{what}, by up to {largest:g}{also}", differing, numel, largest)
 
 
 def _objects(name: str, a: Any, b: Any) -> Difference | None:
