@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 import ranks
+
+TESTS = Path(__file__).parent
+# These take longest. Each is run by one process, so they come first: none is left for the end, when others are done.
+FIRST = (
+    "test_doctests.py", "fsdp/test_proof.py", "tensor/test_sweep.py", "checkpoint/stores/test_s3.py",
+    "tensor/test_compile.py", "checkpoint/stores/test_formats.py", "checkpoint/test_state_dict_parallel.py",
+    "tensor/test_half_precision.py", "tensor/test_gpt.py", "engine/test_pipeline.py",
+)  # fmt: skip
 
 # Time is never asserted: an example may take long on a busy machine.
 hypothesis.settings.register_profile("terrazzo", deadline=None)
@@ -27,12 +36,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [] if proofs else ["proof"] if config.getoption("--long") else ["long", "proof"]
     deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
     config.hook.pytest_deselected(items=[item for item in items if item in deselected])
-    items[:] = [item for item in items if item not in deselected]
+    items[:] = sorted((item for item in items if item not in deselected), key=_turn)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _turn(item: pytest.Item) -> int:
+    file = item.path.relative_to(TESTS).as_posix()
+    return FIRST.index(file) if file in FIRST else len(FIRST)
 
 
 def pytest_collection_finish() -> None:

@@ -90,13 +90,14 @@ def complaints_about(blocks: list[Block]) -> list[str]:
 
 
 def run_page(file: str, folder: str, python: str = sys.executable) -> None:
-    """Run a page's blocks, on a rank; `python` is what `terrazzo` and `torchrun` run on."""
+    """Run a page's blocks, on a rank; `python` is what programs, `terrazzo` and `torchrun` run on."""
     os.chdir(folder)
-    for command, module in (("terrazzo", "terrazzo"), ("torchrun", "torch.distributed.run")):
+    for command, module in (("python", ""), ("terrazzo", "-m terrazzo"), ("torchrun", "-m torch.distributed.run")):
         script = Path(".bin", command)
         script.parent.mkdir(exist_ok=True)
-        script.write_text(f'#!/bin/sh\nPYTHON_EXEC="{python}" exec "{python}" -m {module} "$@"\n')
+        script.write_text(f'#!/bin/sh\nPYTHON_EXEC="{python}" exec "{python}" {module} "$@"\n')
         script.chmod(0o700)
+    os.environ["PATH"] = f"{Path.cwd() / '.bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     shutil.copytree(ROOT / "examples", "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     namespace: dict[str, Any] = {"__name__": "__page__"}
     for block in blocks_of(ROOT / file):
@@ -107,7 +108,7 @@ def run_page(file: str, folder: str, python: str = sys.executable) -> None:
             Path(block.value).write_text(block.text)
         elif block.note == "alone":
             Path("alone.py").write_text(block.text)
-            _check_command(block, f"{sys.executable} alone.py", "")
+            _check_command(block, "python alone.py", "")
         elif block.language == "python":
             _run_python(block, namespace)
         elif block.language == "console":
@@ -147,7 +148,6 @@ def _check_command(block: Block, command: str, expected: str) -> None:
         if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
     environment |= {
-        "PATH": f"{Path.cwd() / '.bin'}:{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
         "COLUMNS": "120",
     }

@@ -95,13 +95,17 @@ def test_verify(path: str) -> None:
 def test_diff(path: str, tmp_path: Path) -> None:
     assert run("diff", path, path).exit_code == 0
     changed = {"w": torch.ones(2), "i": torch.tensor([2**60]), "n": torch.tensor([float("nan"), 1.0]), "step": 8}
+    changed |= {"nan": torch.tensor([float("nan"), 1.0]), "nans": torch.tensor([float("nan"), 1.0])}
     other = {"w": torch.ones(3), "i": torch.tensor([2**60 + 1]), "n": torch.tensor([float("nan"), 1.5]), "new": None}
+    other |= {"nan": torch.tensor([0.0, 1.0]), "nans": torch.tensor([0.0, 3.0])}
     save(changed, checkpoint_id=tmp_path / "a")
     save(other, checkpoint_id=tmp_path / "b")
     result = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json")
     assert result.exit_code == 1
     found = {entry["name"]: entry["what"] for entry in json.loads(result.stdout)["differences"]}
-    assert found.keys() == {"w", "i", "n", "step", "new"}
+    assert found.keys() == {"w", "i", "n", "step", "new", "nan", "nans"}
+    assert found["nan"] == "1 of 2 elements differ: nan in one of the two"
+    assert found["nans"] == "2 of 2 elements differ, by up to 2; in 1 of them one of the two is nan"
     assert "1 of 2 elements differ, by up to 0.5" in found["n"] and found["step"] == "only in the first"
     close = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "0.5", "--json")
     assert "n" not in {entry["name"] for entry in json.loads(close.stdout)["differences"]}

@@ -23,6 +23,7 @@ from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import FileSystemReader, async_save, load, save
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.errors import CheckpointError, CheckpointException, CheckpointNotFoundError, CommError
+from warm_python import warm_python
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import FaultySystem, FaultyWriter
@@ -69,7 +70,7 @@ def run_crash_lab(old: str, folder: Path) -> list[dict]:
     program = Path(__file__).parent / "crash_lab.py"
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, str(program), old, str(folder)],
+        [warm_python(), str(program), old, str(folder)],
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

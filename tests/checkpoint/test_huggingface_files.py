@@ -86,7 +86,9 @@ def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
     assert equal(target, state())
 
 
-@pytest.mark.parametrize("order", [(small_files, lay_out), (lay_out, small_files), (small_files, small_files)])
+@pytest.mark.parametrize(
+    "order", [(small_files, lay_out), (lay_out, small_files), pytest.param((small_files,) * 2, marks=pytest.mark.long)]
+)
 def test_an_old_checkpoint_stays_whole_until_the_new_one_is(order: Any, tmp_path: Path) -> None:
     """A fault at each operation of a save onto another: the folder holds one of them, and one more save clears up."""
     old, new = state(1), state(2)

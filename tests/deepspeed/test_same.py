@@ -45,6 +45,7 @@ def test_groups_of_neighbours_see_the_same(tmp_path):
     load("same").differences(theirs[0].value, ours)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
 def test_scripts_see_the_same(tmp_path):
     # DeepSpeed's ranks are killed afterwards: what it leaves behind can abort an interpreter that ends.

@@ -12,7 +12,6 @@ from ranks import run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError, EngineError
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 STEPS = 8
 
 
@@ -37,7 +36,7 @@ def check_stages() -> list[list[float]]:
     return runs
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_stage_trains_like_one_process(world):
     for runs in run_ranks(world, check_stages, timeout=120):
         assert len(runs) == 8

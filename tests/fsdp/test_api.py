@@ -36,7 +36,7 @@ def check_resharding() -> None:
         train_alike(lambda model, reshard=reshard: shard_blocks(model, reshard_after_forward=reshard))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_resharding_or_not(world):
     run_ranks(world, check_resharding)
 

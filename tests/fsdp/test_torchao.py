@@ -8,12 +8,13 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
+from installed import needs
 from ranks import run_ranks
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 
-pytest.importorskip("torchao.float8")
+needs("torchao")
 
 
 class ByBytes:

@@ -74,7 +74,7 @@ def check_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_activation_checkpointing(world, reentrant):
     run_ranks(world, check_checkpointing, reentrant)
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import terrazzo
+from installed import needs
 from ranks import run_fresh
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+needs("accelerate", "transformers", "peft")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "libraries"
 WRAP: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}

@@ -13,11 +13,12 @@ import torch.distributed.fsdp
 
 import terrazzo
 import terrazzo.checkpoint
+from installed import needs
 from ranks import run_fresh
 from terrazzo.errors import FSDPValueError, UnsupportedValueError
 from terrazzo.tensor import DTensor
 
-pytest.importorskip("pytorch_lightning")
+needs("pytorch_lightning")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "libraries"
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from installed import needs
 from ranks import run_fresh
 from warm_python import warm_python
 
-pytest.importorskip("submitit")
+needs("submitit")
 
 HERE = Path(__file__).parent
 CLUSTERS = HERE.parents[1] / "examples" / "clusters"

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from installed import needs
 from ranks import run_ranks
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 TINY: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,6 +13,7 @@ import pytest
 
 import terrazzo
 from terrazzo.publish import Publisher, Receiver
+from warm_python import warm_python
 
 sys.path.insert(0, str(Path(__file__).parent))
 from publish_lab import SETTINGS, numbers
@@ -31,7 +32,7 @@ def run_lab(folder: Path, every: int) -> list[dict]:
     begin(folder / "before")
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "publish_lab.py"), str(folder), str(every)],
+        [warm_python(), str(Path(__file__).parent / "publish_lab.py"), str(folder), str(every)],
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -67,35 +67,35 @@ WRITES = {
 }
 
 
-def written() -> None:
-    for mesh_shape in ((4,), (2, 2)):
-        mesh = init_device_mesh("cpu", mesh_shape)
-        line = [[Shard(0)], [Shard(1)], [Replicate()]]
-        placed = line if len(mesh_shape) == 1 else [[*a, *b] for a in line for b in line]
-        for shape in ((5, 6), (8, 4), (2, 6)):
-            whole = torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape)
-            for placements in placed:
-                for name, write in WRITES.items():
-                    expected, x = whole.clone(), distribute_tensor(whole, mesh, placements)
-                    refused = None
-                    try:
-                        write(expected)
-                    except (RuntimeError, IndexError, TypeError) as error:
-                        refused = type(error)
-                    try:
-                        write(x)
-                    except DTensorError:
-                        continue
-                    except (RuntimeError, IndexError, TypeError) as error:
-                        assert refused is type(error), (name, shape, placements, error)
-                        continue
-                    assert refused is None, (name, shape, placements)
-                    assert x.shape == expected.shape, (name, shape, placements)
-                    assert torch.equal(x.full_tensor(), expected), (name, shape, placements)
+def written(mesh_shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    line = [[Shard(0)], [Shard(1)], [Replicate()]]
+    placed = line if len(mesh_shape) == 1 else [[*a, *b] for a in line for b in line]
+    for shape in ((5, 6), (8, 4), (2, 6)):
+        whole = torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape)
+        for placements in placed:
+            for name, write in WRITES.items():
+                expected, x = whole.clone(), distribute_tensor(whole, mesh, placements)
+                refused = None
+                try:
+                    write(expected)
+                except (RuntimeError, IndexError, TypeError) as error:
+                    refused = type(error)
+                try:
+                    write(x)
+                except DTensorError:
+                    continue
+                except (RuntimeError, IndexError, TypeError) as error:
+                    assert refused is type(error), (name, shape, placements, error)
+                    continue
+                assert refused is None, (name, shape, placements)
+                assert x.shape == expected.shape, (name, shape, placements)
+                assert torch.equal(x.full_tensor(), expected), (name, shape, placements)
 
 
-def test_writes_through_aliases_are_as_on_one_device() -> None:
-    run_ranks(4, written, timeout=180)
+@pytest.mark.parametrize("mesh_shape", [(4,), pytest.param((2, 2), marks=pytest.mark.long)])
+def test_writes_through_aliases_are_as_on_one_device(mesh_shape: tuple[int, ...]) -> None:
+    run_ranks(4, written, mesh_shape, timeout=180)
 
 
 def own_memory() -> None:

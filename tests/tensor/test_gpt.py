@@ -141,7 +141,15 @@ def train_both(name: str, sizes: dict[str, Any], steps: int = STEPS, batch: int 
     return rows
 
 
-@pytest.mark.parametrize("name", WAYS)
+# Of ways that are parts of another way, the short tests take the other one.
+LONG = ("data parallel", "tensor parallel", "tensor parallel, parallel loss", "sharded parameters")
+
+
+def ways(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", ways(WAYS))
 def test_gpt_trains_as_on_one_device(name):
     for rows in run_ranks(4, train_both, name, {}, timeout=120):
         assert len(rows) == STEPS
@@ -149,14 +157,6 @@ def test_gpt_trains_as_on_one_device(name):
             assert loss < TOLERANCE
             assert gradient < TOLERANCE, where
             assert norm < TOLERANCE
-
-
-# Of ways that are parts of another way, the rest of the tests takes the other one.
-LONG = ("data parallel", "tensor parallel", "tensor parallel, parallel loss", "sharded parameters")
-
-
-def ways(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
 
 
 UNEVEN = {"vocabulary": 61, "width": 24, "heads": 3, "length": 7}

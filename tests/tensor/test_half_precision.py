@@ -40,20 +40,35 @@ def ulp(value: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    away = (value.double() - exact).abs()
-    away = torch.where((value.double() == exact) | (value.isnan() & exact.isnan()), 0.0, away)
-    return away.nan_to_num(nan=INF).max().item() if away.numel() else 0.0
+    if not exact.numel():
+        return 0.0
+    value = value.double()
+    worst = (value - exact).abs().max().item()  # nan if any is
+    if math.isfinite(worst):
+        return worst
+    away = torch.where((value == exact) | (value.isnan() & exact.isnan()), 0.0, (value - exact).abs())
+    return away.nan_to_num(nan=INF).max().item()
+
+
+class OneDevice:
+    """A result of one device, and the exact one: how far others may be off."""
+
+    def __init__(self, one: torch.Tensor, exact: torch.Tensor) -> None:
+        self.one = one.detach()
+        self.exact = torch.where(exact.abs() > torch.finfo(one.dtype).max, exact.sign() * INF, exact).detach()
+        self.error = error(self.one, self.exact)
+        self.allowed = max(2 * self.error, ulp(self.exact, one.dtype))
+
+    def compare(self, ours: Any, what: str) -> None:
+        assert ours.dtype == self.one.dtype, f"{what}: {ours.dtype}, on one device {self.one.dtype}"
+        found = error(whole(ours), self.exact)
+        assert found <= self.allowed, (
+            f"{what}: errs by {found}, one device by {self.error}, exact is {self.exact.flatten()[:4]}"
+        )
 
 
 def as_accurate(ours: Any, one: torch.Tensor, exact: torch.Tensor, what: str) -> None:
-    assert ours.dtype == one.dtype, f"{what}: {ours.dtype}, on one device {one.dtype}"
-    ours, dtype = whole(ours), one.dtype
-    exact = torch.where(exact.abs() > torch.finfo(dtype).max, exact.sign() * INF, exact)
-    allowed = max(2 * error(one, exact), ulp(exact, dtype))
-    found = error(ours, exact)
-    assert found <= allowed, (
-        f"{what}: errs by {found}, one device by {error(one, exact)}, exact is {exact.flatten()[:4]}"
-    )
+    OneDevice(one, exact).compare(ours, what)
 
 
 @dataclass
@@ -95,6 +110,8 @@ def check(cases: Iterable[Case], meshes: dict[tuple[int, ...], list[list[Any]]])
             inputs = [make().to(dtype) for make in (case.x, *case.parameters)]
             one, one_grads = results(case.function, inputs, case.backward)
             exact, exact_grads = results(case.function, [t.double() for t in inputs], case.backward)
+            expected = [OneDevice(*pair) for pair in zip(one, exact, strict=True)]
+            expected_grads = [OneDevice(*pair) for pair in zip(one_grads, exact_grads, strict=True)]
             for mesh, where in placed_on:
                 if any(isinstance(p, Shard) and p.dim >= inputs[0].ndim for p in where):
                     continue
@@ -102,10 +119,10 @@ def check(cases: Iterable[Case], meshes: dict[tuple[int, ...], list[list[Any]]])
                 placed += [distribute_tensor(t, mesh, [R] * mesh.ndim) for t in inputs[1:]]
                 ours, grads = results(case.function, placed, case.backward)
                 what = f"{case.name} of {dtype} {tuple(inputs[0].shape)} as {where}"
-                for mine, of_one, true in zip(ours, one, exact, strict=True):
-                    as_accurate(mine, of_one, true, what)
-                for i, (mine, of_one, true) in enumerate(zip(grads, one_grads, exact_grads, strict=True)):
-                    as_accurate(mine, of_one, true, f"{what}, gradient {i}")
+                for mine, of_one in zip(ours, expected, strict=True):
+                    of_one.compare(mine, what)
+                for i, (mine, of_one) in enumerate(zip(grads, expected_grads, strict=True)):
+                    of_one.compare(mine, f"{what}, gradient {i}")
 
 
 def _placed(x: torch.Tensor, mesh: Any, where: Sequence[Any]) -> DTensor:

@@ -45,8 +45,14 @@ def opened(browser: Any, where: Path | str, **settings: Any) -> Iterator[Any]:
         assert complaints == []
         assert [url for url in fetched if not url.startswith((address, "data:", "blob:"))] == []
         assert page.evaluate("window.broken") is None, "a name became code"
+        assert [title for title in _titles(page) if "Share" in title] == [], "a button would send data away"
     finally:
         page.close()
+
+
+def _titles(page: Any) -> list[str]:
+    """The titles of the buttons that charts have."""
+    return page.eval_on_selector_all(".modebar-btn", "buttons => buttons.map((each) => each.dataset.title ?? '')")
 
 
 def texts(page: Any, selector: str) -> list[str]:

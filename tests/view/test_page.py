@@ -188,6 +188,16 @@ def test_differences(browser, sharded, tmp_path):
         assert texts(page, ".row .name") == ["model.uneven", "step"]
 
 
+def test_what_is_equal_and_what_is_nan_in_one(browser, tmp_path):
+    for name, value in (("a", 1.0), ("b", float("nan"))):
+        save({"w": torch.tensor([value, 2.0])}, checkpoint_id=tmp_path / name)
+    one, other = Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")
+    with opened(browser, saved(Page(diff_data(one, one, ("a", "a"))), tmp_path)) as page:
+        assert texts(page, ".note") == ["no difference"] and page.locator(".tree").count() == 0
+    with opened(browser, saved(Page(diff_data(one, other, ("a", "b"))), tmp_path)) as page:
+        assert "50.0%, nan in one" in page.locator(".row").text_content()
+
+
 def test_a_layout_of_512_ranks(browser, tmp_path):
     layout = Layout.of(SketchedMesh((64, 8), ("dp", "tp")), [Shard(0), Shard(1)], (4096, 4096))
     with opened(browser, saved(page_of(layout), tmp_path)) as page:
@@ -195,6 +205,16 @@ def test_a_layout_of_512_ranks(browser, tmp_path):
         page.locator('[data-rank="511"]').click()
         assert texts(page, ".held .said") == ["rank 511 (dp 63, tp 7) holds [4032:4096, 3584:4096]: 32,768 elements"]
         assert page.locator(".picked").count() == 2, "the rank and its part"
+
+
+def test_ranks_that_hold_nothing_say_so(browser, tmp_path):
+    layout = Layout.of(SketchedMesh((3, 2), ("dp", "tp")), [Shard(0), Shard(0)], (7,))
+    with opened(browser, saved(page_of(layout), tmp_path), color_scheme="dark") as page:
+        page.locator('[data-rank="5"]').click()
+        assert texts(page, ".held .said") == ["rank 5 (dp 2, tp 1) holds nothing"]
+        colors = "element => [getComputedStyle(element).fill, getComputedStyle(document.body).backgroundColor]"
+        ink, paper = page.locator('[data-rank="5"] text').evaluate(colors)
+        assert (ink, paper) == ("rgb(255, 255, 255)", "rgb(18, 18, 18)"), "its number can be read"
 
 
 # ------------------------------------------------------------------ served

@@ -11,7 +11,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.plan.objects_planner import ObjectsPlanner
 from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.run.argument_order import storage_may_be_second
-from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.run.load_session import LoadSession
 from terrazzo.checkpoint.run.locate import find_reader
 from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
@@ -84,10 +84,10 @@ def load(
     planner = planner if planner is not None else ObjectsPlanner(state_dict)
     reader = find_reader(storage_reader, checkpoint_id, store)
     place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
-    place = find_place(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
-    session = LoadSession(planner, reader, place, place_id, together, read == "once_per_node")
+    team = find_team(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
+    session = LoadSession(planner, reader, team, place_id, together, read == "once_per_node")
     if session.together:
-        session.place = find_place(process_group, doing=place.doing, no_dist=no_dist, timeout=timeout)
+        session.team = find_team(process_group, doing=team.doing, no_dist=no_dist, timeout=timeout)
     session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))
 
 

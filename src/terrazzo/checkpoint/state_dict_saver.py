@@ -16,7 +16,7 @@ from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.run.argument_order import storage_may_be_second
 from terrazzo.checkpoint.run.background import AsyncSaveResponse, Background, background_of
-from terrazzo.checkpoint.run.coordination import find_place, with_plane
+from terrazzo.checkpoint.run.coordination import find_team, with_plane
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import failure_of
 from terrazzo.checkpoint.run.process_saver import Parcel, ProcessSaver
@@ -76,11 +76,11 @@ def save(
     >>> list(metadata.state_dict_metadata)
     ['model.w', 'step']
     """
-    place = find_place(
+    team = find_team(
         process_group, doing=_doing(checkpoint_id, storage_writer, store), no_dist=no_dist, timeout=timeout
     )
     earlier = background_of(process_group, no_dist).earlier_error()
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
     return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
@@ -126,18 +126,18 @@ def async_save(
     doing = _doing(checkpoint_id, storage_writer, store)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     # A thread of this process gets connections of its own here; a saving process makes its own.
-    place = find_place(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
+    team = find_team(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
     background = background_of(process_group, no_dist)
     earlier = background.earlier_error()
-    process = background.process(place, timeout) if in_process else None
-    if process is None and len(place.ranks) > 1:
-        place = with_plane(place, lambda: background.plane(process_group, timeout))
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, place, checkpoint_id, store, base)
+    process = background.process(team, timeout) if in_process else None
+    if process is None and len(team.ranks) > 1:
+        team = with_plane(team, lambda: background.plane(process_group, timeout))
+    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
     try:
         if earlier is not None:
             raise earlier
         stager = async_stager or _stager_of(storage_writer, background, in_process)
-        with operation("stage", checkpoint_id, place.global_rank):
+        with operation("stage", checkpoint_id, team.global_rank):
             staging = Staging(stager, resolve_stateful(state_dict))
             parcel = process.stage(staging.result()) if process is not None else None
             if staging.waits:
@@ -179,7 +179,7 @@ def _stager_of(writer: StorageWriter | None, background: Background, in_process:
 def _failing(session: SaveSession, process: ProcessSaver | None, error: BaseException) -> Callable[[], Metadata]:
     """The work of a rank that failed before the save: take part in it, and fail on all ranks with this error."""
     if process is not None:
-        return partial(process.save, session, Parcel(error=failure_of(error, session.place.global_rank)))
+        return partial(process.save, session, Parcel(error=failure_of(error, session.team.global_rank)))
 
     return partial(session.run, partial(_raise, error))
 

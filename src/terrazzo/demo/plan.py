@@ -51,7 +51,7 @@ class Plan:
         return self.checkpoints / f"global_step{step}"
 
     def engine_config(self, leg: Leg) -> dict[str, Any]:
-        """What the engine is told."""
+        """The config of the engine."""
         return {
             "train_batch_size": self.batch,
             "gradient_clipping": self.clipping,

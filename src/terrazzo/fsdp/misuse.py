@@ -127,7 +127,7 @@ def remark_on_one_rank() -> None:
 
 
 def remark_on_graph() -> None:
-    """Somebody may want to differentiate `.grad` of parameters."""
+    """Warn, because the program may want to differentiate `.grad` of parameters."""
     warnings.warn(
         "backward(create_graph=True): gradients of sharded parameters have no graph, because reducing them has no "
         "derivative. Gradients of inputs have one: torch.autograd.grad(loss, inputs, create_graph=True)",

@@ -146,7 +146,7 @@ def replaced_name(parameter: Any) -> str | None:
 
 
 def mark_ignored(parameter: nn.Parameter) -> None:
-    """Remember that its user averages its gradient, if anybody does."""
+    """Mark a parameter whose gradient this library does not average; the user may."""
     parameter.__dict__[_IGNORED] = True
 
 

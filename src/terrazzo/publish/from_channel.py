@@ -9,7 +9,7 @@ from datetime import timedelta
 import msgspec
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError
 from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
@@ -45,23 +45,23 @@ class ChannelSource:
     def doing(self) -> str:
         return f"receiving at {self._channel}"
 
-    def fetch(self, place: Place) -> Version | None:
+    def fetch(self, team: Team) -> Version | None:
         """Receive the publisher's version into the host copy, on all ranks together; None if there is none."""
         with raising_step_errors():
-            found = place.reduce(lambda: b"", lambda _: self._current_offer())
+            found = team.reduce(lambda: b"", lambda _: self._current_offer())
             if not found:
                 return self._held
             offer = msgspec.msgpack.decode(found, type=Offer)
             if offer.publisher != self._publisher:
-                self._register(place, offer.publisher)
+                self._register(team, offer.publisher)
             held = self._held
             if held is not None and (held.id, held.place) == (offer.publisher, offer.sequence):
                 return held
             self._held = None
             try:
-                place.reduce(lambda: b"", lambda _: self._ask())
+                team.reduce(lambda: b"", lambda _: self._ask())
                 answers: list[Header] = []
-                place.together(lambda: answers.append(self._receive(place)))
+                team.together(lambda: answers.append(self._receive(team)))
             except BaseException:
                 self._leave()
                 raise
@@ -88,7 +88,7 @@ class ChannelSource:
             self._board = None
             return b""
 
-    def _register(self, place: Place, publisher: str) -> None:
+    def _register(self, team: Team, publisher: str) -> None:
         """Send the publisher the boxes that this group needs, and plan the messages that will come."""
         self._leave()
 
@@ -99,12 +99,12 @@ class ChannelSource:
                 raise CommError(f"the publisher at {self._channel} has not listed its tensors yet: call poll again")
             return data
 
-        parts = msgspec.msgpack.decode(place.reduce(lambda: b"", tell), type=PublisherParts)
+        parts = msgspec.msgpack.decode(team.reduce(lambda: b"", tell), type=PublisherParts)
         infos = {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in parts.infos.items()}
         own: list[Wanted] = []
 
         def want() -> bytes:
-            if self._board is None or not place.is_coordinator:  # another process may host the store now
+            if self._board is None or not team.is_coordinator:  # another process may host the store now
                 self._board = self._channel.connect(self._timeout)
             self.host_copy = self._match(infos, parts.aliases)
             own.extend(
@@ -122,19 +122,19 @@ class ChannelSource:
             return b"%d" % number
 
         self._held = None
-        self._group, self._asked = int(place.reduce(want, register)), 0
+        self._group, self._asked = int(team.reduce(want, register)), 0
         self._publisher = publisher
         dtypes = {name: info.dtype for name, info in infos.items()}
-        nobody: list[list[Wanted]] = [[] for _ in place.ranks]
-        nobody[place.rank] = own
+        nobody: list[list[Wanted]] = [[] for _ in team.ranks]
+        nobody[team.rank] = own
         size = self._channel.bucket_bytes // IN_FLIGHT
-        self._sizes = len(parts.held), len(place.ranks)
+        self._sizes = len(parts.held), len(team.ranks)
 
         def plan() -> None:
-            self._messages = plan_messages(parts.held, nobody, dtypes, size, receiver=place.rank)
+            self._messages = plan_messages(parts.held, nobody, dtypes, size, receiver=team.rank)
 
         try:
-            place.together(plan)
+            team.together(plan)
         except BaseException:
             self._leave()
             raise
@@ -144,14 +144,14 @@ class ChannelSource:
         self._board.put(f"ask/{self._group}/{self._asked}", b"")
         return b""
 
-    def _receive(self, place: Place) -> Header:
+    def _receive(self, team: Team) -> Header:
         self._asked += 1
         senders, receivers = self._sizes
         if self._connections is None:
             assert self._board is not None
             name = f"{self._publisher}/{self._group}"
             self._connections = Connections(
-                self._board.store, name, senders + place.rank, senders, receivers, self._timeout
+                self._board.store, name, senders + team.rank, senders, receivers, self._timeout
             )
         header = self._connections.receive_header()
         assert self.host_copy is not None

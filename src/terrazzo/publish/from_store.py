@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.storage import NativeReader
-from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -47,7 +47,7 @@ class StoreSource:
     def doing(self) -> str:
         return f"receiving from {self._versions.location}"
 
-    def fetch(self, place: Place) -> Version | None:
+    def fetch(self, team: Team) -> Version | None:
         """Read the newest version into the host copy, on all ranks together; None if there is none."""
         with ExitStack() as holding, raising_step_errors():
             held = self._held
@@ -55,10 +55,10 @@ class StoreSource:
             def find(_: list[bytes]) -> bytes:
                 return msgspec.msgpack.encode(list(holding.enter_context(self._versions.hold_needed(held))))
 
-            versions = msgspec.msgpack.decode(place.reduce(lambda: b"", find), type=list[Version])
+            versions = msgspec.msgpack.decode(team.reduce(lambda: b"", find), type=list[Version])
             if versions:
                 self._held = None  # if a rank fails, the host copy has no complete version
-                place.together(lambda: self._read(versions))
+                team.together(lambda: self._read(versions))
                 self._held = versions[-1]
         return self._held
 

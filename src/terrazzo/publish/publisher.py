@@ -89,8 +89,8 @@ class Publisher:
         )
         self._sender: StoreSender | ChannelSender
         with raising_step_errors():
-            place = self._side.place()
-            parts, self._described, self._share = self._agreed_share(place)
+            team = self._side.team()
+            parts, self._described, self._share = self._agreed_share(team)
             infos = {
                 name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in parts.infos.items()
             }
@@ -100,19 +100,19 @@ class Publisher:
                 self._sender = StoreSender(Versions(Place(to)), policy, infos, self._share.aliases)
             own = [parts.parts[number] for number in self._share.own]
             self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
-            self._number = self._sender.begin(place, self._snapshots[0])
+            self._number = self._sender.begin(team, self._snapshots[0])
         self._last: Version | None = None
         self._open = True
 
-    def _agreed_share(self, place: Any) -> tuple[Parts, bytes, Share]:
+    def _agreed_share(self, team: Any) -> tuple[Parts, bytes, Share]:
         parts: list[Parts] = []
 
         def describe() -> bytes:
             parts.append(parts_of(self._model, self._rename))
             return described(parts[0])
 
-        everyone = place.reduce(describe, msgspec.msgpack.encode)
-        return parts[0], described(parts[0]), share_of(msgspec.msgpack.decode(everyone, type=list[bytes]), place.rank)
+        everyone = team.reduce(describe, msgspec.msgpack.encode)
+        return parts[0], described(parts[0]), share_of(msgspec.msgpack.decode(everyone, type=list[bytes]), team.rank)
 
     @property
     def last(self) -> Version | None:
@@ -133,8 +133,8 @@ class Publisher:
         result, earlier = self._side.outcome()
         self._last = result or self._last
         with raising_step_errors():
-            place = self._side.place()
-            raise_if_any(place, earlier)
+            team = self._side.team()
+            raise_if_any(team, earlier)
         snapshot = self._snapshots[-1]
         number = (0 if self._number is None else self._number + 1) if version is None else int(version)
 
@@ -156,8 +156,8 @@ class Publisher:
             return b""
 
         with raising_step_errors():
-            place.reduce(take, announce)
-            beside = self._side.place_in_background()
+            team.reduce(take, announce)
+            beside = self._side.team_in_background()
         self._number = number
         old = self._snapshots[0] if len(self._snapshots) > 1 else None
         self._snapshots.reverse()
@@ -175,14 +175,14 @@ class Publisher:
         if isinstance(self._sender, ChannelSender) and running is not None:
             sender = self._sender
             with raising_step_errors():
-                self._side.place().together(lambda: sender.wait_until_taken(running.done))
+                self._side.team().together(lambda: sender.wait_until_taken(running.done))
             if not running.done():
                 self._last = sender.last
                 return self._last
         result, error = self._side.outcome()
         self._last = result or self._last
         with raising_step_errors():
-            raise_if_any(self._side.place(), error)
+            raise_if_any(self._side.team(), error)
         return self._last
 
     def close(self) -> None:

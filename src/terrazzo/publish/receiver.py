@@ -104,14 +104,14 @@ class Receiver:
         """
         self._check_open()
         with raising_step_errors():
-            place = self._side.place()
+            team = self._side.team()
             if self._side.running is None:
                 if not wait and self._ready is not None:
                     return self._ready.number
-                beside = self._side.place_in_background()
+                beside = self._side.team_in_background()
                 self._side.start(lambda: self._source.fetch(beside))
             running = self._side.running
-            if not wait and running is not None and not all_true(place, running.done()):
+            if not wait and running is not None and not all_true(team, running.done()):
                 return None
         self._ready = None
         fetched, error = self._side.outcome()

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError, CommTimeout, PublishError
 from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
@@ -96,7 +96,7 @@ class ChannelSender:
         assert self._board is not None
         return self._board
 
-    def begin(self, place: Place, snapshot: Snapshot) -> int | None:
+    def begin(self, team: Team, snapshot: Snapshot) -> int | None:
         """Start or find the store at the address, and write there what this publisher has. Returns None: there is no
         earlier version."""
 
@@ -104,7 +104,7 @@ class ChannelSender:
             self._board = self._channel.serve(self._timeout)
             return self._name.encode()
 
-        self._name = place.reduce(lambda: b"", host).decode()
+        self._name = team.reduce(lambda: b"", host).decode()
 
         def describe() -> bytes:
             if self._board is None:
@@ -127,7 +127,7 @@ class ChannelSender:
             self.board.put("publisher", self._name.encode())
             return packed
 
-        self._parts = msgspec.msgpack.decode(place.reduce(describe, tell), type=PublisherParts)
+        self._parts = msgspec.msgpack.decode(team.reduce(describe, tell), type=PublisherParts)
         return None
 
     def announce(self, number: int) -> None:
@@ -144,17 +144,17 @@ class ChannelSender:
         self._sequence += 1
         self._stop.clear()
 
-    def send(self, place: Place, number: int, new: Snapshot, old: Snapshot | None) -> Version:
+    def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Send a snapshot to all receivers that ask, until `settle`; returns the version with the bytes sent."""
         sent = 0
         with raising_step_errors():
             self._last = Version(number, self._sequence, self._name, None, 0, new.nbytes)
             while True:
-                group = int(place.reduce(lambda: b"", lambda _: b"%d" % self._next()))
+                group = int(team.reduce(lambda: b"", lambda _: b"%d" % self._next()))
                 if group == _STOP:
                     return self._last
                 if group != _NOTHING:
-                    sent += self._serve(place, group, number, new)
+                    sent += self._serve(team, group, number, new)
                     self._last = msgspec.structs.replace(self._last, nbytes=sent)
 
     def _next(self) -> int:
@@ -197,39 +197,39 @@ class ChannelSender:
         if known is not None:
             known.connections.close()
 
-    def _serve(self, place: Place, group: int, number: int, snapshot: Snapshot) -> int:
+    def _serve(self, team: Team, group: int, number: int, snapshot: Snapshot) -> int:
         """Send the snapshot to a group of receivers; returns the bytes that all ranks sent."""
         error: CommError | PublishError | None = None
         sent = 0
         try:
-            receivers = self._groups.get(group) or self._connected(place, group)
+            receivers = self._groups.get(group) or self._connected(team, group)
             header = Header(self._sequence, number)
-            first = range(receivers.count) if place.is_coordinator else ()
+            first = range(receivers.count) if team.is_coordinator else ()
             sent = receivers.connections.send(receivers.messages, header, first, snapshot)
         except (CommError, PublishError) as caught:
             error = caught
-        if not all_true(place, error is None):
+        if not all_true(team, error is None):
             if error is not None:
                 LOGGER.warning(
                     "%s: group %d of receivers did not get version %d: %s", self._channel, group, number, error
                 )
             self._forget(group)
             return 0
-        if place.is_coordinator:
+        if team.is_coordinator:
             self._taken[group] = self._sequence
-        total = place.reduce(lambda: b"%d" % sent, lambda parts: b"%d" % sum(map(int, parts)))
+        total = team.reduce(lambda: b"%d" % sent, lambda parts: b"%d" % sum(map(int, parts)))
         return int(total)
 
-    def _connected(self, place: Place, group: int) -> _Receivers:
+    def _connected(self, team: Team, group: int) -> _Receivers:
         data = self.board.value(f"receiver/{group}")
         if data is None:
             raise CommError(f"group {group} of receivers is not registered any more")
         wanted = msgspec.msgpack.decode(data, type=ReceiverParts).wanted
         dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.infos.items()}
         size = self._channel.bucket_bytes // IN_FLIGHT
-        mine = plan_messages(self._parts.held, wanted, dtypes, size, sender=place.rank)
+        mine = plan_messages(self._parts.held, wanted, dtypes, size, sender=team.rank)
         connections = Connections(
-            self.board.store, f"{self._name}/{group}", place.rank, len(place.ranks), len(wanted), self._timeout
+            self.board.store, f"{self._name}/{group}", team.rank, len(team.ranks), len(wanted), self._timeout
         )
         found = self._groups[group] = _Receivers(connections, mine, len(wanted))
         return found

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.default_planner import DefaultSavePlanner
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.checkpoint.plan.sharded import Holders
-from terrazzo.checkpoint.run.coordination import Place
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
@@ -72,7 +72,7 @@ class StoreSender:
         self._sums: list[int] = []
         self.snapshots = 2 if policy.sparse and policy.anchor_every > 1 else 1
 
-    def begin(self, place: Place, snapshot: Snapshot) -> int | None:
+    def begin(self, team: Team, snapshot: Snapshot) -> int | None:
         """Take over the list from any earlier publisher. Returns the number of the newest version, or None."""
 
         def take_over(_: list[bytes]) -> bytes:
@@ -80,9 +80,9 @@ class StoreSender:
             newest = self._published.newest
             return msgspec.msgpack.encode(None if newest is None else newest.number)
 
-        return msgspec.msgpack.decode(place.reduce(lambda: b"", take_over), type=int | None)
+        return msgspec.msgpack.decode(team.reduce(lambda: b"", take_over), type=int | None)
 
-    def send(self, place: Place, number: int, new: Snapshot, old: Snapshot | None) -> Version:
+    def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Publish a snapshot; `old` is the previous one. After an error the next version is full."""
         base, self._last = self._last, None
         windows = new.windows()
@@ -90,22 +90,22 @@ class StoreSender:
         before, self._sums = self._sums, sums
         changes: list[Difference] | None = None
         if base is not None and self._since_full + 1 < self._policy.anchor_every:
-            changes = self._changes(place, new, old if self._policy.sparse else None, windows, before)
+            changes = self._changes(team, new, old if self._policy.sparse else None, windows, before)
         if changes is None:
             base = None
-            state = self._whole(place, number, new)
+            state = self._whole(team, number, new)
             nbytes = new.nbytes
         else:
             assert base is not None
-            state = self._delta(place, Record(number, base.id), changes, new)
+            state = self._delta(team, Record(number, base.id), changes, new)
             nbytes = total_bytes(changes)
-        at, save_id = self._save(place, state)
-        self._last = self._listed(place, number, at, save_id, base, (nbytes, new.nbytes))
+        at, save_id = self._save(team, state)
+        self._last = self._listed(team, number, at, save_id, base, (nbytes, new.nbytes))
         self._since_full = 0 if base is None else self._since_full + 1
         return self._last
 
     def _changes(
-        self, place: Place, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
+        self, team: Team, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
     ) -> list[Difference] | None:
         """This rank's changes; None if all ranks' changes are so many that a full version is better."""
         found: list[Difference] = []
@@ -115,12 +115,12 @@ class StoreSender:
             return msgspec.msgpack.encode((total_bytes(found), new.nbytes))
 
         with raising_step_errors():
-            answer = place.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
+            answer = team.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
         changed, total = msgspec.msgpack.decode(answer, type=tuple[int, int])
         return None if changed > self._policy.dense_above * total else found
 
-    def _whole(self, place: Place, number: int, new: Snapshot) -> dict[str, Any]:
-        alone = Holders((place.global_rank,), frozenset(place.ranks))
+    def _whole(self, team: Team, number: int, new: Snapshot) -> dict[str, Any]:
+        alone = Holders((team.global_rank,), frozenset(team.ranks))
         chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {name: {} for name in self._infos}
         for name, box, tensor in zip(new.names, new.boxes, new.tensors, strict=True):
             chunks[name][box.offsets] = box, tensor
@@ -128,31 +128,31 @@ class StoreSender:
             name: ChunkedTensor(torch.Size(self._infos[name].shape), self._infos[name].dtype, found, alone)
             for name, found in chunks.items()
         }
-        if place.is_coordinator:
+        if team.is_coordinator:
             state[RECORD] = msgspec.json.encode(Record(number, None, self._aliases))
         return state
 
-    def _delta(self, place: Place, record: Record, changes: list[Difference], new: Snapshot) -> dict[str, Any]:
+    def _delta(self, team: Team, record: Record, changes: list[Difference], new: Snapshot) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if changes:
             data = written(changes, new)
             box = Box.whole(data.shape)
-            alone = Holders((place.global_rank,), frozenset(place.ranks))
-            state[f"{DATA}{place.rank}"] = ChunkedTensor(data.shape, data.dtype, {box.offsets: (box, data)}, alone)
-            state[f"{CHANGES}{place.rank}"] = msgspec.msgpack.encode([each.change for each in changes])
-        if place.is_coordinator:
+            alone = Holders((team.global_rank,), frozenset(team.ranks))
+            state[f"{DATA}{team.rank}"] = ChunkedTensor(data.shape, data.dtype, {box.offsets: (box, data)}, alone)
+            state[f"{CHANGES}{team.rank}"] = msgspec.msgpack.encode([each.change for each in changes])
+        if team.is_coordinator:
             state[RECORD] = msgspec.json.encode(record)
         return state
 
-    def _save(self, place: Place, state: dict[str, Any]) -> tuple[int, str]:
+    def _save(self, team: Team, state: dict[str, Any]) -> tuple[int, str]:
         """Save the version; returns the number of its folder, and its id."""
         for last in reversed(range(_TRIES)):
             with raising_step_errors():
-                answer = place.reduce(lambda: b"", lambda _: b"%d" % self._versions.free_place(self._published))
+                answer = team.reduce(lambda: b"", lambda _: b"%d" % self._versions.free_place(self._published))
             at = int(answer)
             store = self._versions.store_of(at)
             writer = NativeWriter(store, overwrite=False)
-            session = SaveSession(DefaultSavePlanner(), writer, doing(place, f"publishing {store.location}"), None)
+            session = SaveSession(DefaultSavePlanner(), writer, doing(team, f"publishing {store.location}"), None)
             try:
                 metadata = session.run(lambda: state)
             except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher has taken this folder
@@ -164,7 +164,7 @@ class StoreSender:
         raise AssertionError("the loop returns or raises")
 
     def _listed(
-        self, place: Place, number: int, at: int, save_id: str, base: Version | None, nbytes: tuple[int, int]
+        self, team: Team, number: int, at: int, save_id: str, base: Version | None, nbytes: tuple[int, int]
     ) -> Version:
         """Add the version to the list, and remove versions that the list does not need any more."""
 
@@ -182,7 +182,7 @@ class StoreSender:
             return msgspec.msgpack.encode(version)
 
         with raising_step_errors():
-            answer = place.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
+            answer = team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
         return msgspec.msgpack.decode(answer, type=Version)
 
     def announce(self, number: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from terrazzo.checkpoint.run.coordination import Place, StepFailed, find_place, with_plane
+from terrazzo.checkpoint.run.coordination import StepFailed, Team, find_team, with_plane
 from terrazzo.comm.control import ControlPlane
 
 Result = TypeVar("Result")
@@ -38,14 +38,14 @@ class BackgroundWork(Generic[Result]):
         self._plane: ControlPlane | None = None
         self._future: Future[Result] | None = None
 
-    def place(self) -> Place:
+    def team(self) -> Team:
         """This rank among the others, for the main thread. Collective."""
-        return find_place(self._group, doing=self._doing, timeout=self._timeout)
+        return find_team(self._group, doing=self._doing, timeout=self._timeout)
 
-    def place_in_background(self) -> Place:
+    def team_in_background(self) -> Team:
         """This rank among the others, with connections for the background thread. Collective, on the main thread."""
-        place = find_place(self._group, doing=self._doing, alone=True, timeout=self._timeout)
-        return place if len(place.ranks) == 1 else with_plane(place, self._own_plane)
+        team = find_team(self._group, doing=self._doing, alone=True, timeout=self._timeout)
+        return team if len(team.ranks) == 1 else with_plane(team, self._own_plane)
 
     def _own_plane(self) -> ControlPlane:
         if self._plane is None:
@@ -87,12 +87,12 @@ class BackgroundWork(Generic[Result]):
             self._plane = None
 
 
-def raise_if_any(place: Place, error: BaseException | None) -> None:
+def raise_if_any(team: Team, error: BaseException | None) -> None:
     """Raise on all ranks if some rank has an error: each its own, if all have one, because then it is the same error;
     else the error of the ranks that have one."""
-    if all_true(place, error is None):
+    if all_true(team, error is None):
         return
-    everywhere = all_true(place, error is not None)
+    everywhere = all_true(team, error is not None)
     if everywhere and error is not None:
         raise error
 
@@ -100,14 +100,14 @@ def raise_if_any(place: Place, error: BaseException | None) -> None:
         if error is not None:
             raise error
 
-    place.together(fail)
+    team.together(fail)
 
 
-def all_true(place: Place, yes: bool) -> bool:
+def all_true(team: Team, yes: bool) -> bool:
     """Whether `yes` is true on all ranks."""
-    return place.reduce(lambda: b"yes" if yes else b"", lambda said: b"yes" if all(said) else b"") == b"yes"
+    return team.reduce(lambda: b"yes" if yes else b"", lambda said: b"yes" if all(said) else b"") == b"yes"
 
 
-def doing(place: Place, what: str) -> Place:
-    """`place`, with other words for what is being done, for its error messages."""
-    return replace(place, doing=what)
+def doing(team: Team, what: str) -> Team:
+    """`team`, with other words for what is being done, for its error messages."""
+    return replace(team, doing=what)

@@ -20,8 +20,9 @@ from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -96,10 +97,17 @@ class _TestLoader(SourceFileLoader):
     """Loads a module as pytest does: a failing `assert` shows its values. Leaves no bytecode file."""
 
     def get_code(self, fullname: str) -> CodeType:
-        source = self.get_data(self.path)
-        tree = ast.parse(source, self.path)
         rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")  # present, as pytest has loaded the module
-        rewrite.rewrite_asserts(tree, source, self.path)
+        source = Path(self.path)
+        try:  # what the session's own pytest has compiled and left; it is much faster than compiling
+            compiled = rewrite.get_cache_dir(source) / f"{source.stem}{rewrite.PYC_TAIL}"
+            if (code := rewrite._read_pyc(source, compiled)) is not None:
+                return cast(CodeType, code)
+        except AttributeError:
+            pass  # another pytest
+        data = self.get_data(self.path)
+        tree = ast.parse(data, self.path)
+        rewrite.rewrite_asserts(tree, data, self.path)
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 

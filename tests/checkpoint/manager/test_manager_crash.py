@@ -14,6 +14,7 @@ import pytest
 
 import terrazzo
 from terrazzo.checkpoint import CheckpointManager, verify
+from warm_python import warm_python
 
 sys.path.insert(0, str(Path(__file__).parent))
 from manager_lab import KEEP, state
@@ -23,7 +24,7 @@ def run_lab(folder: Path, every: int, places: str) -> list[dict]:
     program = Path(__file__).parent / "manager_lab.py"
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, str(program), str(folder), str(every), places],
+        [warm_python(), str(program), str(folder), str(every), places],
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -100,7 +100,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def find(self, found: Found) -> Place | None:
-        """Where the checkpoint of this format is that somebody means by a place: there, or in a folder that it names.
+        """The place of the checkpoint of this format for a user's path: that place, or a folder that it names.
 
         None if there is none.  Whether the checkpoint is whole is for the reader to say.
         """

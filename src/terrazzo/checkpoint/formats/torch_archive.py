@@ -1,7 +1,7 @@
-"""What `torch.save` wrote, opened without reading its tensors.
+"""Files of `torch.save`, opened without reading their tensors.
 
 The pickle is read (as plain data, `unpickle`); each tensor in it becomes a `StoredTensor`, which says where its bytes
-lie.  Both forms are understood: the zip archive of PyTorch 1.6 and later, and the stream of pickles before it.
+are.  Both forms are supported: the zip archive of PyTorch 1.6 and later, and the stream of pickles before it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: which bytes it is made of."""
+    """A tensor in an archive: the bytes that it consists of."""
 
     storage: Storage
     dtype: torch.dtype
@@ -131,7 +131,7 @@ class Archive:
 
 
 def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> Any:
-    """A copy of the containers in `value` with something in the place of each `StoredTensor`."""
+    """A copy of the containers in `value`, with each `StoredTensor` replaced."""
     if isinstance(value, StoredTensor):
         return replacement(value)
     if type(value) is dict:
@@ -147,7 +147,7 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
 
 
 def is_archive(window: Window) -> bool:
-    """Whether a window begins as what `torch.save` writes does."""
+    """Whether a window begins like a file of `torch.save`."""
     return is_start_of_archive(window.read(0, min(START, window.length)))
 
 
@@ -160,7 +160,7 @@ def is_start_of_archive(start: bytes) -> bool:
 
 
 def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
-    """Open what `torch.save` wrote into a part of a file; its pickle may refer to `names`, default `TORCH_NAMES`."""
+    """Open a file of `torch.save` in a window of a file; its pickle may refer to `names`, default `TORCH_NAMES`."""
     opened = _open_zip if window.read(0, min(4, window.length)) == _ZIP else _open_legacy
     return opened(window, TORCH_NAMES if names is None else names)
 
@@ -186,7 +186,7 @@ def _open_zip(window: Window, names: unpickle.Names) -> Archive:
 
 
 def _storage_from_id(pid: Any) -> Storage:
-    """What a pickle of `torch.save` refers to: ("storage", type, key, location, numel[, view])."""
+    """The storage of a persistent id of `torch.save`: ("storage", type, key, location, numel[, view])."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
         raise CheckpointCorruptError(f"a pickle refers to outside data in an unknown way: {pid!r}")
     _, kind, key, _, numel, *view = pid
@@ -227,7 +227,7 @@ def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
     value = unpickle.load_tree(stream, window.where, names=names, persistent=storage)
     keys = unpickle.load(stream, window.where)
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointCorruptError(f"{window.where}: the list of storages is none")
+        raise CheckpointCorruptError(f"{window.where}: the list of storages is not a list of names")
     extents: dict[str, tuple[int, int]] = {}
     position = stream.tell()
     for key in keys:
@@ -316,7 +316,7 @@ def _rebuild_typed(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError("a pickled tensor has no dtype")
     if len(size) != len(strides):
-        raise CheckpointCorruptError("a pickled tensor has as many strides as it should not")
+        raise CheckpointCorruptError("a pickled tensor does not have one stride per dim")
     if metadata:
         raise CheckpointFormatError(f"a saved tensor is marked {metadata}; resolve it (resolve_conj) before saving")
     return StoredTensor(

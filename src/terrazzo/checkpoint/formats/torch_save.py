@@ -46,7 +46,7 @@ def _tree(source: Source, how: Writing) -> dict[str, Any]:
         else:
             found = source.value(name)
             if not isinstance(found, ObjectBytes):
-                raise UnsupportedValueError(f"{name}: bytes of a planner's own, which only that planner can read")
+                raise UnsupportedValueError(f"{name}: its bytes can be read only by the custom planner that wrote them")
             value = found.value
         set_element(tree, source.paths.get(name, (name,)), value)
     return tree

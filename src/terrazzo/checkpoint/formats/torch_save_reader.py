@@ -1,4 +1,4 @@
-"""Reading files of `torch.save` as checkpoints, without loading what is not asked for."""
+"""Reading files of `torch.save` as checkpoints; only what is requested is read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchSaveFile:
         )
 
     def read(self, item: ReadItem, planner: LoadPlanner) -> int:
-        """Give the planner what an item asks for; the bytes that were needed."""
+        """Pass the planner the value of an item. Returns the number of bytes that were read."""
         name = item.storage_index.fqn
         value = self.contents.get(name)
         if item.type is LoadItemType.BYTE_IO:
@@ -113,7 +113,7 @@ def _open(path: Place) -> ReadFile:
 def _flatten(value: Any, path: Place) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"{path} holds a {type(value).__name__}, not a state dict; put it into a dict")
-    # A list is taken apart if it holds tensors; to be seen as such, stored ones pose as tensors without data.
+    # `flatten_state_dict` flattens lists only if they hold tensors: meta tensors take the place of stored ones.
     stored: dict[int, StoredTensor] = {}
     posing: list[torch.Tensor] = []
 

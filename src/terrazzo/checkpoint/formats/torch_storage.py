@@ -47,7 +47,7 @@ def ours_or_wrapped_reader(reader: Any) -> Any:
 
 
 def _is_theirs(storage: Any, name: str) -> bool:
-    module = sys.modules.get(_MODULE)  # where it has not been imported, nobody has built on it
+    module = sys.modules.get(_MODULE)  # if it has not been imported, no class is derived from its classes
     if module is None or storage is None or isinstance(storage, StorageWriter | StorageReader):
         return False
     with originals():

@@ -1,13 +1,13 @@
 """Reading pickles without running them.
 
-A pickle is a program: it names classes and functions and says which to call.  PyTorch's checkpoints are pickles, and
-reading one the ordinary way runs whatever its author wanted.  Here a name is looked up in a table, and only there;
-what it gives is not the named thing but a stand-in that builds plain data.  A name that is not in the table raises
-`UnsafePickleError` before anything is called.
+A pickle is a program: it names classes and functions and calls them.  PyTorch's checkpoints are pickles, so unpickling
+one runs any code that its author put there.  Here names are looked up only in a table, which has stand-ins that
+build plain data, not the named classes and functions.  A name that is not in the table raises `UnsafePickleError`
+before anything is called.
 
-Python's C unpickler does the parsing.  What it can do beyond calling what `find_class` returned is to set the state of
-an object (the BUILD opcode), and that on classes and functions too.  Therefore every stand-in is either an immutable
-`_Call`, an immutable built-in type, or a `Record`, whose `__setstate__` takes effect on instances only.
+Python's C unpickler does the parsing.  Beside calling what `find_class` returned, it can set the state of an object
+(the BUILD opcode), also of classes and functions.  Therefore every stand-in is an immutable `Call`, an immutable
+built-in type, or a `Record`, whose `__setstate__` has an effect on instances only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Names = Mapping[tuple[str, str], Any]
 
 
 class _Namespace(Record):
-    """`argparse.Namespace`: many a training script stores its arguments."""
+    """`argparse.Namespace`: many training scripts store their arguments."""
 
     __slots__ = ()
     made_of = "argparse.Namespace"
@@ -41,7 +41,7 @@ class _Namespace(Record):
 
 
 class _Path(Record):
-    """Paths, as plain strings: what kind of system they come from does not matter here."""
+    """Paths of any operating system, as plain strings."""
 
     __slots__ = ()
     made_of = "pathlib.Path"
@@ -62,7 +62,7 @@ class _Version(Record):
 
 
 def _from_items(kind: Callable[[Any], Any]) -> Call:
-    """Containers built from a list that is in the pickle itself: a range could ask for any amount of memory."""
+    """A container built from a list in the pickle; not from a range, which could need any amount of memory."""
 
     def build(items: Any = ()) -> Any:
         if type(items) not in (list, tuple, dict):
@@ -85,20 +85,20 @@ def _bytearray(*args: Any) -> bytearray:
     if type(args[0]) is str:
         return bytearray(_bytes_from_text(*args))
     if type(args[0]) is not bytes:
-        raise UnsafePickleError("a pickle asks for a bytearray of its own choosing")
+        raise UnsafePickleError(f"a pickle builds a bytearray from a {type(args[0]).__name__}")
     return bytearray(args[0])
 
 
 def _bytes(*args: Any) -> bytes:
-    """How protocol 2 writes bytes that are empty; the others are `_codecs.encode`d."""
+    """How protocol 2 writes empty bytes; for others it uses `_codecs.encode`."""
     if args:
-        raise UnsafePickleError("a pickle asks for bytes of its own choosing")
+        raise UnsafePickleError(f"a pickle builds bytes from a {type(args[0]).__name__}")
     return b""
 
 
 def _defaultdict(factory: Any = None, *rest: Any) -> Any:
     if rest or not (factory is None or isinstance(factory, Call)):
-        raise UnsafePickleError("a pickle makes a defaultdict of something unknown")
+        raise UnsafePickleError("a pickle builds a defaultdict with an unknown factory")
     kind = {id(PLAIN["builtins", name]): made for name, made in _FACTORIES.items()}.get(id(factory))
     return collections.defaultdict(kind)
 
@@ -109,7 +109,7 @@ _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float"
 def _number(kind: type) -> Call:
     def build(value: Any = 0) -> Any:
         if type(value) not in (int, float, bool):
-            raise UnsafePickleError(f"a pickle makes a number of a {type(value).__name__}")
+            raise UnsafePickleError(f"a pickle builds a number from a {type(value).__name__}")
         return kind(value)
 
     return Call(build)
@@ -117,7 +117,7 @@ def _number(kind: type) -> Call:
 
 def _text(value: Any = "") -> str:
     if not isinstance(value, str):
-        raise UnsafePickleError(f"a pickle makes text of a {type(value).__name__}")
+        raise UnsafePickleError(f"a pickle builds a string from a {type(value).__name__}")
     return str(value)
 
 
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
         if found is None:
             raise UnsafePickleError(
                 f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
-                "not run.  If you trust whoever wrote it, load it with torch.load(weights_only=False) and save it anew"
+                "not run. If you trust the author, load it with torch.load(weights_only=False) and save it again"
             )
         self.made_records = self.made_records or (isinstance(found, type) and issubclass(found, Record))
         return found
@@ -225,21 +225,21 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
 
 
 def loads(data: bytes | bytearray | memoryview, where: str, *, names: Names = PLAIN) -> Any:
-    """The same from bytes."""
+    """Like `load`, from bytes."""
     return load(io.BytesIO(data), where, names=names)
 
 
 def load_tree(
     file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Like `load`, of a value that is going to be taken apart: it may neither contain itself nor be without end."""
+    """Like `load`, for a value that will be flattened: raises if it contains itself, or has too many values."""
     value = load(file, where, names=names, persistent=persistent)
     _check_tree(value, file.tell(), where)
     return value
 
 
 def _check_tree(value: Any, nbytes: int, where: str) -> None:
-    """Raise unless the containers of a value, with copies of all that they share, are of a size that fits the bytes."""
+    """Raise if the value, with a copy of each shared container, is much larger than its pickle, or contains itself."""
     sizes: dict[int, int] = {}
     open_now: set[int] = set()
     stack: list[tuple[Any, bool]] = [(value, False)]
@@ -250,7 +250,7 @@ def _check_tree(value: Any, nbytes: int, where: str) -> None:
             open_now.discard(id(container))
             sizes[id(container)] = size = 1 + sum(sizes.get(id(item), 1) for item in items)
             if size > _EXPANDED * (nbytes + 1000):
-                raise CheckpointCorruptError(f"{where}: the pickle refers to the same lists again and again")
+                raise CheckpointCorruptError(f"{where}: the pickle repeats the same lists too often")
             continue
         if id(container) in open_now:
             raise CheckpointCorruptError(f"{where}: the pickle holds a {type(container).__name__} that contains itself")

@@ -13,7 +13,7 @@ from typing import Any
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_as_latest
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.run.coordination import StepFailed, find_place
+from terrazzo.checkpoint.run.coordination import StepFailed, find_team
 from terrazzo.checkpoint.state_dict_saver import async_save, save
 from terrazzo.checkpoint.stores import Place
 
@@ -60,7 +60,7 @@ def save_named(
     arguments["base"] = None if base is None else base.store
 
     def move() -> None:
-        if latest and find_place(process_group, alone=True).is_coordinator:
+        if latest and find_team(process_group, alone=True).is_coordinator:
             name_as_latest(root, name)
 
     finished: Future[None] = Future()
@@ -104,8 +104,8 @@ def reduce_over(
     timeout: timedelta | None = None,
 ) -> bytes:
     """Call `step` on every rank, then `combine` on the first with all results; all ranks get its result or error."""
-    place = find_place(process_group, doing=doing, timeout=timeout)
+    team = find_team(process_group, doing=doing, timeout=timeout)
     try:
-        return place.reduce(step, combine)
+        return team.reduce(step, combine)
     except StepFailed as failed:
         raise failed.error from failed.error.__cause__

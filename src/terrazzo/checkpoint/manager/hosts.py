@@ -28,7 +28,7 @@ from terrazzo.checkpoint.native.cleaning import decode_manifest
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.comm.addresses import own_address
@@ -312,7 +312,7 @@ def connect(
         send_on: copies a file of a step's folder to the root.
         replicas: the number of other hosts that get a copy of each file.
     """
-    rank = find_place(process_group, alone=True).rank
+    rank = find_team(process_group, alone=True).rank
     name = f"{_MARK}{uuid.uuid4().hex[:12]}"
     doing = f"looking for the other hosts of {own.location}"
     home = rank

@@ -41,7 +41,7 @@ from terrazzo.checkpoint.manager.tiers import Which, choose, in_order_of_merit, 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
-from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
 from terrazzo.comm.control import time_limit_of
@@ -267,7 +267,7 @@ class CheckpointManager:
     def _idle(self) -> bool:
         """On the first rank: whether housekeeping is done. Waits for it, but less long than the other ranks wait."""
         limit, group = self._timeout, self._group
-        if limit is None and len(find_place(group, alone=True).ranks) > 1:
+        if limit is None and len(find_team(group, alone=True).ranks) > 1:
             world: Any = dist.group.WORLD
             limit = time_limit_of(world if group is None else group)
         seconds = _PATIENCE if limit is None else min(_PATIENCE, limit.total_seconds() / 4)
@@ -443,7 +443,7 @@ class CheckpointManager:
 
     @property
     def _is_first(self) -> bool:
-        return find_place(self._group, alone=True).is_coordinator
+        return find_team(self._group, alone=True).is_coordinator
 
     def _together(self, doing: str, work: Callable[[], object]) -> None:
         do_together(doing, work, self._group, self._timeout)

@@ -14,7 +14,7 @@ from terrazzo.checkpoint.manager.mending import Found, may_be_damage, mend
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
-from terrazzo.checkpoint.run.coordination import find_place
+from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.stores import Lease, Store
 from terrazzo.errors import CheckpointError, CheckpointException
 
@@ -73,7 +73,7 @@ class Loading:
         assert local is not None
 
         def discard() -> None:
-            if not find_place(self.group, alone=True).is_coordinator:
+            if not find_team(self.group, alone=True).is_coordinator:
                 return
             if not remove(local.catalog, self.record.step):
                 where = local.catalog.store_of(self.record.step).location

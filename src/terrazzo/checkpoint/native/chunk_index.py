@@ -27,7 +27,7 @@ class ChunkIndex:
         self._manifest = manifest
 
     def find(self, targets: Sequence[Asked]) -> list[Hit]:
-        """What each target needs, in the order of files and places in them."""
+        """The stored chunks that each target needs, by file and by offset in the file."""
         by_ndim: dict[int, list[tuple[int, TensorRecord, Overlap]]] = defaultdict(list)
         record = None
         for number, target in enumerate(targets):
@@ -45,7 +45,7 @@ class ChunkIndex:
         return in_file_order(hits)
 
     def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
-        """The number of the chunk of a tensor that begins there (None: at its beginning), and its box.
+        """The number and the box of the chunk that begins at this offset of a tensor (None: at its first element).
 
         If the hint of the number is right, nothing has to be searched.
         """

@@ -1,11 +1,11 @@
 """Which files of a folder are of no use any more: those of dead saves and of checkpoints that have been replaced.
 
-Several jobs may save to one place, and one may have slept for a day.  So a file goes only if
+Several jobs may save to one place, and one of them may have been suspended for a day.  So a file is removed only if
 - no committed checkpoint names it, and
 - the save that it belongs to has ended: its lease is gone, or nobody holds it.
 
-The order of looking matters: first which files there are, then which leases are held, then what is committed.  A save
-that commits in between is either seen to be alive or seen to be committed.
+The order matters: first the files are listed, then the leases are read, then the manifest.  A save that commits in
+between still has its lease, or its manifest is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_manifest(store: Store) -> Manifest | Root:
 
 
 def committed_manifest(store: Store) -> Manifest | Root:
-    """The same; raises `CheckpointNotFoundError`, which says what is missing, if there is none."""
+    """Like `read_manifest`, but raises `CheckpointNotFoundError`, which says what is missing."""
     try:
         return read_manifest(store)
     except FileNotFoundError as error:
@@ -41,7 +41,7 @@ def decode_manifest(data: bytes | bytearray, source: str) -> Manifest | Root:
 
 
 def remove_leftovers(store: Store) -> list[str]:
-    """Remove what is of no use; nothing is touched if the present manifest cannot be read.  Returns the names."""
+    """Remove unused files and return their names; removes nothing if the present manifest cannot be read."""
     by_save: dict[str, list[Entry]] = defaultdict(list)
     stale = []
     for entry in store.list():

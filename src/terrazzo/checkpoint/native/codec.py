@@ -17,7 +17,7 @@ from terrazzo.errors import CheckpointCorruptError
 
 FRAME: Final = 1 << 20  # bytes of a chunk that are compressed together: what has to be read for any of them
 LEVEL: Final = 3
-_local = threading.local()  # compressors are not to be used by two threads at once
+_local = threading.local()  # two threads must not use one compressor at once
 
 
 def encode_frame(data: memoryview, itemsize: int) -> bytes:
@@ -45,7 +45,7 @@ def decode_frame(frame: memoryview | bytes, nbytes: int, itemsize: int) -> bytes
     if decompressor is None:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor()
     try:
-        # A frame that claims to be larger than its block is not believed.
+        # A frame may say that it is larger than its block: then it is damaged.
         with decompressor.stream_reader(frame) as reader:
             shuffled = reader.read(nbytes + 1)
     except zstandard.ZstdError as error:

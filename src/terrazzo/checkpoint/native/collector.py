@@ -1,9 +1,9 @@
-"""Keeping Python's garbage collector out of the way for a moment.
+"""A context manager that pauses Python's garbage collector.
 
 Planning makes many small objects that all live until the plan has been carried out.  Each time enough of them
 have been made, the collector looks at every object of the process, finds nothing to collect, and has cost more
-than the planning.  It would do so at once when it is let go again, so what has been made by then is called old:
-it is looked at when the collector next looks at everything.
+than the planning.  It would do so as soon as it is enabled again, so the objects that exist then are moved to the
+oldest generation, which is rarely collected.
 """
 
 from __future__ import annotations

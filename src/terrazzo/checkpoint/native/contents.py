@@ -30,7 +30,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
         self._properties: dict[str, TensorProperties] = {}
-        # Of tensors of one dtype, shape and layout, which share one entry: a model has many of each.
+        # Tensors of the same dtype, shape and layout share one entry, since a model has many of each.
         self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
 
     @property

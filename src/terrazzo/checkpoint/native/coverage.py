@@ -1,7 +1,7 @@
 """Whether the chunks of a checkpoint make up its tensors: every element once.
 
-A chunk that nobody wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid.  Tensors
-with equally many dims and chunks are checked together, as one array, for there may be millions of chunks.
+A chunk that no rank wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid.  Tensors
+with equally many dims and chunks are checked together, as one array, because there may be millions of chunks.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from terrazzo.layout.box import Box
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """What is to be written: a box of a tensor, to whose data `source` leads (see `work`), or an object's bytes."""
+    """What is to be written: a box of a tensor, or an object's bytes.  `work` gets the data for its `source`."""
 
     entry: TensorEntry
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 class FileLayout:
     """A data file before it is written: its header, and where each chunk will begin.
 
-    With a codec these are bounds: nobody knows yet how long the chunks will be.
+    With a codec these are upper bounds, because the compressed sizes are not known yet.
     """
 
     header: bytes

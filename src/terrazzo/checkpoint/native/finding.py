@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Asked(Protocol):
-    """What is asked for: parts of the chunks of the tensor stored as `source`."""
+    """A request for parts of the chunks of the tensor stored as `source`."""
 
     @property
     def source(self) -> str: ...
@@ -57,11 +57,11 @@ class PartIndexes:
         self._root = root
         self._store = store
         self._rows: dict[int, Rows] = {}
-        self._places: dict[Any, tuple[int, Box]] = {}  # the same for all tensors that are cut alike
+        self._places: dict[Any, tuple[int, Box]] = {}  # one for all tensors with the same chunks
         self.bytes_read = 0
 
     def find(self, targets: Sequence[Asked]) -> list[Hit]:
-        """What each target needs, in the order of files and places in them."""
+        """The stored chunks that each target needs, by file and by offset in the file."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors = self._root.tensors
         known: dict[tuple[int, int], list[_Sought]] = {}  # by owners and number of the chunk
@@ -80,7 +80,7 @@ class PartIndexes:
         return in_file_order(hits)
 
     def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
-        """The number of the chunk of a tensor that begins there (None: at its beginning), and its box."""
+        """The number and the box of the chunk that begins at this offset of a tensor (None: at its first element)."""
         tensor = self.tensor(name)
         key = (tensor.layout, tensor.shape, offset)
         found = self._places.get(key)
@@ -156,7 +156,7 @@ class PartIndexes:
         return found
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each value: for a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""
+        """A digest of each value: of a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""
         tensors = self._root.head.tensors
         parts = range(len(self._root.head.parts))
         self._load(parts)
@@ -176,11 +176,11 @@ class PartIndexes:
             seen[places] = True
         standing = found.view("V16").reshape(-1).tolist()
         known = {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
-        objects = self._root.head.objects  # what stands for these is longer than what stands for a tensor
+        objects = self._root.head.objects  # their digest is longer than that of a tensor
         return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
     def tensor(self, name: str) -> StoredTensor:
-        """What the root says of a tensor."""
+        """The root's entry of a tensor."""
         try:
             return self._root.tensors[name]
         except KeyError:
@@ -190,7 +190,7 @@ class PartIndexes:
         """The part that has a chunk of a tensor."""
         owners = self._root.owner_tables[tensor.owners]
         if number >= len(owners):
-            raise CheckpointCorruptError(f"{self._root.source}: nobody has chunk {number} of {tensor.name!r}")
+            raise CheckpointCorruptError(f"{self._root.source}: no part has chunk {number} of {tensor.name!r}")
         return int(owners[number])
 
     def _load(self, parts: Iterable[int]) -> None:
@@ -317,7 +317,7 @@ class PartIndexes:
 
 
 def in_file_order(hits: list[Hit]) -> list[Hit]:
-    """In the order of files and of places in them."""
+    """The hits by file and by offset in the file."""
     files = [hit.chunk.file.name for hit in hits]
     order = {file: number for number, file in enumerate(sorted(set(files)))}
     starts = np.array([hit.chunk.start for hit in hits], dtype=np.uint64)

@@ -21,7 +21,7 @@ _SMALL_BLOCK: Final = 4 << 10
 _LONG_ROW: Final = 64 << 10
 # Encoded objects up to this size live in the manifest itself, larger ones in a data file.
 INLINE_LIMIT: Final = 4096
-# The same for the index of a rank.
+# Indexes of ranks up to this size live in the manifest, larger ones in a file.
 INLINE_INDEX: Final = 16 << 10
 
 _DATA_NAME = re.compile(r"data-([0-9a-f]{12})-(\d{5,})(?:-\d+)?\.safetensors")
@@ -71,7 +71,7 @@ def save_of(name: str) -> str | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether this is a manifest that has not got its name."""
+    """Whether this is a manifest that was not renamed to its final name, because its save did not finish."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 

@@ -23,12 +23,12 @@ ZSTD: Final = 1
 
 
 def name_hash(name: str) -> int:
-    """What stands for a name in an index."""
+    """The hash by which an index finds a name."""
     return checksum(name.encode())
 
 
 def scrambled(numbers: Array) -> Array:
-    """A number of 64 bits for each number of 64 bits, as good as drawn at random; different ones for different ones."""
+    """A pseudorandom 64-bit number for each 64-bit number; different numbers have different results."""
     with np.errstate(over="ignore"):
         mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -108,7 +108,7 @@ class Rows:
         return ends[0], ends[1]
 
     def digests(self) -> Array:
-        """128 bits for each chunk, as two columns, that stand for its box and for the checksums of its bytes."""
+        """A digest of each chunk's box and of the checksums of its bytes: 128 bits, as two columns."""
         counts, numbers = self.block_counts(), 2 * self.ndims.astype(np.int64)
         with np.errstate(over="ignore"):
             lanes = []
@@ -127,7 +127,7 @@ class Rows:
 
 
 def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Array:
-    """For each run, the sum of what stands for its values and their places."""
+    """For each run, the sum of a hash of each value and its position."""
     if not len(values):
         return np.zeros(len(first), np.uint64)
     places = np.arange(len(values)) - np.repeat(first, lengths)  # runs follow one another without gaps
@@ -138,7 +138,7 @@ def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Arr
 
 
 def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:
-    """The bytes of an index, which are known before what it says."""
+    """The size in bytes of an index, which does not depend on its contents."""
     return _HEAD.size + chunks * (3 * 8 + 2 * 4 + 2 * 4) + 8 * box_numbers + 8 * blocks + 4 * (frames + frames % 2)
 
 

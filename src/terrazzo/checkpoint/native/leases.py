@@ -12,7 +12,7 @@ from terrazzo.checkpoint.stores.base import Entry, Lease, Store
 class SaveLease:
     """A save's lease, from the moment that it is taken until it is released.
 
-    It belongs to the process that took it: a copy of it, in another process too, holds nothing.
+    It belongs to the process that took it: a copy of this object, or a pickled one in another process, holds no lease.
     """
 
     def __init__(self) -> None:
@@ -22,19 +22,19 @@ class SaveLease:
         return {"_lease": None}
 
     def take(self, store: Store, save_id: str) -> None:
-        """Show that a save to a place is alive."""
+        """Take the lease of a save to this store: while it is held, no other save removes the files of this one."""
         self.release()
         self._lease = store.lease(lease_name(save_id))
 
     def release(self) -> None:
-        """The save has ended, one way or the other; nothing happens if no lease is held."""
+        """Release the lease, after the save succeeded or failed; does nothing if none is held."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.release()
 
 
 def has_ended(store: Store, save_id: str, entries: Sequence[Entry]) -> bool:
-    """Whether the save that made these files has ended: its lease is gone, or nobody holds it."""
+    """Whether the save that wrote these files has ended: its lease is gone, or no process holds it."""
     lease = lease_name(save_id)
     if all(entry.key != lease for entry in entries):
         return True

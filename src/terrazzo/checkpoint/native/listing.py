@@ -29,7 +29,7 @@ _OBJECT: Final = Entry()
 
 
 def about_save(manifest: Manifest | Root) -> dict[str, Any]:
-    """What a manifest says of the save as a whole."""
+    """The facts of a manifest about the whole save: when, with which version, by how many ranks."""
     head = manifest.head
     return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
 

@@ -1,8 +1,8 @@
 """A file by which programs for PyTorch's checkpoints recognise one of terrazzo's.
 
-Some take a folder for a checkpoint if it has a `.metadata`, which PyTorch writes last: torchtitan looks for the newest
-one so, and would begin anew, in silence, where there is none.  After `terrazzo.install()` they save in terrazzo's
-format, whose folders then have a file of that name, too, once they are whole.  Nothing reads it here.
+Some programs treat a folder as a checkpoint if it has a `.metadata`, which PyTorch writes last: torchtitan looks for
+the newest such folder, and silently begins anew if there is none.  After `terrazzo.install()` they save in terrazzo's
+format, whose folders then also get a file of that name, after the commit.  terrazzo does not read it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from terrazzo.errors import ConflictError
 MARKER: Final = ".metadata"
 _TEXT: Final = f"a checkpoint of terrazzo, whose table of contents is {MANIFEST}; load it with terrazzo\n"
 _LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
-_told = False  # in a process that saves for another: whether that one wants it
+_told = False  # in a process that saves for another process: whether that one wants the file
 
 
 def wanted() -> bool:
-    """Whether programs for PyTorch's checkpoints are at work here."""
+    """Whether this process runs a program for PyTorch's checkpoints, which looks for the file."""
     return _told or replaced.any_replaced()
 
 
 @contextmanager
 def as_told(wanted: bool) -> Iterator[None]:
-    """Within, as it is in the process that this one saves for."""
+    """A context manager inside which `wanted` has the value of the process that this one saves for."""
     global _told
     before, _told = _told, wanted
     try:
@@ -40,7 +40,7 @@ def as_told(wanted: bool) -> Iterator[None]:
 
 
 def leave(store: Store) -> None:
-    """Put the file there if it is wanted, and if there is none; the checkpoint is whole already."""
+    """Write the file if it is wanted and missing; called after the commit."""
     if not wanted():
         return
     try:

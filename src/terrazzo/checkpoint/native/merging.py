@@ -1,6 +1,6 @@
 """The parts of all ranks as one root.
 
-The coordinator of a large save hears of millions of chunks from thousands of ranks, and never lists those of one
+The coordinator of a large save receives millions of chunks from thousands of ranks, and never lists those of one
 tensor. Tensors that are cut alike by all ranks are found first, by a few array operations for each set of ranks that
 sent the same columns, and one of them stands for all.  For these, for each rank in turn, array operations add to a few
 numbers per tensor, which say in the end whether every chunk of the tensor's grid was written once, and which tensors
@@ -30,7 +30,7 @@ Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a root says of the save as a whole."""
+    """The facts about the whole save that a root holds."""
 
     save_id: str
     created: float
@@ -155,7 +155,7 @@ class _Names:
             forms = (rows.forms.astype(_U64) << _U64(32)) + _U64(number + 1)
             np.add.at(marks[:, 0], rows.tensors, scrambled(forms))
             np.add.at(marks[:, 1], rows.tensors, scrambled(forms ^ _U64(0x5851F42D4C957F2D)))
-        for number in self._whole:  # if it is cut as well, something is wrong with it alone
+        for number in self._whole:  # if other ranks wrote parts of it as well, this tensor alone is wrong
             marks[number] = (_U64(number), _U64(0))
         _, firsts, group = np.unique(marks, axis=0, return_index=True, return_inverse=True)
         found: Array = firsts[group.reshape(-1)]
@@ -208,7 +208,7 @@ class _Names:
         }
 
     def check_hashes(self) -> None:
-        """Indexes know tensors by a hash of their names."""
+        """Raise if two names have the same hash, because indexes find tensors by the hash of the name."""
         hashes = np.array([name_hash(entry.name) for entry in self.entries], dtype=_U64)
         if len(np.unique(hashes)) == len(hashes):
             return
@@ -326,7 +326,7 @@ class _SameDims:
         return self._names.listed(chunks, self._ndim)
 
     def _with_owners(self) -> dict[int, tuple[Layout, bytes]]:
-        """Tensors with the same marks are distributed alike, so only one of them is asked for."""
+        """Layout and owners of each tensor, once for those with the same marks, which are distributed alike."""
         counts = self._grid_counts()
         grids = np.nonzero(~self._odd)[0]
         marks = np.stack([self._owner_marks[grids], counts[grids].astype(_U64)], axis=1)

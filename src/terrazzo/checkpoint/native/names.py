@@ -1,4 +1,4 @@
-"""Names of files and folders that a checkpoint's own bytes give."""
+"""Names of files and folders that are read from a checkpoint, so that they may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.errors import CheckpointFormatError
 LATEST: Final = ("latest", "latest_universal")
 _LONGEST_TAG: Final = 4096
 _STEP: Final = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
-_USUAL: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")  # most names: plain by their looks
+_USUAL: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")  # matches most names, without the slower checks
 
 
 def is_plain_name(name: str) -> bool:
@@ -48,12 +48,12 @@ def step_of_name(name: str) -> int | None:
 
 
 def name_as_latest(folder: Place, name: str) -> None:
-    """Have `latest` name a checkpoint in the folder, which has been committed."""
+    """Write the name of a committed checkpoint into the folder's file `latest`."""
     folder.store.put(LATEST[0], name.encode())
 
 
 def named_by_latest(folder: Place) -> list[Place]:
-    """The folders that a folder of checkpoints says are the last ones, whether they are there or not."""
+    """The folders that the files `latest` and `latest_universal` name, whether they exist or not."""
     found: list[Place] = []
     for name in LATEST:
         file = folder / name

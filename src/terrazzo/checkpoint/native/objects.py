@@ -90,10 +90,10 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
 
 
 class ObjectBytes(io.BytesIO):
-    """A value on its way between planner and storage, posing as the `BytesIO` that the interfaces ask for.
+    """A value on its way between planner and storage, as the `BytesIO` that PyTorch's interfaces require.
 
-    terrazzo's planners and storage pass `value` and never make bytes of it.  For whoever reads this as a file,
-    it holds the value as `torch.save` writes it, made at the first access.
+    terrazzo's planners and storage pass `value` and never make bytes of it.  Other code that reads this as a file gets
+    the bytes that `torch.save` writes, made at the first access.
     """
 
     def __init__(self, value: Any, encoded: bytes | None = None) -> None:
@@ -267,7 +267,7 @@ def _in_order(values: set[Any] | frozenset[Any]) -> list[Any]:
 
 
 def _big_integer(digits: str) -> int:
-    # Python refuses to parse very long numbers, against denial of service; the stored bytes bound this one.
+    # Python refuses to parse very long numbers, against denial of service; here the stored bytes are the bound.
     if len(digits) > max(sys.get_int_max_str_digits(), 640):
         raise ValueError(f"a stored integer has {len(digits)} digits")
     return int(digits)

@@ -1,4 +1,4 @@
-"""Which stored chunks a box needs, and what of each."""
+"""Which stored chunks a box needs, and which part of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.layout.box import Box
 
 
 class Coverage(msgspec.Struct, frozen=True, gc=False):
-    """What stored chunks have of a box, and how many of its elements none of them has."""
+    """The overlaps of stored chunks with a box, and how many elements of the box no chunk has."""
 
     parts: tuple[Overlap, ...]
     missing: int
@@ -61,7 +61,7 @@ def _box(chunk: Any) -> Box:
 
 
 def _one_chunk(number: int, box: Box) -> Coverage:
-    """What a chunk has of itself."""
+    """The overlap of a chunk with itself."""
     nowhere = (0,) * len(box.lengths)
     return Coverage((Overlap(number, box, nowhere, nowhere, box.lengths),), 0)
 

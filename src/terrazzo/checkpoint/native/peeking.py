@@ -1,6 +1,6 @@
-"""Reading a few bytes of a checkpoint into arrays: what is shown of a tensor, and values that are not tensors.
+"""Reading a few bytes of a checkpoint into arrays: the elements that are shown of a tensor, and other values.
 
-What fills tensors goes through `requests`, which reads much at once.
+Loads go through `requests`, which reads much at once.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Bytes `low` to `high` of a chunk, which have the elements of `box` at these places."""
+    """Bytes `low` to `high` of a chunk, and where in them the elements of `box` are."""
 
     box: Box
     low: int

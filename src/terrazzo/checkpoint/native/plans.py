@@ -51,7 +51,7 @@ class ReadPlan(msgspec.Struct, frozen=True):
 
 
 class Receiver(Protocol):
-    """Who is given the values that a plan asks for."""
+    """What a load gives the values that it has read: the planner."""
 
     @property
     def allow_pickle(self) -> bool:

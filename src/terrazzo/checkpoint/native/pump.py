@@ -1,4 +1,4 @@
-"""Moving chunks into a data file: checksummed while they are hot in the cache, in few large writes, with little memory.
+"""Writing chunks into a data file: checksummed while they are in the cache, in few large writes, with little memory.
 
 CPU tensors are written from where they are.  What is not contiguous, or lives on an accelerator, passes through two
 small buffers (pinned for an accelerator), of which one is filled while the other is written.
@@ -24,10 +24,10 @@ from terrazzo.errors import CheckpointError
 # One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
 _PIECE: Final = 4 * BLOCK
 # The same beside a main thread that computes: after each write a thread waits for the interpreter's lock, 5 ms if the
-# main thread does not let go of it, so writes have to be few.
+# main thread does not release it, so writes have to be few.
 _PIECE_BESIDE: Final = 256 * BLOCK
 _FRAMES: Final = 32 * BLOCK  # compressed bytes, which need memory, that are written at once
-_HASHED_AT_ONCE: Final = 64 << 10  # xxhash lets go of the lock, too, for more than 100 kB
+_HASHED_AT_ONCE: Final = 64 << 10  # xxhash releases the lock, too, for more than 100 kB
 _MAX_BUFFERS: Final = 1000
 
 
@@ -99,10 +99,10 @@ class Pump:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting.
+        """Write the pieces that wait in the buffer.
 
-        Its checksums are all taken now, not while it is gathered: many of PyTorch's functions let go of the
-        interpreter's lock, too, and are likely to lose it if the main thread has waited for some time.
+        Their checksums are all computed now, not while the pieces are gathered: many of PyTorch's functions release the
+        interpreter's lock, too, and often have to wait for it if the main thread wants it.
         """
         if self._waiting:
             for data, block in self._waiting:
@@ -156,7 +156,7 @@ class Pump:
 
 
 def _checksum_beside(data: memoryview) -> int:
-    """The checksum, without letting go of the interpreter's lock."""
+    """The checksum, without releasing the interpreter's lock."""
     if len(data) <= _HASHED_AT_ONCE:
         return checksum(data)
     state = xxhash.xxh3_64(data[:_HASHED_AT_ONCE])

@@ -35,7 +35,7 @@ class Filling(msgspec.Struct, eq=False):
     """A destination that is being filled by `left` pieces."""
 
     target: torch.Tensor
-    key: Any  # the asker's own
+    key: Any  # what the caller attached
     left: int = 1
 
 
@@ -84,12 +84,12 @@ class Requests:
         self._step = self._limit // 2  # a run that is no larger is read and checked at once
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
-        self._spare: list[torch.Tensor] = []  # buffers that nobody uses
-        self._skipped = memoryview(bytearray(self._gap))  # where bytes go that nobody wants
+        self._spare: list[torch.Tensor] = []  # free buffers
+        self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
         self.bytes_read = 0
 
     def read(self, wanted: Iterable[Wanted]) -> Iterator[Filling]:
-        """Read what is wanted, which is in the order of files and of places in them; yields what is full."""
+        """Read what is wanted, sorted by file and by offset in the file; yields each full destination."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
             batch: _Batch = request.owner
             for run in batch.runs:

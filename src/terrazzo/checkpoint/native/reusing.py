@@ -21,7 +21,7 @@ from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 
-# A file of which less than this is still of use is not kept: what is of use is written again.
+# A file is not adopted if less than this part of it is still used: its used chunks are written again.
 _WORTH_KEEPING: Final = 0.25
 
 
@@ -34,7 +34,7 @@ class Reused:
 
 
 class _Nowhere(Upload):
-    """Takes bytes and forgets them: only their checksums are wanted."""
+    """An upload that discards its bytes, for computing checksums only."""
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Nothing."""
@@ -87,7 +87,7 @@ def _is_same(chunk: Chunk, stored: StoredChunk, data_of: Callable[[Any], Any], b
 
 
 def _adopted(files: dict[str, FileEntry], reused: list[Reused], store: Store, base: Store) -> set[str]:
-    """The names of those files that are worth keeping, and that the store has now."""
+    """The names of the files that are worth keeping and that the store has adopted."""
     used = dict.fromkeys(files, 0)
     for each in reused:
         used[each.stored.file.name] += each.stored.nbytes

@@ -56,13 +56,13 @@ class StoredTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RootHead(msgspec.Struct, frozen=True):
-    """All that a root says."""
+    """The typed part of a root."""
 
     save_id: str
     created: float
     writer: str
     ranks: int
-    features: list[str]  # what a reader must know
+    features: list[str]  # the features that a reader must know
     parts: list[PartEntry]
     tensors: list[StoredTensor]
     layouts: list[tuple[int, ...] | bytes]  # the steps of a grid, or all boxes
@@ -123,7 +123,7 @@ class Root:
                 check_file_name(name, self.source)
 
     def files_of(self, name: str) -> list[str]:
-        """The data file of each chunk of a tensor; of a rank that has written several, the index that knows."""
+        """The data file of each chunk of a tensor; if the rank wrote several files, the index in which to look."""
         parts = [self.head.parts[part] for part in self.owner_tables[self.tensors[name].owners].tolist()]
         return [part.files[0].name if len(part.files) == 1 else part.index_file for part in parts]
 

@@ -76,7 +76,7 @@ class NativeWriter(StorageWriter):
         self.store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
-            # First of all, for whoever commits from now on is in this save's way.
+            # First of all, because a save that commits from now on conflicts with this one.
             try:
                 self._replacing = self.store.get(MANIFEST)[1]
             except FileNotFoundError:
@@ -97,7 +97,7 @@ class NativeWriter(StorageWriter):
         return [self.place(plan, save_id, rank) for rank, plan in enumerate(plans)]
 
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
-        """The plan of a rank with the names of its data files settled."""
+        """The plan of a rank, with the names of its data files."""
         return replace(plan, storage_data=FilesOfRank(save_id, rank))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -131,7 +131,7 @@ class NativeWriter(StorageWriter):
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
 
     def _describe(self, metadata: Metadata) -> None:
-        """Make `metadata` say what has been stored."""
+        """Change `metadata` to describe what has been stored."""
         if self._manifest is not None:
             stored = metadata_of(self._manifest, self.storage_meta())
             metadata.state_dict_metadata = stored.state_dict_metadata
@@ -217,7 +217,7 @@ class NativeReader(StorageReader):
         self.bytes_read = 0
         self._manifest: Manifest | Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
-        self._reading: Reading | None = None  # what it has learned of the files is kept from one read to the next
+        self._reading: Reading | None = None  # kept from one read to the next: which files have been checked
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._manifest = None
@@ -305,7 +305,7 @@ class NativeReader(StorageReader):
         return self._reading
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each value: see `Checkpoint.digests`."""
+        """A digest of each value: see `Checkpoint.digests`."""
         if self._manifest is None:
             self.read_metadata()
         if not isinstance(self._manifest, Root):

@@ -24,7 +24,7 @@ def listed(tensor: torch.Tensor) -> list[Any]:
 
 
 def from_bytes(dtype: str, data: bytes) -> list[Any]:
-    """The same, of the bytes of elements of a dtype."""
+    """Like `listed`, for the bytes of elements of a dtype."""
     kind = dtype_from_name(dtype)
     values = torch.empty(len(data) // kind.itemsize, dtype=kind)
     bytes_of(values)[:] = data

@@ -45,9 +45,10 @@ class Damage:
 def verify_store(
     store: Store, progress: Callable[[int], None] = lambda nbytes: None, only: Collection[str] | None = None
 ) -> list[Damage]:
-    """All damage of the checkpoint in a store; none if it is whole.  `progress` hears of bytes as they are checked.
+    """All damage of the checkpoint in a store; none if it is whole.
 
-    With `only`, of the data files those of these names are read, and of no other it is said whether they are whole.
+    `progress` is called with numbers of bytes, as they are checked.  With `only`, just the data files of these names
+    are read; the result says nothing about the others.
     """
     try:
         manifest = read_manifest(store)
@@ -145,7 +146,7 @@ def _of_chunks(chunks: Sequence[StoredChunk]) -> _Chunks:
 
 
 class _Blocks(msgspec.Struct, frozen=True, eq=False):
-    """What of a file has checksums, in the order of places; `names[chunks[n]]` is the tensor that block n is of."""
+    """The blocks of a file, by offset; `names[chunks[n]]` is the tensor of block n."""
 
     names: list[str]
     chunks: Array
@@ -187,7 +188,7 @@ class _File:
     progress: Callable[[int], None]
 
     def damage(self, blocks: _Blocks) -> Iterator[Damage]:
-        """What of the file is not as it was."""
+        """The damage of this file."""
         name = self.entry.name
         try:
             fault = self._header_fault()
@@ -202,7 +203,7 @@ class _File:
             for tensor, start, end in blocks.spans(0, count):
                 yield Damage(name, "not checked, for the file is damaged", tensor, start, end)
             return
-        # One after the other, so that it is known which one failed; the next reads go on after it.
+        # One request after the other, so that the one that fails is known; the reads continue after it.
         requests = _requests(name, blocks, self.store.caps.request_bytes)
         while True:
             request: Request | None = None
@@ -235,7 +236,7 @@ class _File:
         return None
 
     def _wrong(self, blocks: _Blocks, first: int, last: int, memory: memoryview) -> Iterator[Damage]:
-        """Those of some blocks, which are in memory, that have another checksum than when they were saved."""
+        """Of these blocks, which are in memory, those whose checksums differ from the saved ones."""
         starts, ends = blocks.starts[first:last], blocks.ends[first:last]
         places = zip((starts - starts[0]).tolist(), (ends - starts[0]).tolist(), strict=True)
         found = np.array([checksum(memory[start:end]) for start, end in places], dtype=np.uint64)

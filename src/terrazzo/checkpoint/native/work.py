@@ -25,7 +25,7 @@ _WORTH_COMPRESSING: Final = 1024  # bytes
 
 
 class Work(Protocol):
-    """What a rank has to write.  A chunk's `source` is the plan's own word for it."""
+    """What a rank has to write.  A chunk's `source` is the plan's own key for its data."""
 
     def chunks(self, compression: bool) -> tuple[list[Chunk], list[ObjectEntry]]:
         """Chunks for data files, and the objects that are small enough for the root."""
@@ -36,11 +36,11 @@ class Work(Protocol):
         ...
 
     def key(self, source: Any) -> Hashable:
-        """What tells a source apart from the others."""
+        """A key that no other source has."""
         ...
 
     def tied_to(self, source: Any) -> Hashable | None:
-        """The key of a source that is the same memory, and so need not be written twice; None if there is none."""
+        """The key of another source in the same memory, which is written instead of this one; None if there is none."""
         ...
 
 

@@ -157,7 +157,7 @@ def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
 
 
 def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRank) -> PartEntry:
-    """What the root will say of these files; a large index becomes a file, too."""
+    """The root's entry of these files; a large index becomes a file, too."""
     entries = [file.entry for file in written]
     index = encode_index(_rows(written)) if written else b""
     if len(index) <= INLINE_INDEX:
@@ -174,7 +174,7 @@ def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRan
 
 
 def discard(store: Store, names: Sequence[str]) -> None:
-    """Remove files that are of no use; what cannot be removed now, the next save to this place will."""
+    """Remove files of a failed save; the next save to this place removes those that cannot be removed now."""
     for name in names:
         try:
             store.delete([name])
@@ -272,7 +272,7 @@ def _write_file(
 
 
 def _rows(files: Sequence[_WrittenFile]) -> Rows:
-    """What the index says of the chunks of these files."""
+    """The rows of the index for the chunks of these files."""
     chunks = [chunk for file in files for chunk in file.chunks]
     hashes: dict[str, int] = {}
     for chunk in chunks:
@@ -315,7 +315,7 @@ def commit(
     replacing: Absent | Version,
     features: tuple[str, ...] = (),
 ) -> Root:
-    """Make the checkpoint that consists of these parts the valid one, if the one that is there is still the same."""
+    """Commit the checkpoint that consists of these parts, unless another save has committed since this one began."""
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
     about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
@@ -335,8 +335,8 @@ def _are_paths(planner_data: Any) -> bool:
 
 
 def _check_files(store: Store, root: Root) -> None:
-    """All data files must be where the root will say: ranks may have written to folders that only look the same, or
-    somebody may have removed them."""
+    """Raise unless all data files are in the store: ranks may have written to folders that only have the same path, or
+    another program may have removed files."""
     present = {entry.key for entry in store.list()}
     for name in root.data_files:
         if name not in present:

@@ -1,8 +1,8 @@
-"""The default load planner: which stored bytes go where in a state dict, worked out by each rank alone.
+"""The default load planner: which stored bytes fill which tensors of a state dict, planned by each rank alone.
 
 For every tensor of the state dict, the boxes that this rank holds are intersected with the boxes that are
-stored.  All that does not fit (missing names, other shapes, dtypes that would lose digits) is collected
-and raised as one error, before anything is changed.
+stored.  All mismatches (missing names, other shapes, dtypes that would lose digits) are collected and raised as
+one error, before anything is changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 @dataclass(slots=True)
 class _Faults:
-    """What of the state dict does not fit the checkpoint."""
+    """The values of the state dict that do not fit the checkpoint."""
 
     missing: list[str]
     mismatched: list[str]
@@ -68,11 +68,11 @@ class DefaultLoadPlanner(LoadPlanner):
     """Plans loading into nested state dicts of tensors, distributed tensors and other values, in place.
 
     Every name of the state dict must be in the checkpoint, with the same shape and with a dtype whose values the
-    state dict's dtype can all hold; all that does not fit is one error.  With `allow_partial_load`, names that
+    state dict's dtype can all hold; all mismatches are raised as one error.  With `allow_partial_load`, names that
     the checkpoint lacks keep their values, and are listed in `missing` afterwards.  `allow_lossy_dtype` permits
     conversions that lose digits.  `allow_pickle` unpickles values that were stored as pickles: only for
     checkpoints that you trust, since unpickling can run code.  `flatten_sharded_tensors` is accepted for
-    compatibility: sharded tensors of sharded tensors are always seen through.
+    compatibility: sharded tensors of sharded tensors are always supported.
 
     Values that were saved per rank (see `PerRank`) are recognised, and each rank gets its own.
     """
@@ -104,7 +104,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return type(self).create_global_plan is DefaultLoadPlanner.create_global_plan
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
-        """Learn this rank's place in the group, and the global ranks that make up the group."""
+        """Set this rank's number in the group, and the global ranks of the group."""
         self.rank = rank
 
     def set_up_planner(
@@ -114,7 +114,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
-        # A tensor without memory gets some: there is nothing to fill in place.
+        # A tensor without memory gets memory, because there is nothing to fill in place.
         self._materialised = {
             name: torch.empty_like(value, device=_device())
             for name, value in state_dict.items()
@@ -174,7 +174,7 @@ class DefaultLoadPlanner(LoadPlanner):
                 if source is None:
                     if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
                         self._kept.append(name)  # saved by fewer ranks
-                    elif not (type(value) in (dict, list) and not value):  # an empty one asks for nothing
+                    elif not (type(value) in (dict, list) and not value):  # an empty tensor needs nothing
                         faults.missing.append(name)
                     continue
                 entry = stored[source]
@@ -235,7 +235,7 @@ class DefaultLoadPlanner(LoadPlanner):
                 "rank %d keeps its own %s: the checkpoint was saved by fewer ranks", self.rank, ", ".join(self._kept)
             )
         if self.missing:
-            LOGGER.warning("kept as they were, for the checkpoint does not have them: %s", ", ".join(self.missing))
+            LOGGER.warning("not in the checkpoint, so these keep their values: %s", ", ".join(self.missing))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -276,7 +276,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """Nothing: the tensor was the state dict's own memory."""
 
     def forget(self) -> None:
-        """Let go of the state dict, which a planner that is kept would keep alive."""
+        """Drop the references to the state dict, which a planner that is kept would keep alive."""
         self.state_dict, self.original_state_dict = {}, {}
         self._targets, self._before, self._materialised = {}, {}, {}
         self.metadata = None
@@ -289,7 +289,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
 
 def _device() -> torch.device:
-    """Where tensors without memory get theirs: on the device that the process group is for, or else on the CPU."""
+    """The device for tensors without memory: the accelerator that the process group is for, or else the CPU."""
     if dist.is_available() and dist.is_initialized() and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         if kind is not None and kind in (torch.device(device.type) for device in device_types(default_group())):
@@ -309,7 +309,7 @@ def _parts(source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overla
 
 
 def items_of(dest_index: MetadataIndex, source: str, parts: Sequence[Overlap]) -> list[ReadItem]:
-    """What a target needs, as PyTorch's items."""
+    """The parts that a target needs, as PyTorch's items."""
     return [
         ReadItem(
             LoadItemType.TENSOR,

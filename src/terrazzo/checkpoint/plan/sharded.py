@@ -1,9 +1,9 @@
 """How a checkpoint sees a distributed tensor.
 
 Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor.  Its data
-is `to_local()` when there is one chunk, and `__get_tensor_shard__(index)` when there are more.  If it also has
-`device_mesh` and `placements`, they tell which other ranks hold the same chunk, so that one of them can write it
-without asking; if not, ranks compare notes (`ownership`).
+is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if there are more.  If it also has
+`device_mesh` and `placements`, these say which other ranks hold the same chunk, so that one of them can write it
+without communication; if not, the ranks exchange what they hold (`ownership`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _is_sharded_type(kind: type[Any]) -> bool:
 
 
 class Viewer:
-    """Makes views, and remembers what is the same for all tensors of one mesh, placements and shape."""
+    """Makes views, and caches what all tensors of one mesh, placements and shape share."""
 
     def __init__(self) -> None:
         # By kind, mesh and placements: who holds the same, and this rank's box of tensors of each shape.
@@ -79,9 +79,9 @@ class Viewer:
             holders, boxes = last[3]
         else:
             holders, boxes = self._group(name, kind, mesh, tuple(placements))
-            if type(placements) is tuple:  # which nobody changes
+            if type(placements) is tuple:  # immutable
                 self._last = kind, mesh, placements, (holders, boxes)
-        # Mesh, placements and shape say where the chunk is, so it is asked for once for all tensors that share them.
+        # Mesh, placements and shape determine the chunk, so it is computed once for all tensors that share them.
         box = boxes.get(size)
         if box is None:
             if not holders.ranks:  # this rank is not in the mesh
@@ -98,7 +98,7 @@ class Viewer:
     def _group(
         self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
     ) -> tuple[Holders, dict[torch.Size, Box]]:
-        """What is the same for all tensors of a kind, mesh and placements."""
+        """What all tensors of a class, mesh and placements share."""
         key = (kind, id(mesh), placements)
         group = self._groups.get(key)
         if group is None:
@@ -167,7 +167,7 @@ def _whole(shape: torch.Size) -> Box:
 
 
 def check_storable(value: Any) -> None:
-    """Raise for tensors that have no bytes of the usual kind."""
+    """Raise for tensors whose elements are not plain strided memory."""
     dtype_name(value.dtype)
     if is_sharded(value):
         return
@@ -195,7 +195,7 @@ def _has_memory(value: torch.Tensor) -> bool:
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of the state dict.
 
-    PyTorch's planners rewrite sharded tensors of sharded tensors at this point; a `Viewer` sees through them
-    instead, and the function remains for planners that call it.
+    PyTorch's planners rewrite sharded tensors of sharded tensors at this point.  Here a `Viewer` handles them, and this
+    function remains for planners that call it.
     """
     return dict(state_dict)

@@ -1,8 +1,8 @@
 """Saving in the background: one save in flight per process group, on a thread or in a process.
 
-The state is copied first (`staging`); only that holds training up.  The background has connections of its own,
-so its messages never meet those of training.  An error comes out of the future's `result()`, and if nobody
-asked, of the next save.
+The state is copied first (`staging`); only the copy delays training.  The background has its own connections, so its
+messages are never mixed with those of training.  An error is raised by the future's `result()`, or, if that is not
+called, by the next save.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 from terrazzo.checkpoint.run.turns import short_turns
@@ -26,7 +26,7 @@ from terrazzo.errors import CheckpointError
 
 
 class SaveFuture(Future[Metadata]):
-    """The outcome of a save in the background; remembers whether anybody has asked for it."""
+    """The result of a save in the background; `asked` is whether the caller has seen it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class SaveFuture(Future[Metadata]):
             self.asked = self.asked or self.done()
 
     def settle(self, work: Callable[[], Metadata]) -> None:
-        """Do the work, and hold its result or its error."""
+        """Do the work, and set its result or its error."""
         try:
             value = work()
-        except BaseException as error:  # noqa: B036  # kept for whoever asks
+        except BaseException as error:  # noqa: B036  # raised by `result`
             self.set_exception(error)
         else:
             self.set_result(value)
 
 
 class AsyncSaveResponse(SaveFuture):
-    """The outcome of a save whose state is also copied in the background.
+    """The result of a save whose state is also copied in the background.
 
     `staging_completion` is done when the state has been copied and may be changed, `upload_completion` (this future
     itself) when the checkpoint is complete.
@@ -72,7 +72,7 @@ class AsyncSaveResponse(SaveFuture):
 
 
 class Background:
-    """The background of one process group on this rank: the save in flight, and what is kept between saves."""
+    """The save in flight of one process group on this rank, and what is kept between saves."""
 
     def __init__(self) -> None:
         self._future: SaveFuture | None = None
@@ -88,10 +88,10 @@ class Background:
             self._thread = None
 
     def earlier_error(self) -> CheckpointError | None:
-        """The error of the last save, if nobody on this rank has seen it: the reason why this save fails as well.
+        """The error of the last save, if the caller on this rank has not seen it; then this save fails with it.
 
-        It does so on all ranks, for this rank takes part and fails: nothing is asked of the others here, who may have
-        seen theirs, or have had none.
+        This rank takes part in the save and fails, so that the save fails on all ranks. This needs no communication
+        here; other ranks may have seen their error, or had none.
         """
         self.wait()
         future, self._future = self._future, None
@@ -100,30 +100,30 @@ class Background:
         error = future.exception()
         if error is None:
             return None
-        told = CheckpointError(f"the save in the background before this one failed: {error}")
-        told.__cause__ = error
-        return told
+        failed = CheckpointError(f"the save in the background before this one failed: {error}")
+        failed.__cause__ = error
+        return failed
 
     def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
-        """Connections for the background, with the time limit given or the group's own.  Collective when they are made,
-        which they are again after they broke."""
+        """Connections for the background, with this time limit or the group's own.  Collective when they are made: at
+        the first call, and after they broke."""
         group = group if group is not None else dist.group.WORLD
         if self._plane is None:
             self._plane = ControlPlane.create(group, timeout, name="checkpoint")
         self._plane = self._plane.renewed(timeout or time_limit_of(group))
         return self._plane
 
-    def process(self, place: Place, timeout: timedelta | None) -> ProcessSaver:
-        """The process that saves, started if there is none, anew on all ranks if one has died.  Collective."""
+    def process(self, team: Team, timeout: timedelta | None) -> ProcessSaver:
+        """The process that saves; started on all ranks if there is none or one has died.  Collective."""
         alive = self._process is not None and self._process.alive
         try:
-            everyone = place.reduce(
+            everyone = team.reduce(
                 lambda: b"alive" if alive else b"", lambda replies: b"alive" if all(replies) else b""
             )
             if not everyone:
                 if self._process is not None:
                     self._process.close()
-                self._process = ProcessSaver(place, timeout)
+                self._process = ProcessSaver(team, timeout)
         except StepFailed as failed:
             raise failed.error from failed.error.__cause__
         assert self._process is not None
@@ -133,16 +133,16 @@ class Background:
         """Do the work on a thread."""
         future = future or SaveFuture()
         self._future = future
-        # The thread waits until it is let go: else it would have the interpreter's lock, which this thread needs to
+        # The thread waits for this event. Otherwise it would take the interpreter's lock, which this thread needs to
         # return, and keep it for 5 ms or longer.
-        let_go = threading.Event()
+        may_begin = threading.Event()
 
         def save() -> Metadata:
             with short_turns():
                 return work()
 
         def run() -> None:
-            let_go.wait()
+            may_begin.wait()
             future.settle(save)
 
         # Not a daemon: a process that ends waits for its checkpoint.
@@ -150,7 +150,7 @@ class Background:
         try:
             self._thread.start()
         finally:
-            let_go.set()
+            may_begin.set()
         return future
 
     def close(self) -> None:

@@ -43,8 +43,11 @@ class StepFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This process's rank among those that save or load together, and what they do, for messages."""
+class Team:
+    """The ranks that save or load together, as this process sees them: which of them it is, and the steps of all.
+
+    `doing` is what they do, for messages.
+    """
 
     rank: int
     ranks: tuple[int, ...]  # the global ranks
@@ -164,21 +167,21 @@ class Place:
         raise StepFailed(exception_of(failures, self.doing, cause, why), discard)
 
 
-def find_place(
+def find_team(
     process_group: Any = None,
     *,
     doing: str = "a checkpoint",
     no_dist: bool = False,
     alone: bool = False,
     timeout: timedelta | None = None,
-) -> Place:
-    """This process's place in a process group: the given one, the default one, or a group of its own without any.
+) -> Team:
+    """The team of the ranks of a process group: the given one, or the default one. Without any, this process alone.
 
-    With `alone` it will not communicate. Otherwise the first call for a group is collective, and so is the first call
-    after connections broke. Raises a `CheckpointException`.
+    With `alone` the team will not communicate. Otherwise the first call for a group is collective, and so is the first
+    call after connections broke. Raises a `CheckpointException`.
     """
     if no_dist or not (dist.is_available() and dist.is_initialized()):
-        return Place(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None, doing)
+        return Team(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None, doing)
     group = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0:
@@ -186,16 +189,16 @@ def find_place(
             f"rank {dist.get_rank()} is not in the process group: call save or load on the ranks of the group only"
         )
     ranks = tuple(dist.get_process_group_ranks(group))
-    place = Place(rank, ranks, None, doing)
+    team = Team(rank, ranks, None, doing)
     if len(ranks) == 1 or alone:
-        return place
-    return with_plane(place, lambda: ControlPlane.for_group(group, timeout).renewed())
+        return team
+    return with_plane(team, lambda: ControlPlane.for_group(group, timeout).renewed())
 
 
-def with_plane(place: Place, connect: Callable[[], ControlPlane]) -> Place:
-    """The place with the control plane from `connect`, whose failure is raised like that of a step."""
+def with_plane(team: Team, connect: Callable[[], ControlPlane]) -> Team:
+    """The team with the control plane from `connect`. If that raises, this raises as a failed step does."""
     try:
-        with place._heard(None):
-            return replace(place, plane=connect())
+        with team._heard(None):
+            return replace(team, plane=connect())
     except StepFailed as failed:
         raise failed.error from failed.error.__cause__

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.plans import ReadPlan
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
 from terrazzo.checkpoint.run.load_side import LoadSide, side_of
@@ -39,7 +39,7 @@ class LoadSession:
 
     planner: LoadPlanner
     reader: StorageReader
-    place: Place
+    team: Team
     checkpoint_id: Any
     wanted_together: bool = False
     once_per_node: bool = False
@@ -73,7 +73,7 @@ class LoadSession:
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
     ) -> None:
         """Load into the result of `state_dict()`, in place, and pass it to `give_back`."""
-        with operation("load", self.checkpoint_id, self.place.global_rank) as event:
+        with operation("load", self.checkpoint_id, self.team.global_rank) as event:
             try:
                 self._run(state_dict, give_back)
             finally:
@@ -88,7 +88,7 @@ class LoadSession:
             self._finish(values, give_back)
             return
         try:
-            with self.place.guarded():
+            with self.team.guarded():
                 self._load_together(state_dict, give_back)
         except StepFailed as failed:
             raise failed.error from failed.error.__cause__
@@ -102,15 +102,15 @@ class LoadSession:
             raised = error
             if isinstance(error, OSError | EOFError) and not isinstance(error, TerrazzoError):
                 raised = CheckpointIOError(str(error)).with_traceback(error.__traceback__)
-            failure = failure_of(raised, self.place.global_rank)
-            raise exception_of([failure], self.place.doing, error) from error
+            failure = failure_of(raised, self.team.global_rank)
+            raise exception_of([failure], self.team.doing, error) from error
 
     def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
         with paused_collector():
             metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
-        self._side.set_up_ranks(self.place.rank, self.place.ranks)
-        self.planner.set_up_planner(state_dict, metadata, self.place.is_coordinator)
-        self.reader.set_up_storage_reader(metadata, self.place.is_coordinator)
+        self._side.set_up_ranks(self.team.rank, self.team.ranks)
+        self.planner.set_up_planner(state_dict, metadata, self.team.is_coordinator)
+        self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
 
     def _items(self) -> LoadPlan:
         """This rank's plan as PyTorch's items."""
@@ -162,14 +162,14 @@ class LoadSession:
             return [messages.encode(part) for part in self.reader.prepare_global_plan(plans)]
 
         # The caller's objects get their states only when every rank has read.
-        if alone and all(nodes) and self.place.plane is not None:
-            values = self._read_once_per_node(nodes, name, state_dict, root, self.place.plane.timeout)
+        if alone and all(nodes) and self.team.plane is not None:
+            values = self._read_once_per_node(nodes, name, state_dict, root, self.team.plane.timeout)
         elif alone:
-            self.place.together(read_alone)
+            self.team.together(read_alone)
         else:
-            central = messages.decode(self.place.reduce_scatter(plan, combine), LoadPlan)
-            self.place.together(lambda: self._read_items(central))
-        self.place.together(lambda: self._finish(values, give_back))
+            central = messages.decode(self.team.reduce_scatter(plan, combine), LoadPlan)
+            self.team.together(lambda: self._read_items(central))
+        self.team.together(lambda: self._finish(values, give_back))
 
     def _read_once_per_node(
         self,
@@ -184,7 +184,7 @@ class LoadSession:
         own: ReadPlan | None = None
         node: Node | None = None
         passed: list[Passed] = []
-        here = [rank for rank, where in zip(self.place.ranks, nodes, strict=True) if where == nodes[self.place.rank]]
+        here = [rank for rank, where in zip(self.team.ranks, nodes, strict=True) if where == nodes[self.team.rank]]
 
         def make_plan() -> None:
             nonlocal values, own
@@ -211,7 +211,7 @@ class LoadSession:
 
         try:
             for step in (make_plan, agree, read, pass_on):
-                self.place.together(step)
+                self.team.together(step)
         finally:
             if node is not None:
                 node.close()
@@ -231,4 +231,4 @@ class LoadSession:
             nodes = [node for _, _, node in said]
             return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, nodes, uuid.uuid4().hex))
 
-        return msgspec.msgpack.decode(self.place.reduce(step, combine), type=tuple[bool, bytes | None, list[str], str])
+        return msgspec.msgpack.decode(self.team.reduce(step, combine), type=tuple[bool, bytes | None, list[str], str])

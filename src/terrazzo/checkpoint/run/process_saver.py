@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native import marker
-from terrazzo.checkpoint.run.coordination import Place, with_plane
+from terrazzo.checkpoint.run.coordination import Team, with_plane
 from terrazzo.checkpoint.run.failures import Failure
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, carve, layout_of, put_together, take_apart
@@ -70,23 +70,23 @@ class _Meeting(msgspec.Struct, array_like=True, frozen=True):
 class ProcessSaver:
     """The saving process of this rank. Constructing it is collective."""
 
-    def __init__(self, place: Place, timeout: timedelta | None) -> None:
+    def __init__(self, team: Team, timeout: timedelta | None) -> None:
         self._memory = HostMemory(shared=True)
         self._sent: torch.Tensor | None = None
         self._store: dist.TCPStore | None = None
         self._limit = timeout
-        limit = timeout or (DEFAULT_TIMEOUT if place.plane is None else place.plane.timeout)
-        meeting = self._meeting_point(place, limit)
+        limit = timeout or (DEFAULT_TIMEOUT if team.plane is None else team.plane.timeout)
+        meeting = self._meeting_point(team, limit)
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, place.rank, place.ranks, meeting, limit)
+        arguments = (theirs, team.rank, team.ranks, meeting, limit)
         self._process = context.Process(target=_serve, args=arguments, name="terrazzo-save", daemon=True)
         self._process.start()
         theirs.close()
 
-    def _meeting_point(self, place: Place, limit: timedelta) -> _Meeting | None:
+    def _meeting_point(self, team: Team, limit: timedelta) -> _Meeting | None:
         """The address where the processes will connect; the first rank sends it to all."""
-        if place.plane is None:
+        if team.plane is None:
             return None
 
         def host_store(hosts: list[bytes]) -> bytes:
@@ -105,7 +105,7 @@ class ProcessSaver:
             )
             return msgspec.msgpack.encode(_Meeting(address, port, loopback))
 
-        return msgspec.msgpack.decode(place.reduce(lambda: host_identity().encode(), host_store), type=_Meeting)
+        return msgspec.msgpack.decode(team.reduce(lambda: host_identity().encode(), host_store), type=_Meeting)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Parcel:
         """Copy the state into the shared memory."""
@@ -120,8 +120,8 @@ class ProcessSaver:
             session.planner,
             session.given_writer,
             session.checkpoint_id,
-            session.place.doing,
-            None if session.place.plane is None else session.place.plane.timeout,
+            session.team.doing,
+            None if session.team.plane is None else session.team.plane.timeout,
             session.store,
             session.base,
             parcel,
@@ -140,7 +140,7 @@ class ProcessSaver:
         except (EOFError, ConnectionError) as error:
             self._process.join(1)
             raise CheckpointError(
-                f"the saving process of rank {session.place.global_rank} died (exit code {self._process.exitcode})"
+                f"the saving process of rank {session.team.global_rank} died (exit code {self._process.exitcode})"
             ) from error
         if isinstance(outcome, BaseException):
             raise outcome
@@ -200,10 +200,10 @@ def _outcome(
     try:
         if failed is not None:
             raise failed
-        place = Place(rank, ranks, None, order.doing)
+        team = Team(rank, ranks, None, order.doing)
         if len(ranks) > 1:
-            place = with_plane(place, lambda: _plane_of(ranks, order.limit))
-        session = SaveSession(order.planner, order.writer, place, order.checkpoint_id, order.store, order.base)
+            team = with_plane(team, lambda: _plane_of(ranks, order.limit))
+        session = SaveSession(order.planner, order.writer, team, order.checkpoint_id, order.store, order.base)
         with marker.as_told(order.marked):
             return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:

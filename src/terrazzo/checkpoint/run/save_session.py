@@ -26,7 +26,7 @@ from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.coordination import Place, StepFailed
+from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
 from terrazzo.checkpoint.run.planner_sides import SavePlannerSide, save_side_of
@@ -68,7 +68,7 @@ class SaveSession:
 
     planner: SavePlanner
     given_writer: StorageWriter | None
-    place: Place
+    team: Team
     checkpoint_id: Any
     store: Store | None = None
     base: str | os.PathLike[str] | Store | None = None
@@ -78,9 +78,9 @@ class SaveSession:
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
         """Save the result of `state_dict()`; returns the checkpoint's metadata on every rank."""
-        with operation("save", self.checkpoint_id, self.place.global_rank) as event:
+        with operation("save", self.checkpoint_id, self.team.global_rank) as event:
             try:
-                with self.place.guarded():
+                with self.team.guarded():
                     return self._run(state_dict, event)
             except StepFailed as failed:
                 if failed.discard and self._side is not None:
@@ -93,7 +93,7 @@ class SaveSession:
         try:
             side.abandon()
         except (CheckpointError, OSError) as error:  # the error of the save itself will be raised
-            LOGGER.warning("%s: files of the failed save could not be removed: %s", self.place.doing, error)
+            LOGGER.warning("%s: files of the failed save could not be removed: %s", self.team.doing, error)
 
     @property
     def writer(self) -> StorageWriter:
@@ -121,7 +121,7 @@ class SaveSession:
         if start.alone and start.unsure:
             assert negotiation is not None
             numbers = negotiation.numbers
-            answer = self.place.reduce_scatter(lambda: numbers(start.unsure), answers)
+            answer = self.team.reduce_scatter(lambda: numbers(start.unsure), answers)
         metadata: Metadata | None = None
 
         def write() -> bytes:
@@ -131,7 +131,7 @@ class SaveSession:
             else:
                 assert negotiation is not None
                 write_it, paths = self._own_part(could, negotiation.settled(start.unsure, answer), start.save_id)
-            with operation("write", self.checkpoint_id, self.place.global_rank) as written:
+            with operation("write", self.checkpoint_id, self.team.global_rank) as written:
                 results = write_it()
                 event.bytes = written.bytes = _bytes_of(results)
             return encode_with_paths(self.side.encode_results(results), paths)
@@ -143,18 +143,18 @@ class SaveSession:
                 metadata = central[1]
             else:
                 metadata = Metadata({}, planner_data=planner_data)
-            with operation("commit", self.checkpoint_id, self.place.rank):
+            with operation("commit", self.checkpoint_id, self.team.rank):
                 self.writer.finish(metadata, results)
             return self.side.committed(metadata)
 
-        outcome = self.place.reduce(write, commit, lambda: self.side.may_abandon())
+        outcome = self.team.reduce(write, commit, lambda: self.side.may_abandon())
         return metadata if metadata is not None else self.side.describe_committed(outcome)
 
     def _own_part(
         self, could: _Could, holders: Sequence[tuple[int, ...]], save_id: str
     ) -> tuple[Callable[[], Sequence[WriteResult]], Any]:
         """A function that writes this rank's part, and the paths of its names, now that all holders are known."""
-        rank = self.place.rank
+        rank = self.team.rank
         if could.held is not None:
             with paused_collector():
                 own = could.held.settled(holders)
@@ -182,10 +182,10 @@ class SaveSession:
             self._side = side_of(self._writer)
             if self.base is not None:
                 self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
-            self.planner_side.set_up_ranks(self.place.rank, self.place.ranks)
-            set_up_save_planner(self.planner, values, self.writer, self.place.is_coordinator)
-            self.writer.set_up_storage_writer(self.place.is_coordinator)
-            with operation("plan", self.checkpoint_id, self.place.rank) as event, paused_collector():
+            self.planner_side.set_up_ranks(self.team.rank, self.team.ranks)
+            set_up_save_planner(self.planner, values, self.writer, self.team.is_coordinator)
+            self.writer.set_up_storage_writer(self.team.is_coordinator)
+            with operation("plan", self.checkpoint_id, self.team.rank) as event, paused_collector():
                 held = self.planner_side.hold() if self.side.takes_write_plans else None
                 if held is not None:
                     could = _Could(held=held, negotiation=held.negotiation)
@@ -198,7 +198,7 @@ class SaveSession:
             hello = _Hello(
                 alone=self.planner_side.plans_alone and self.side.plans_alone,
                 notes=could.negotiation.notes() if could.negotiation is not None else [],
-                cache_token="" if cache is None or not self.place.is_coordinator else cache.token,
+                cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
             return msgspec.msgpack.encode(hello)
 
@@ -209,7 +209,7 @@ class SaveSession:
             save_id = self.side.save_id or uuid.uuid4().hex[:12]
             return msgspec.msgpack.encode(_Start(save_id, alone, unsure, hellos[0].cache_token))
 
-        start = msgspec.msgpack.decode(self.place.reduce(prepare, agree), type=_Start)
+        start = msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
         return could, start
 
     def _global_plan(self, could: _Could, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
@@ -232,7 +232,7 @@ class SaveSession:
             settled = self.writer.prepare_global_plan(list(plans))
             return [messages.encode((part, "" if cache is None else cache.token)) for part in settled]
 
-        part, token = messages.decode(self.place.reduce_scatter(send, combine), tuple)
+        part, token = messages.decode(self.team.reduce_scatter(send, combine), tuple)
         if cache is not None:
             cache.token = token
         return part, metadata

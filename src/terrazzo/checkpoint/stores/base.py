@@ -376,7 +376,7 @@ class Store(abc.ABC):
         self.put(key, b"")
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
-        """Whether whoever held a lease is gone; `last_sign` is when a file of that save was last modified."""
+        """Whether the process that held a lease is gone; `last_sign` is when a file of its save was last modified."""
         return time.time() - last_sign > self.lease_seconds
 
 

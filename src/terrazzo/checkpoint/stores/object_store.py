@@ -1,16 +1,16 @@
-"""Checkpoints in object stores: S3 and what speaks its language, Google Cloud Storage, Azure Blob Storage.
+"""Checkpoints in object stores: S3 and services with its API, Google Cloud Storage, Azure Blob Storage.
 
-Requests are made by `obstore`, which signs them, tries again what failed on the way, and waits without holding the
-interpreter.
+Requests are made by `obstore`, which signs them, retries those that failed on the way, and releases the interpreter's
+lock while it waits.
 
-What each step is there for:
-- a data file is sent by one request when it is complete.  A killed rank leaves whole files under names of its save,
-  which a later save removes, and no half-sent ones, which only a rule of the bucket could remove;
-- that is why data files are kept small here, and why several are under way at once;
-- only what has to be one large file (`torch.save`, DeepSpeed's) is sent in parts, from 64 MiB on;
-- the root is put on condition that the one that is there has not changed.  If the store says that it has, the reply to
-  an earlier try may have been lost: so it is read back, and if it is ours, all is well;
-- leases are judged by the age of the newest file of their save, by the store's clock.
+Why it works as it does:
+- a data file is sent by one request when it is complete.  So a killed rank leaves whole files, which a later save finds
+  by their names and removes, and no half-sent uploads, which only a rule of the bucket could remove;
+- therefore data files are kept small here, and several are sent at once;
+- only a file that has to be large (of `torch.save` or DeepSpeed) is sent in parts, from 64 MiB on;
+- the root is put on condition that the present one has not changed.  If the store reports a change, the reply to an
+  earlier try may have been lost: so the root is read back, and if it is the one that was put, the commit succeeded;
+- a lease has ended if the newest file of its save is older than `lease_seconds`, by the store's clock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from terrazzo.errors import ConflictError
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
-_CHUNK: Final = 256 << 10  # of an answer: what is copied at once, while it is in the cache
+_CHUNK: Final = 256 << 10  # of an answer, copied at once while it is in the cache
 _LARGE_COPY: Final = 64 << 10
 _TRIES: Final = 5  # beside those that the client makes
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class ObjectStore(Store):
 
     Args:
         url: `s3://bucket/prefix`, `gs://...`, `az://...`.
-        lease_seconds: a save that has written nothing for so long is dead.
+        lease_seconds: a save that has written nothing for so long counts as ended.
         settings: what `obstore.store.from_url` takes, beyond what the usual environment variables say
             (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, ...): `endpoint`, `access_key_id`, `client_options`,
             `retry_config`, `credential_provider`, ...
@@ -105,7 +105,7 @@ class ObjectStore(Store):
             return _Parts(obstore.open_writer(self._bucket, self._path(key), buffer_size=_PART, max_concurrency=3))
 
         file = GrowingUpload(lambda data: self.put(key, data), begin)
-        return _Told(file, partial(self._fail, key))
+        return _Translated(file, partial(self._fail, key))
 
     def upload(self, key: str, size: int) -> Upload:
         def send(data: Sequence[memoryview]) -> None:
@@ -157,7 +157,7 @@ class ObjectStore(Store):
             while under_way:
                 yield arrived()
         finally:
-            with suppress(Empty):  # requests that nobody waits for any more
+            with suppress(Empty):  # requests that are no longer needed
                 while True:
                     todo.get_nowait()
             for _ in workers:
@@ -166,7 +166,7 @@ class ObjectStore(Store):
                 worker.join()
 
     def _fetch(self, request: Request) -> None:
-        """Carry out one request; what arrives is copied to where it belongs as it comes."""
+        """Carry out one request; bytes are copied to their destination as they arrive."""
         if request.size:
             self._tried(request.key, partial(self._fill, request))
 
@@ -254,7 +254,7 @@ class ObjectStore(Store):
             self._fail(key, error)
 
     def adopt(self, other: Store, key: str) -> bool:
-        """By a copy that the store makes itself, within one bucket."""
+        """Copy within one bucket, by the store itself."""
         if not isinstance(other, ObjectStore):
             return False
         here, there = urlsplit(self._url), urlsplit(other._url)
@@ -268,13 +268,13 @@ class ObjectStore(Store):
         return True
 
     def _tried(self, key: str, read: Callable[[], T]) -> T:
-        """Something that can be done again: a reply may also break off when the client has begun to read it."""
+        """The result of `read`, repeated if a reply breaks off while it is read: the client does not retry that."""
         for attempt in range(_TRIES):
             try:
                 return read()
             except exceptions.GenericError as error:
                 if "416 Range" in str(error):
-                    raise EOFError(f"{self._url}/{key} ends before the first byte that was asked for") from error
+                    raise EOFError(f"{self._url}/{key} ends before the first byte of the requested range") from error
                 if attempt == _TRIES - 1 or "response body error" not in str(error):
                     self._fail(key, error)
             except exceptions.BaseError as error:
@@ -283,7 +283,7 @@ class ObjectStore(Store):
         raise AssertionError
 
     def _fail(self, key: str, error: Exception) -> NoReturn:
-        """Raise what the rest of the library knows."""
+        """Raise an error of the client as an `OSError`, which the rest of the library handles."""
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
             raise PermissionError(f"{self._url}/{key}: {_short(error)}") from error
         raise OSError(f"{self._url}/{key}: {_short(error)}") from error
@@ -296,17 +296,17 @@ class _Parts:
         self._writer = writer
 
     def write(self, data: memoryview) -> None:
-        self._writer.write(bytes(data))  # it sends later what it is given now, from where it lies
+        self._writer.write(bytes(data))  # a copy, because the client sends this memory later
 
     def commit(self) -> None:
         self._writer.close()
 
     def discard(self) -> None:
-        self._writer = None  # closing it would make an object of what has been sent
+        self._writer = None  # closing it would complete an object from the parts that were sent
 
 
-class _Told(Upload):
-    """An upload whose errors the rest of the library knows."""
+class _Translated(Upload):
+    """An upload that raises the client's errors as the rest of the library expects them."""
 
     def __init__(self, inner: Upload, fail: Callable[[Exception], NoReturn]) -> None:
         self._inner = inner
@@ -329,7 +329,7 @@ class _Told(Upload):
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Large ones by NumPy, which lets other threads run meanwhile."""
+    """Copy bytes; large ones with NumPy, which releases the interpreter's lock."""
     if len(source) < _LARGE_COPY:
         target[:] = source
     else:
@@ -341,18 +341,18 @@ def _rebuilt(url: str, lease_seconds: float, settings: dict[str, Any]) -> Object
 
 
 def _client(url: str, settings: dict[str, Any]) -> Any:
-    """A client of a bucket: the one there is, with its connections, if it was made of the same settings.
+    """The client of a bucket; stores with the same settings share one, with its connections.
 
-    To make one takes 10 ms, in which no other thread has the interpreter.
+    Making a client takes 10 ms, during which no other thread runs Python.
     """
     try:
-        told = json.dumps(settings, sort_keys=True)
-        comparable = json.loads(told) == settings
+        text = json.dumps(settings, sort_keys=True)
+        comparable = json.loads(text) == settings
     except TypeError:  # functions, for example
         comparable = False
     if not comparable:
         return from_url(url, **_with_plain_http(settings))
-    return _known_client(url, told, frozenset(os.environ.items()))
+    return _known_client(url, text, frozenset(os.environ.items()))
 
 
 @lru_cache(maxsize=8)
@@ -361,7 +361,7 @@ def _known_client(url: str, settings: str, environment: frozenset[tuple[str, str
 
 
 def _with_plain_http(settings: dict[str, Any]) -> dict[str, Any]:
-    """Whoever names an endpoint without encryption means it."""
+    """The settings, with plain HTTP allowed if the endpoint is given as `http://`."""
     endpoint = settings.get("endpoint") or next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
     if not str(endpoint).startswith("http://"):
         return settings
@@ -369,12 +369,12 @@ def _with_plain_http(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(error: Exception) -> str:
-    """What a client says, without the insides of the client that it adds."""
+    """The client's error message, without the debugging details that it appends."""
     return str(error).partition("\n\nDebug source")[0]
 
 
 def _version(meta: Any) -> Version:
-    """The marks by which a store knows an object's version; which of them it wants back depends on the store."""
+    """What identifies a version of an object; which of these a conditional put needs depends on the store."""
     return Version(json.dumps({name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}))
 
 

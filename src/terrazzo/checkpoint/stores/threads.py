@@ -1,7 +1,7 @@
 """Threads that a save in the background may start while the interpreter ends.
 
 A process that ends waits for its save.  By then executors of `concurrent.futures` take no more work, so a save that
-used one would fail, and nobody would hear of it.
+used one would fail, without an error that the program sees.
 """
 
 from __future__ import annotations

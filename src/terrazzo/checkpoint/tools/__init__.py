@@ -1,1 +1,1 @@
-"""Looking at checkpoints: as a lazy mapping, beside another one, and whether every byte is sound."""
+"""Tools for looking at checkpoints: a lazy mapping, a comparison of two, and a check of every byte."""

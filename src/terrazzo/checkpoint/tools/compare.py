@@ -22,14 +22,15 @@ _TOGETHER: Final = 5000  # names
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A name, and what is not the same under it.
+    """How the values under one name differ.
 
     Attributes:
-        name: of the value.
-        what: in words.
-        differing: of tensors whose shapes and dtypes agree, how many elements differ.
-        elements: how many they have.
-        largest: the largest difference of two elements; 0 where they are no numbers.
+        name: the name of the values.
+        what: the difference, in words.
+        differing: the number of elements that differ, if both are tensors of the same shape and dtype.
+        elements: the number of elements of each tensor.
+        largest: the largest difference of two elements; 0 if the dtype has no arithmetic, nan if all that differ are
+            nan in one of the two.
     """
 
     name: str
@@ -48,8 +49,9 @@ def compare(
 ) -> Iterator[Difference]:
     """All differences, in the order of names.  Numbers within `tolerance` are equal, and nan equals nan.
 
-    `progress` hears of the bytes of `one` as they are compared.  Values of terrazzo's own format whose checksums are
-    equal had the same bytes when they were saved, and are not read; whether they still have is what `verify` says.
+    `progress` is called with numbers of bytes of `one`, as they are compared.  In terrazzo's own format, values with
+    equal checksums had the same bytes when they were saved, and are not read; `verify` checks whether they still have
+    them.
 
     >>> import tempfile
     >>> from terrazzo.checkpoint import save
@@ -60,7 +62,7 @@ def compare(
     [Difference(name='step', what='0 and 1')]
     """
     there = other.digests()
-    # What the checksums of what was saved say to be equal needs not be read.
+    # Values with equal checksums need not be read.
     same = {name for name, digest in one.digests().items() if there.get(name) == digest}
     progress(one.total_bytes(same))
     for batch in _batches(one, in_order(name for name in one if name not in same)):
@@ -86,7 +88,7 @@ def compare(
 
 
 def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
-    """The names, so many at a time that their small tensors can be read together."""
+    """The names in batches, whose small tensors are read together."""
     batch: list[str] = []
     nbytes = 0
     for name in names:
@@ -100,7 +102,7 @@ def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 
 
 def _small_in_both(one: Checkpoint, other: Checkpoint, name: str) -> bool:
-    """Whether the name is of tensors that can be compared, and that are small."""
+    """Whether both have a small tensor of this name, of the same shape and dtype."""
     a = one.tensor(name)
     return a is not None and a.nbytes <= _SMALL and _alike(one, other, name)
 
@@ -124,8 +126,8 @@ def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[
 def _difference(
     name: str, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float, progress: Callable[[int], None]
 ) -> Difference | None:
-    """What differs between two tensors, of which all pieces are given."""
-    differing, largest, numel = 0, 0.0, 0
+    """The difference of two tensors, given as pieces; None if they are equal."""
+    differing, largest, numel, nans = 0, 0.0, 0, 0
     for left, right in pieces:
         progress(left.nbytes)
         numel += left.numel()
@@ -136,15 +138,20 @@ def _difference(
             continue
         wide = torch.complex128 if left.is_complex() else torch.float64
         gap = (left.to(wide) - right.to(wide)).abs().nan_to_num(nan=0.0, posinf=float("inf"))
-        different = (gap > tolerance) | (left.to(wide).isnan() != right.to(wide).isnan())
+        unlike = left.to(wide).isnan() != right.to(wide).isnan()
+        nans += int(unlike.sum())
+        different = (gap > tolerance) | unlike
         if not left.is_floating_point() and not left.is_complex() and tolerance == 0:
             different = left != right  # float64 cannot tell large integers apart
         differing += int(different.sum())
         largest = max(largest, float(gap.max()))
     if not differing:
         return None
-    what = f"{differing} of {numel} elements differ, by up to {largest:g}"
-    return Difference(name, what, differing, numel, largest)
+    what = f"{differing} of {numel} elements differ"
+    if nans == differing:
+        return Difference(name, f"{what}: nan in one of the two", differing, numel, float("nan"))
+    also = f"; in {nans} of them one of the two is nan" if nans else ""
+    return Difference(name, f"{what}, by up to {largest:g}{also}", differing, numel, largest)
 
 
 def _objects(name: str, a: Any, b: Any) -> Difference | None:

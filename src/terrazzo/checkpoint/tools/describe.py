@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds, by its reader."""
+"""The table of contents of a checkpoint of any format, from its reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReaderListing(Listing):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        said: dict[int, Entry] = {}  # by what the reader says, of which many names share one
+        said: dict[int, Entry] = {}  # by the id of the reader's entry, which many names share
         found: dict[str, Entry] = {}
         for name, about in dict(self._checkpoint.metadata.state_dict_metadata.items()).items():
             entry = said.get(id(about))

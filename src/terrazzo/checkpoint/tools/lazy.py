@@ -1,4 +1,4 @@
-"""A checkpoint as a read-only mapping: tensors that are read when they are indexed, and only as far.
+"""A checkpoint as a read-only mapping, whose tensors are read when they are indexed: only the indexed elements.
 
 with Checkpoint(path) as ckpt:
     ckpt["layers.0.weight"].shape
@@ -88,7 +88,7 @@ class Checkpoint(Mapping[str, Any]):
         48
         """
         entries = dict(self.metadata.state_dict_metadata.items())
-        sizes: dict[int, int] = {}  # by entry, of which many names share one
+        sizes: dict[int, int] = {}  # by the id of the entry, which many names share
         total = 0
         for name, entry in entries.items():
             size = sizes.get(id(entry))
@@ -114,7 +114,7 @@ class Checkpoint(Mapping[str, Any]):
         return count
 
     def state_dict(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """All of it, or the names that are wanted, loaded, nested as it was saved."""
+        """The whole state dict, or only these names, loaded and nested as it was saved."""
         paths = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
         nested: dict[str, Any] = {}
         for name in filter(wanted, self):
@@ -123,7 +123,7 @@ class Checkpoint(Mapping[str, Any]):
         return nested
 
     def digests(self) -> dict[str, bytes]:
-        """What stands for each value, where that is known without reading it.
+        """A digest of each value, if it is known without reading the value.
 
         Tensors with the same digests had the same dtype, shape and bytes when they were saved, and other values the
         same bytes.
@@ -132,7 +132,7 @@ class Checkpoint(Mapping[str, Any]):
         return {} if digests is None else digests()
 
     def read_many(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """All of several tensors, read together: much faster than one by one where they are small."""
+        """Several whole tensors, read together: if they are small, much faster than one by one."""
         targets: dict[MetadataIndex, torch.Tensor] = {}
         items: list[ReadItem] = []
         overlaps = Overlaps()
@@ -166,7 +166,7 @@ class Checkpoint(Mapping[str, Any]):
         return table_html(["name", "dtype", "shape", "bytes", "parts"], rows, header="Checkpoint", caption=caption)
 
     def close(self) -> None:
-        """Nothing is held between reads; for use as a context manager."""
+        """Do nothing: no file stays open between reads. For use as a context manager."""
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -259,7 +259,7 @@ def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
 
 
 class _Catcher(ReadingPlanner):
-    """A planner without a state dict: its plan is made by its owner, and it keeps what is read."""
+    """A planner without a state dict: its caller makes the plan, and it keeps the values that are read."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor], allow_pickle: bool) -> None:
         self.targets = targets

@@ -1,4 +1,4 @@
-"""From a path to what lies there, for commands that only look at it."""
+"""The table of contents of the checkpoint at a path, for commands that only show it."""
 
 from __future__ import annotations
 

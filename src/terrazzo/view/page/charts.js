@@ -27,7 +27,8 @@ export function addChart(parent, title, traces, axes, onpick) {
     shapes: axes.shapes ?? [],
     annotations: axes.annotations ?? [],
   };
-  Plotly.newPlot(place, traces, layout, { displaylogo: false, responsive: true });
+  // Without a button that would upload the chart, which plotly has by default since version 4.
+  Plotly.newPlot(place, traces, layout, { displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "" });
   if (onpick) place.on("plotly_click", (event) => onpick(event.points[0]));
   return place;
 }

@@ -28,8 +28,9 @@ export function diffPage(page, data) {
       [`only in ${data.titles[1]}`, numberText(data.rows.filter((row) => !row.in[0]).length)],
       ["tolerance", data.tolerance || null],
     ]),
-    data.rows.length ? el("p", {}, el("label", {}, "order ", order)) : el("p", { class: "note" }, "no difference"),
-    place);
+    data.rows.length ? el("p", {}, el("label", {}, "order ", order)) : el("p", { class: "note" }, "no difference"));
+  if (!data.rows.length) return;
+  page.append(place);
   build();
 }
 
@@ -50,7 +51,8 @@ function share(row) {
 function shortNote(row, data) {
   if (!row.in[1]) return `only in ${data.titles[0]}`;
   if (!row.in[0]) return `only in ${data.titles[1]}`;
-  return row.differing === null ? row.what : `${(100 * share(row)).toPrecision(3)}%, up to ${numberText(row.largest)}`;
+  if (row.differing === null) return row.what;
+  return `${(100 * share(row)).toPrecision(3)}%, ${row.largest === "nan" ? "nan in one" : `up to ${numberText(row.largest)}`}`;
 }
 
 function differenceDetails(data, row) {

@@ -87,8 +87,8 @@ export function drawMesh(mesh, ranks, cellOf, groups, onpick) {
     const cell = cellOf(rank);
     const x = left + (position % columns) * size;
     const y = 20 + Math.floor(position / columns) * height;
-    const fill = cell === undefined ? "none" : `hsl(${hueOf(groups[cell])},60%,80%)`;
-    const box = svg("g", { class: "rank", "data-rank": rank, onclick: () => onpick(rank) },
+    const fill = cell === undefined ? "transparent" : `hsl(${hueOf(groups[cell])},60%,80%)`;
+    const box = svg("g", { class: cell === undefined ? "rank empty" : "rank", "data-rank": rank, onclick: () => onpick(rank) },
       svg("title", {}, `rank ${rank}`), svg("rect", { x, y, width: size - 1, height: height - 1, fill }));
     if (size > 20) box.append(svg("text", { x: x + size / 2, y: y + 15, "text-anchor": "middle" }, String(rank)));
     picture.append(box);

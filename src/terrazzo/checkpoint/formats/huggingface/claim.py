@@ -59,7 +59,7 @@ class Claim:
         self._id = save_id
         self._index, self._single_name = files.index_name(stem), files.single_name(stem)
         self._mark = f".{self._single_name}.saving"
-        # First of all, for whoever commits from now on is in this save's way.
+        # First of all, because a save that commits from now on conflicts with this one.
         self.root = self._index_version()
         self._single = self._stat(self._single_name)
         if not overwrite and (self._single is not None or not isinstance(self.root, Absent)):
@@ -94,7 +94,7 @@ class Claim:
         if now - self._shown < REFRESH_SECONDS:
             return
         self._shown = now
-        with suppress(OSError):  # whether somebody has taken this save for dead is seen before the commit
+        with suppress(OSError):  # `check_alive` raises before the commit if another save has removed the lease
             if isinstance(self._store, LocalStore):
                 self._store.touch(lease_name(self._id))
             else:
@@ -123,7 +123,7 @@ class Claim:
             yield
 
     def check_unchanged(self) -> None:
-        """Raise if somebody else has put a checkpoint there."""
+        """Raise if another save has committed a checkpoint there."""
         if self._stat(self._single_name) != self._single:
             raise self._conflict(self._single_name)
         if self._index_version() != self.root:
@@ -132,8 +132,8 @@ class Claim:
     def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
         """After the commit: the checkpoint that was there, and shards that nothing names.
 
-        Without locks somebody else may have committed since `check_unchanged`.  What they have put stays, and who of
-        the two is hidden by it raises, so a checkpoint is there whatever the order.
+        Without locks another save may have committed since `check_unchanged`.  Its files stay, and the save whose
+        checkpoint is hidden by the other raises, so there is a checkpoint whatever the order.
 
         Args:
             kept: The files of the new checkpoint.

@@ -157,7 +157,7 @@ class HuggingFaceReader(StorageReader):
             if now.get(file) != self._found[file]:
                 raise ConflictError(
                     f"{self._store.location}/{file} has been replaced while it was read, so what has been loaded may "
-                    f"be of two checkpoints. Load again, when nobody saves there"
+                    f"be of two checkpoints. Load again while no job saves there"
                 )
 
     # -------------------------------------------------------------- what is there

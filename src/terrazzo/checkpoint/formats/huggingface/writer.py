@@ -5,7 +5,7 @@ take a file only as a whole, each file has an owner (`streamed`).
 
 What each step is there for:
 - files get their final names when all ranks have written all of them; several are named by an index, which is put last
-  and on condition that nobody else has put one since: so what a reader finds is the old checkpoint or the new one;
+  and on condition that no other save has put one since: so a reader finds the old checkpoint or the new one;
 - `model.safetensors` is found before any index.  So a checkpoint of one file is there when the file takes that name,
   and one of several files replaces one of one file when that is deleted, after the index is there;
 - the usual names of shards are used by the save that holds the mark, if no file has such a name; others have names with
