@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from fsdp.compare import (
     OUTPUTS,
@@ -16,6 +20,7 @@ from fsdp.compare import (
     Block,
     Model,
     adamw,
+    apart,
     assert_same_parameters,
     batches,
     loss_of,
@@ -25,7 +30,7 @@ from fsdp.compare import (
     train_beside,
 )
 from ranks import run_ranks
-from terrazzo.fsdp import FSDPModule, fully_shard
+from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
@@ -284,6 +289,147 @@ def check_several_forwards() -> None:
 @WORLDS
 def test_several_forwards_before_a_backward(world):
     run_ranks(world, check_several_forwards)
+
+
+class Kept(list):  # type: ignore[type-arg]
+    """A list with an attribute."""
+
+    note = ""
+
+
+class Made(tuple):  # type: ignore[type-arg]
+    """A tuple whose constructor takes something else."""
+
+    __slots__ = ()
+
+    def __new__(cls, *items: Any) -> Made:
+        return tuple.__new__(cls, items)
+
+
+class Registered:
+    """What a user has registered as a pytree of PyTorch's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+register_pytree_node(Registered, lambda value: ([value.tensor], None), lambda parts, _: Registered(*parts))
+
+
+def kept(tensor: Tensor) -> Kept:
+    result = Kept([tensor])
+    result.note = "kept"
+    return result
+
+
+# How a tensor is wrapped, and how it is taken out.
+CONTAINERS: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+    (lambda t: deque([1, t]), lambda found: found[1]),
+    (kept, lambda found: found[0] if found.note == "kept" else None),
+    (lambda t: Made(t, None), lambda found: found[0] if type(found) is Made else None),
+    (lambda t: {t}, lambda found: next(iter(found))),
+    (lambda t: torch.return_types.max((t, t.detach())), lambda found: found.values),
+    (Registered, lambda found: found.tensor if type(found) is Registered else None),
+]
+
+
+def check_containers() -> None:
+    """Beside a tensor in a container, which the loss depends on, modules return one that it does not depend on."""
+
+    class Containing(Block):
+        def forward(self, given: Any) -> Any:
+            x, out = super().forward(self.take(given)), self.wrap
+            return x * 2, out(x)
+
+    class Passing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block.take(block(block.wrap(x))[1])
+            return self.head(x)
+
+    def make(wrap: Any, take: Any) -> Passing:
+        model = Passing()
+        model.blocks = nn.ModuleList([Containing(), Containing()])
+        for block in model.blocks:
+            block.wrap, block.take = wrap, take
+        return model
+
+    for wrap, take in CONTAINERS:
+        train_alike(
+            lambda m: apart(shard_blocks(m, reshard_after_forward=True)),
+            make=lambda wrap=wrap, take=take: make(wrap, take),
+            steps=2,
+        )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    for wrap, take in CONTAINERS:
+        model = make(wrap, take)
+        fully_shard(model.blocks[0], mp_policy=policy)
+        assert take(model.blocks[0](wrap(torch.ones(1, 7)))[1]).dtype is torch.float64
+
+
+def test_containers_that_modules_take_and_return():
+    run_ranks(2, check_containers)
+
+
+@dataclass
+class State:
+    x: Tensor
+    losses: list[Tensor]
+    count: int = 0
+
+
+class Collecting(Block):
+    """Changes a container that it is given."""
+
+    def forward(self, state: Any) -> Any:
+        if isinstance(state, State):
+            state.x = super().forward(state.x)
+            state.losses.append(state.x.square().mean(1, keepdim=True))
+            state.count += 1
+        elif isinstance(state, dict):
+            state["losses"].append(state.setdefault("first", state.pop("x")).mean(1, keepdim=True))
+            state["x"] = super().forward(state["losses"][-1] + state["first"])
+        elif isinstance(state, deque):
+            state.append(super().forward(state.popleft()) + state[-1])
+        else:
+            state.insert(0, super().forward(state[0]))
+        return None if isinstance(state, State) else state
+
+
+class WithState(Model):
+    make: Any = None
+    take: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.make(self.embed(x))
+        for block in self.blocks:
+            block(state)  # what it returns is not looked at
+        return self.head(self.take(state))
+
+
+STATES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+    (lambda x: State(x, []), lambda state: state.x * sum(state.losses) * state.count),
+    (lambda x: {"x": x, "losses": []}, lambda state: state["x"] * sum(state["losses"]) + state["first"]),
+    (lambda x: [x, "end"], lambda state: sum(state[:-1]) if state[-1] == "end" else None),
+    (lambda x: deque([x, x * 2]), lambda state: state[0] + state[1]),
+]
+
+
+def check_states() -> None:
+    for make, take in STATES:
+
+        def model(make: Any = make, take: Any = take) -> WithState:
+            made = WithState()
+            made.blocks = nn.ModuleList([Collecting() for _ in range(3)])
+            made.make, made.take = make, take
+            return made
+
+        train_alike(lambda m: shard_blocks(m, reshard_after_forward=True), make=model, steps=2, tolerance=1e-4)
+
+
+def test_containers_that_modules_change():
+    run_ranks(2, check_states)
 
 
 class Structured(nn.Module):

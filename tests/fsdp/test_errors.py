@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,18 @@ def check_mistakes() -> None:
     ):
         fully_shard(tied.blocks[1])
 
+    shared = Block()
+    outer = nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])
+    fully_shard(outer[0])
+    with pytest.raises(FSDPError, match=r"'0.norm.weight' was taken as '0.norm.weight'.*module that they share first"):
+        fully_shard(outer[1])
+
+    hooked = Block()
+    hooked.up.weight.register_hook(lambda grad: grad * 2)
+    hooked.down.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.warns(UserWarning, match=r"on parameters \('up.weight', 'down.bias'\) before fully_shard"):
+        fully_shard(hooked)
+
     parts = [Block(), Block()]
     fully_shard(parts)
     with pytest.raises(FSDPError, match="were sharded as one group, but no module that contains them was"):
@@ -95,6 +108,50 @@ def check_mistakes() -> None:
 
 def test_classic_mistakes():
     run_ranks(2, check_mistakes)
+
+
+class Hiding(nn.Module):
+    """The loss depends on what it returns in an object alone. Backward reads its parameters elementwise: that gives NaN
+    where a matrix product raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x = (x * self.scale).tanh() * self.scale
+        return x.detach(), SimpleNamespace(x=x)
+
+
+class WithHiding(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Hiding(), Hiding()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)[1].x
+        return self.head(x)
+
+
+def check_hidden_outputs() -> None:
+    x, y = next(batches(1))
+    model = apart(shard_blocks(WithHiding(), reshard_after_forward=True))
+    for step in range(3):
+        if step == 2:  # as it says
+            model.set_reshard_after_forward(False)
+            loss_of(model, mine(x), mine(y)).backward()
+            assert all(p.grad.to_local().isfinite().all() for p in model.parameters())
+            break
+        loss = loss_of(model, mine(x), mine(y))
+        with pytest.raises(FSDPError, match=r"gradients of \['blocks.1', 'blocks.0'\] without notice"):
+            loss.backward()
+        model.zero_grad()
+
+
+def test_outputs_that_nobody_sees():
+    run_ranks(2, check_hidden_outputs)
 
 
 def check_only_the_root() -> None:

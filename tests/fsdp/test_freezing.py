@@ -67,6 +67,31 @@ def test_parameters_are_frozen_and_trained_again():
     run_ranks(2, check_freezing)
 
 
+def check_between() -> None:
+    """A parameter that is frozen between forward and backward gets no gradient, as in one process."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    for frozen, (x, y) in zip((True, False), batches(2), strict=True):
+        for module, part in ((model, mine), (reference, lambda t: t)):
+            loss = loss_of(module, part(x), part(y))
+            module.blocks[1].requires_grad_(not frozen)
+            module.head.requires_grad_(not frozen)
+            loss.backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-5)
+        for module in (model, reference):
+            module.requires_grad_(True)
+            module.zero_grad()
+
+
+def test_parameters_are_frozen_between_forward_and_backward():
+    run_ranks(2, check_between)
+
+
 def check_thrown_away() -> None:
     """`zero_grad` of the model forgets what was added up, reduced or not."""
     for synced in (False, True):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.checkpoint import load, save
+from terrazzo.errors import FSDPError
 from terrazzo.fsdp import FSDPModule
-from terrazzo.tensor import DTensor, Replicate, init_device_mesh
+from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 
 def values_for(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -218,6 +219,32 @@ def evaluated(**options: Any) -> tuple[Any, nn.Module, Params, Tensor]:
     model(x)
     assert type(model.head.weight) is nn.Parameter
     return model, reference, params, x
+
+
+@torch.no_grad()
+def check_other_placements() -> None:
+    """`.data` set to DTensors that are placed otherwise, as `vector_to_parameters` does."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = next(batches(1))
+    for module in (model, reference):
+        vector = nn.utils.parameters_to_vector(module.parameters())
+        nn.utils.vector_to_parameters(vector * 2, module.parameters())
+    torch.testing.assert_close(model(x), reference(x))
+    model.reshard()
+    assert_same_parameters(model, reference)
+    assert {p.placements for p in model.parameters()} == {(Shard(0),)}
+    assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
+    model.head.bias.data = DTensor.from_local(torch.zeros(4), model.head.bias.device_mesh, [Replicate()])
+    with pytest.raises(FSDPError, match=r"'head.bias' was set to a DTensor of shape \(4,\)"):
+        model(x)
+
+
+def test_data_that_is_placed_otherwise():
+    run_ranks(2, check_other_placements)
 
 
 @torch.no_grad()

@@ -663,6 +663,37 @@ def test_copies() -> None:
 # ------------------------------------------------------------------ refusals
 
 
+def shapes_that_do_not_fit() -> None:
+    """Also if ranks disagree on them, every rank raises before anything is sent, for which gloo would end processes."""
+    mesh, size = line(), 1 if dist.get_rank() == 3 else 2  # the parts of 7 columns, of which 8 or 4 are assumed
+    uneven = DTensor.from_local(torch.ones(3, size), mesh, [Shard(1)])
+    weight, terms = (distribute_tensor(torch.ones(5, 7), mesh, [placement]) for placement in (Shard(1), P))
+    bias, columns, short = (distribute_tensor(torch.ones(n), mesh, [R]) for n in (5, (3, 2), 6))
+    whole = DTensor.from_local(torch.ones(3, size), mesh, [Shard(1)], shape=(3, 7))
+    calls = [
+        lambda x: F.linear(x, weight),
+        lambda x: x @ weight.t(),
+        lambda x: torch.addmm(bias, x, weight.t()),
+        lambda x: torch.addmm(columns, whole, weight.t()),
+        lambda x: F.linear(whole, weight, short),
+        lambda x: torch.bmm(x.unsqueeze(0), weight.t().unsqueeze(0)),
+        lambda x: x + weight[:3],
+        lambda x: x.mul_(terms[:3]),
+        lambda x: torch.cat([x, weight]),
+        lambda x: torch.where(x > 0, x, terms[:3]),
+    ]
+    for call in calls:
+        for x in (uneven, distribute_tensor(torch.ones(3, 9), mesh, [Shard(0)])):
+            with CommDebugMode() as sent, pytest.raises(DTensorError, match="shape="):
+                call(x)
+            assert sent.get_total_counts() == 0
+    equal(F.linear(whole, weight), torch.full((3, 5), 7.0))
+
+
+def test_shapes_that_do_not_fit_raise_before_anything_is_sent() -> None:
+    run_ranks(4, shapes_that_do_not_fit)
+
+
 def refusals() -> None:
     mesh = line()
     x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])

@@ -73,6 +73,7 @@ def wait_for(work: Work, kind: str, axis: Axis) -> None:
     except RuntimeError as error:
         raise (CommTimeout if timed_out(error) else CommError)(
             f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {error}. "
-            "The usual causes are a rank that ended, ranks that call different collectives, and a broken connection; "
-            "look for the first error among the ranks."
+            "The usual causes are a rank that ended, ranks that call different collectives, a broken connection, and "
+            "tensors of other sizes than the other ranks expect, for which gloo ends a process (from_local of uneven "
+            "parts needs shape=); look for the first error among the ranks."
         ) from error

@@ -123,8 +123,7 @@ def has_reduce_scatter(x: Tensor) -> bool:
 
 
 def averages(axis: Axis, x: Tensor) -> bool:
-    """Whether the backend of this tensor averages while it reduces, without a division afterwards: NCCL does."""
-    """Whether the backend for this tensor averages, or multiplies, as it reduces, without a pass of its own: NCCL."""
+    """Whether the backend of this tensor averages, or multiplies, while it reduces, without a pass of its own: NCCL."""
     if x.is_cpu or x.dtype not in _FLOATS or axis.group is None or is_wrapper(x) or captured.capturing():
         return False
     return backend_of(axis.group, x.device).name() == "nccl"

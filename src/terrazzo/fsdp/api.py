@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
 from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
-from terrazzo.fsdp.misuse import watch_optimizers
+from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
 from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_ignored, mark_replaced, placed
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -109,6 +110,9 @@ def fully_shard(
     Unit([group])
     for name, parameter, _ in found:
         mark_replaced(parameter, name)
+    remark_on_hooks(
+        [name for name, parameter, _ in found if gradient_hooks(parameter) or accumulation_hooks(parameter)]
+    )
     _move_buffers(modules, data.device)
     keep_state_dicts_sharded(group)
     for each in modules:

@@ -117,6 +117,16 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
                 written()
 
 
+def remark_on_hooks(names: list[str]) -> None:
+    """Warn about hooks that nobody will call, because the sharded parameter is another tensor."""
+    if names:
+        warnings.warn(
+            f"hooks were registered on parameters ({_shown(names)}) before fully_shard, which replaces the parameters: "
+            "they will not be called. Register them after sharding",
+            stacklevel=3,
+        )
+
+
 def remark_on_one_rank() -> None:
     """Warn about reshard_after_forward=1, which looks like True."""
     warnings.warn(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
+from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
@@ -39,13 +40,15 @@ class FSDPModule(_Module):
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group = _group(self)
-        args, kwargs = before_forward(group, self, args, kwargs)
+        group, copies = _group(self), Copies()
+        args, kwargs = before_forward(group, self, args, kwargs, copies)
         try:
             outputs = super().__call__(*args, **kwargs)
         except BaseException:
             forward_failed(group, self)
             raise
+        finally:
+            copies.follow()
         return after_forward(group, self, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -353,12 +356,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(method)
     def with_parameters(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before_forward(group, module, args, kwargs)
+        copies = Copies()
+        args, kwargs = before_forward(group, module, args, kwargs, copies)
         try:
             outputs = method(*args, **kwargs)
         except BaseException:
             forward_failed(group, module)
             raise
+        finally:
+            copies.follow()
         return after_forward(group, module, outputs)
 
     setattr(module, method_name, with_parameters)

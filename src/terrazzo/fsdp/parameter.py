@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,11 +21,13 @@ from terrazzo.fsdp.meshes import DataMesh, ShardPlacementResult
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN, wrap
+from terrazzo.tensor.redistribute import redistribute_local
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
 _IGNORED = "_fully_shard_ignored"  # on a parameter that fully_shard was told to ignore
+_SHARDED = "_fully_shard_sharded"  # on a sharded parameter: its name
 
 
 class Slot:
@@ -72,6 +75,21 @@ class ShardedParameter:
     def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """Create the sharded parameter, with `local` as its local tensor."""
         self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
+        self.sharded.__dict__[_SHARDED] = self.name
+
+    def place_again(self) -> None:
+        """Bring the sharded parameter back to its layout, if users have set `.data` to a DTensor with another one."""
+        face, layout = self.sharded, self.layout
+        if face._layout is layout or face._layout.placements == layout.placements:
+            return
+        if tuple(face.shape) != tuple(layout.shape) or face._layout.mesh != layout.mesh:
+            raise FSDPError(
+                f".data of parameter {self.name!r} was set to a DTensor of shape {tuple(face.shape)} on "
+                f"{face._layout.mesh}; it must have the shape {tuple(layout.shape)}, on {layout.mesh}"
+            )
+        with torch.no_grad():
+            local = redistribute_local(face._local.detach(), face._layout, layout)
+        face.data = wrap(local, layout)
 
     def explain(self) -> None:
         """Set the text on the sharded parameter that error messages about it contain."""
@@ -130,7 +148,7 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, WRITTEN)
+    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _SHARDED, WRITTEN)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 
@@ -191,6 +209,13 @@ def placed(
         raise FSDPError(
             f"parameter {name!r} is shared with {before!r}, which an earlier fully_shard call took. Modules that share "
             "a parameter must be one group: fully_shard([module_a, module_b])"
+        )
+    before = parameter.__dict__.get(_SHARDED)
+    if before is not None:
+        raise FSDPError(
+            f"parameter {name!r} was taken as {before!r} by an earlier fully_shard call, on another module that has "
+            "the same module in it. Call fully_shard on the module that they share first, so that its parameters are "
+            "gathered wherever it runs"
         )
     if type(parameter.data).__module__.startswith("torch.distributed"):
         raise FSDPError(

@@ -1,16 +1,24 @@
-"""Tensors in modules' inputs and outputs: nested lists, tuples, named tuples, dicts and dataclasses."""
+"""Tensors in modules' inputs and outputs: nested lists, tuples, sets, mappings, dataclasses and PyTorch's pytrees."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
+from terrazzo.fsdp.copied import Copies
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes])
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], copies: Copies | None = None) -> Any:
     """`value` with `function` applied to each tensor in it; the same object if that changes nothing.
+
+    `copies` notes containers that were copied for that, and that can be changed.
 
     >>> import torch
     >>> map_tensors({"x": [torch.ones(2)], "n": 3}, lambda t: t + 1)
@@ -19,23 +27,27 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     kind = type(value)
-    if kind is tuple or kind is list:
-        items = [map_tensors(item, function) for item in value]
-        return value if _same(items, value) else kind(items)
-    if isinstance(value, tuple) and hasattr(kind, "_make"):
-        items = [map_tensors(item, function) for item in value]
-        return value if _same(items, value) else kind._make(items)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, tuple | list | set | frozenset):
+        items = [map_tensors(item, function, copies) for item in value]
+        if _same(items, value):
+            return value
+        made = _rebuilt_sequence(value, items)
+        return made if isinstance(value, tuple | frozenset) else _noted(value, made, copies)
     if isinstance(value, Mapping):
-        mapped = {key: map_tensors(item, function) for key, item in value.items()}
+        mapped = {key: map_tensors(item, function, copies) for key, item in value.items()}
         if _same(mapped.values(), value.values()):
             return value
-        return mapped if kind is dict else _rebuilt_mapping(value, mapped)
+        return _noted(value, mapped if kind is dict else _rebuilt_mapping(value, mapped), copies)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        mapped = {name: map_tensors(item, function) for name, item in fields.items()}
+        mapped = {name: map_tensors(item, function, copies) for name, item in fields.items()}
         changed = {name: item for name, item in mapped.items() if item is not fields[name]}
-        return _with_fields(value, changed) if changed else value
-    return value
+        return _noted(value, _with_fields(value, changed), copies) if changed else value
+    parts, node = tree_flatten(value, is_leaf=lambda part: part is not value)  # a deque, and what users have registered
+    items = [part if part is value else map_tensors(part, function, copies) for part in parts]
+    return value if _same(items, parts) else _noted(value, tree_unflatten(items, node), copies)
 
 
 def has_tensor(value: Any) -> bool:
@@ -51,8 +63,33 @@ def has_tensor(value: Any) -> bool:
     return found
 
 
+def _noted(original: Any, copied: Any, copies: Copies | None) -> Any:
+    if copies is not None:
+        copies.note(original, copied)
+    return copied
+
+
 def _same(new: Any, old: Any) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
+    """A sequence or set of the same class with these items."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(items)
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    if isinstance(value, list):
+        copied = copy.copy(value)  # with its attributes
+        copied[:] = items
+        return copied
+    if not isinstance(value, tuple):
+        return kind(items)
+    try:
+        return tuple.__new__(kind, items)  # its own constructor may take something else
+    except TypeError:
+        return kind(items)  # torch.return_types
 
 
 def _rebuilt_mapping(value: Any, mapped: dict[Any, Any]) -> Any:

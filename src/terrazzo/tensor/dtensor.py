@@ -365,10 +365,13 @@ class DTensor(NoRawAccess, torch.Tensor):
     ) -> DTensor:
         """The DTensor whose part on this rank is `local_tensor`; differentiable.
 
-        Without `shape` every rank must hold a part of the same size. `run_check=True` compares the parts across ranks
-        and gives replicas the values of the first rank. `stride` is accepted for compatibility and ignored: strides
-        follow the local tensor. `grad_placements` are the placements of the gradient of `local_tensor`: by default
-        `placements`, with Replicate in place of Partial.
+        Without `shape` every rank must hold a part of the same size. Ranks do not compare sizes, because that takes
+        communication. If they differ, operations whose shapes do not fit raise an error; but a gather fails, for which
+        gloo ends the process ("op.preamble.length <= op.nbytes"). So pass `shape`, the global shape, if parts are
+        uneven. `run_check=True` compares the parts, raises an error on all ranks if they do not fit together, and gives
+        replicas the values of the first rank. `stride` is accepted for compatibility and ignored: strides follow the
+        local tensor. `grad_placements` are the placements of the gradient of `local_tensor`: by default `placements`,
+        with Replicate in place of Partial.
         """
         return links.from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements

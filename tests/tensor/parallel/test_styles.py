@@ -75,6 +75,24 @@ def columns_and_rows() -> None:
         same(twin(distribute_tensor(x, mesh)), expected)
 
 
+def uneven_features() -> None:
+    """The features between two layers need not divide: the second one knows how many there are."""
+    mesh, x = mesh_of(), torch.randn(3, 5, 7)
+    for features in (7, 9, 3):  # 2, 2, 2, 1; 3, 3, 3 and 1, 1, 1 and none
+        reference = nn.Sequential(nn.Linear(7, features), nn.Tanh(), nn.Linear(features, 5))
+        model = copy.deepcopy(reference)
+        styles = {"0": ColwiseParallel(input_layouts=Shard(-1)), "2": RowwiseParallel()}
+        parallelize_module(model, mesh, styles)
+        given, whole_input = part(x, -1).clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = model(given), reference(whole_input)
+        same(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+        assert worst_difference(model, reference, grads=True)[0] < 1e-5
+        if given.numel():
+            same(given.grad, part(whole_input.grad, -1))
+
+
 def embeddings() -> None:
     mesh, words = mesh_of(), torch.randint(0, 10, (3, 7))
     for style, outputs, weight in [
@@ -179,6 +197,10 @@ def preparations() -> None:
 
 def test_linear_layers_by_columns_and_rows():
     run_ranks(4, columns_and_rows)
+
+
+def test_features_that_do_not_divide() -> None:
+    run_ranks(4, uneven_features)
 
 
 def test_embeddings_by_columns_and_rows():

@@ -125,6 +125,11 @@ class Gradients:
             p.unsharded_local.grad is not None and p.requires_grad for p in self.bucket.params
         )
 
+    def have_nan(self) -> bool:
+        """Whether there is a NaN in the gradients from backward."""
+        found = [p.unsharded_local.grad for p in self.bucket.params]
+        return any(bool(grad.isnan().any()) for grad in found if grad is not None)
+
     @property
     def has_partial(self) -> bool:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
@@ -372,9 +377,9 @@ class Gradients:
         known, new, hooked = [], [], []
         watched = have_hooks(param.sharded._local for param in self._trainable)
         for param, grad in zip(self._trainable, grads, strict=True):
-            if grad is None:
-                continue
             local = param.sharded._local
+            if grad is None or not local.requires_grad:  # frozen since forward
+                continue
             if watched and gradient_hooks(local):
                 self.settle()
                 grad = _after_hooks(local, grad)

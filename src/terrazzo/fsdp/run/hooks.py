@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from terrazzo._torch.autograd import in_backward
 from terrazzo._torch.compiling import stay_eager
+from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.state import Event, Phase
 from terrazzo.fsdp.run.root import Root, root_of
@@ -17,33 +18,34 @@ from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.tree import has_tensor, map_tensors
 
 
-def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Unshard the parameters; returns the module's inputs, cast and watched."""
+def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
+    """Unshard the parameters; returns the module's inputs, cast and watched. `copies` notes containers in them that
+    were copied."""
     root: Root = group.root if group.root is not None else root_of(group)
     unit: Unit = group.unit
     inside = in_backward()
     if root.state.phase[unit.index] is Phase.BACKWARD:
         if inside:  # activation checkpointing computes forward again
             root.advance((Event.RECOMPUTE, unit.index))
-            return _cast_inputs(group, args, kwargs)
+            return _cast_inputs(group, args, kwargs, copies)
         root.recover()
     position = root.positions[module]
     if root.state.outermost < 0:
         root.begin_forward(position)
         if root.streams is not None:
             device = root.device
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device, non_blocking=True))
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device, non_blocking=True), copies)
     first = root.state.phase[unit.index] is Phase.IDLE and bool(unit.params)
     if first and not inside:
         root.enter(unit)
     root.advance((Event.ENTER, position, inside))
-    args, kwargs = _cast_inputs(group, args, kwargs)
+    args, kwargs = _cast_inputs(group, args, kwargs, copies)
     if first and torch.is_grad_enabled():
         # A view, whose gradient is complete when the backward of everything in this forward has run.
         watched = partial(_watched, partial(_after_backward, group))
-        args = map_tensors(args, watched)
+        args = map_tensors(args, watched, copies)
         if kwargs:
-            kwargs = map_tensors(kwargs, watched)
+            kwargs = map_tensors(kwargs, watched, copies)
     return args, kwargs
 
 
@@ -87,7 +89,7 @@ def forward_failed(group: Group, module: nn.Module) -> None:
         root.end_forward(failed=True)
 
 
-def _cast_inputs(group: Group, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(group: Group, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
     precision = group.settings.precision
     dtype = precision.param_dtype
     if dtype is None or not precision.cast_forward_inputs:
@@ -96,7 +98,7 @@ def _cast_inputs(group: Group, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return map_tensors(args, cast), map_tensors(kwargs, cast)
+    return map_tensors(args, cast, copies), map_tensors(kwargs, cast, copies)
 
 
 def _watched(hook: Any, tensor: Tensor) -> Tensor:
@@ -125,6 +127,7 @@ def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> Non
     if root.state.phase[index] is Phase.BACKWARD:
         return
     root.begin_backward()
+    root.reached.add(index)
     root.advance_without_graph((Event.REACH, index, before))
 
 
@@ -136,6 +139,8 @@ def _after_backward(group: Group, grad: Tensor) -> None:
         grad.register_hook(partial(_before_backward, group, ()))
     if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
         root.begin_backward()
+        if unit.index not in root.reached:
+            root.look_for_unnoticed(unit.index)
         root.advance_without_graph((Event.REACH_END, unit.index))
 
 

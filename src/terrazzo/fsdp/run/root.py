@@ -63,6 +63,9 @@ class Root:
         self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
         self._entered: list[int] = []  # the units of this forward
+        self.reached: set[int] = set()  # the units that this backward has reached
+        self._unnoticed: list[str] = []  # the names of those through which it ran without notice
+        self._unreduced: set[int] = set()  # the units that had gradients after the last backward
         # The order of units in the last forward of each outermost module, and the expected order.
         self._orders: dict[int, tuple[int, ...]] = {}
         self._order: tuple[int, ...] = ()
@@ -210,6 +213,9 @@ class Root:
         with_gradients = tuple(
             [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
         )
+        for index in with_gradients:
+            if index not in self.reached:
+                self.look_for_unnoticed(index)
         # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
         # so they stay unsharded. If their parameters got gradients, those are what was asked for.
         graph, self.records_graph = ((True,) if self.records_graph else ()), False
@@ -217,7 +223,31 @@ class Root:
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
+        self.reached.clear()
+        unnoticed, self._unnoticed = self._unnoticed, []
+        self._unreduced = {index for index in with_gradients if not self._spec.units[index].gradient_sync}
         self.watch.compare()
+        if unnoticed:
+            self.recover()
+            raise FSDPError(
+                f"backward computed gradients of {unnoticed} without notice, when their parameters were freed: an "
+                "output of the module reached the loss in an object that fully_shard does not look into, or as an "
+                "attribute. Return tensors, also in tuples, lists, sets, dicts, dataclasses or pytrees; or keep the "
+                "parameters with reshard_after_forward=False"
+            )
+
+    def look_for_unnoticed(self, index: int) -> None:
+        """Note a unit with gradients if backward ran through its modules without a hook that said so, while its
+        parameters were freed.
+
+        Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
+        """
+        unit, where = self.units[index], self.state.where[index]
+        if index in self._unreduced or unit.aliased or where is Where.UNSHARDED:
+            return
+        arriving = where is Where.GATHERING and unit.in_place
+        if arriving or any(gradients.have_nan() for gradients in unit.gradients):
+            self._unnoticed.append(unit.name)
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
@@ -234,6 +264,8 @@ class Root:
         """The last backward raised: nothing of it is of use."""
         self.records_graph = False
         self._entered = []
+        self.reached.clear()
+        self._unnoticed, self._unreduced = [], set()
         self.watch.forget()
         self.executor.reset(gradients=True)
 

@@ -200,6 +200,8 @@ class Unit:
                 self._prepared = False
                 if partly and not self._is_alike(bucket):
                     continue
+                for param in bucket.params:
+                    param.place_again()
                 self._check_alike(bucket)
                 bucket.rebuild()
                 changed = True

@@ -27,6 +27,7 @@ from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, tak
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
+from terrazzo.tensor.dispatch.shapes import check_shapes
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
@@ -96,6 +97,8 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if planned is not None:
             remember(key, _outside(entry.context, planned[1]))
             return planned[0]
+        if spec is None and not entry.draws:
+            check_shapes(call, loc, kw)
     way = _by(entry, func, args, kwargs)
     remember(key, _outside(entry.context, way))
     return way(func, args, [], {}, dict(kwargs))

@@ -111,7 +111,7 @@ def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spe
     spec = contraction(ins, (*batch, column), [input, weight])
     if bias is None:
         return _in_range(spec, [input, weight])
-    if not isinstance(bias, Operand):
+    if not isinstance(bias, Operand) or bias.shape != weight.shape[:1]:
         return None
     return _in_range(_plus(spec, (column,)), [input, weight])
 
@@ -146,10 +146,13 @@ def add_product(
     pair = [first, second]
     if any(not isinstance(o, Operand) or len(dims) != o.ndim for o, dims in zip(pair, ins, strict=True)):
         return None
+    loops = [loop for dims, o in zip(ins, pair, strict=True) for loop in zip(dims, o.shape, strict=True)]
+    if len(set(loops)) != len({loop for loop, _ in loops}):
+        return None  # their sizes differ
     spec = contraction(ins, out, pair)
     full = spec.shapes[0]
     shift = len(full) - input.ndim
-    if shift < 0:
+    if shift < 0 or any(n not in (1, m) for n, m in zip(input.shape, full[shift:], strict=True)):
         return None
     dims = tuple(f if n == m else None for f, n, m in zip(out[shift:], input.shape, full[shift:], strict=True))
     product = _plus(spec, dims)

@@ -38,11 +38,16 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
 
-def as_dtensor(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """`value` itself if it is a DTensor, else a DTensor that has it as this rank's local tensor."""
+def as_dtensor(
+    value: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...] | None = None
+) -> DTensor:
+    """`value` itself if it is a DTensor, else a DTensor that has it as this rank's local tensor.
+
+    `shape` is the global shape, if it is known; else all ranks' parts must have the same size.
+    """
     if isinstance(value, DTensor):
         return value
-    return DTensor.from_local(value, mesh, placements, run_check=False)
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape)
 
 
 def placed(value: DTensor, placements: Placements) -> DTensor:
@@ -99,8 +104,9 @@ class _Cut(ParallelStyle):
     def _cut(
         self, module: nn.Module, mesh: DeviceMesh, parameters: Mapping[str, Placement], needed: Placements
     ) -> nn.Module:
-        def convert_input(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (placed(as_dtensor(inputs[0], mesh, self.input_layouts), needed), *inputs[1:])
+        def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            shape = _shape_of_input(mod, inputs[0], self.input_layouts[0])
+            return (placed(as_dtensor(inputs[0], mesh, self.input_layouts, shape), needed), *inputs[1:])
 
         def convert_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             output = placed(output, self.output_layouts)
@@ -115,6 +121,15 @@ class _Cut(ParallelStyle):
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
             f"use_local_output={self.use_local_output})"
         )
+
+
+def _shape_of_input(module: nn.Module, value: Any, placement: Placement) -> tuple[int, ...] | None:
+    """The global shape of a linear layer's input whose features are sharded, maybe unevenly; None for other inputs."""
+    if not (isinstance(module, nn.Linear) and isinstance(placement, Shard) and isinstance(value, torch.Tensor)):
+        return None
+    if not value.ndim or placement.dim not in (-1, value.ndim - 1):
+        return None
+    return (*value.shape[:-1], module.in_features)
 
 
 class ColwiseParallel(_Cut):

@@ -1,0 +1,62 @@
+"""Shapes that an operation does not accept are found before anything is sent.
+
+Where a rule refuses a call its operands may be replicated, and the operation itself raises if their shapes do not fit.
+But then the shapes may differ between ranks, too: `from_local` without `shape=` assumes that all ranks have parts of
+the same size, so that ranks with different parts gather different sizes, for which gloo ends the process. So the global
+shapes are tried first, on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from terrazzo.errors import DTensorArgumentError
+from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.structure import get_at, put_at
+
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+
+_Make = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+
+
+def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
+    """Raise if the function refuses the operands' global shapes; nothing happens if all operands are replicated."""
+    if all(o.layout.is_replicated for o in call.operands):
+        return
+    refusal = _refusal(call, loc, kw, _without_memory)
+    if refusal is None:
+        return
+    # An operation may have no version for tensors without memory, so it is asked again, with zeros.
+    again = _refusal(call, loc, kw, _zeros)
+    if type(again) is not type(refusal):
+        return
+    shapes = " and ".join(str(tuple(o.shape)) for o in call.operands)
+    raise DTensorArgumentError(
+        f"{call.name} of tensors of the global shapes {shapes}: {again}. If one was made by from_local of parts that "
+        "differ in size between ranks, pass from_local the global shape, shape="
+    ) from again
+
+
+def _refusal(call: Call, loc: Sequence[Any], kw: Mapping[str, Any], make: _Make) -> Exception | None:
+    args, kwargs = list(loc), dict(kw)
+    for operand in call.operands:
+        put_at(args, kwargs, operand.path, make(get_at(loc, kw, operand.path), operand.shape))
+    try:
+        with torch.no_grad():
+            call.func(*args, **kwargs)
+    except _REFUSALS as error:
+        return error
+    except Exception:
+        return None
+    return None
+
+
+def _without_memory(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return local.new_empty(shape, device="meta")
+
+
+def _zeros(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return local.new_zeros(()).expand(shape)  # one element
