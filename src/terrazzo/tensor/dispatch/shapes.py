@@ -27,9 +27,9 @@ def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
     if all(o.layout.is_replicated for o in call.operands):
         return
     refusal = _refusal(call, loc, kw, _without_memory)
-    if refusal is None:
+    if refusal is None or isinstance(refusal, NotImplementedError):  # the latter: not for tensors without memory
         return
-    # An operation may have no version for tensors without memory, so it is asked again, with zeros.
+    # Such tensors are refused for other reasons, too, so it is asked again, with zeros.
     again = _refusal(call, loc, kw, _zeros)
     if type(again) is not type(refusal):
         return
