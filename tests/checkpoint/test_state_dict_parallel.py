@@ -204,16 +204,19 @@ def of_world(world: int) -> list[Any]:
 # ------------------------------------------------------------------ against torch's own
 
 
-def check_against_torch(parallelism: Any, make: Any) -> None:
+CHOICES: list[dict[str, bool]] = [
+    {},
+    {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    {"full_state_dict": True},
+    {"cpu_offload": True},
+    {"full_state_dict": True, "cpu_offload": True},
+]
+
+
+def check_against_torch(parallelism: Any, make: Any, choices: list[dict[str, bool]]) -> None:
     model, optimizer = build(parallelism, make)
     train(model, optimizer, parallelism, steps=2, seed=1)
-    for choice in (
-        {},
-        {"full_state_dict": True},
-        {"cpu_offload": True},
-        {"full_state_dict": True, "cpu_offload": True},
-        {"full_state_dict": True, "flatten_optimizer_state_dict": True},
-    ):
+    for choice in choices:
         ours = get_state_dict(model, optimizer, options=StateDictOptions(**choice))
         offloaded = choice.get("full_state_dict") and choice.get("cpu_offload")
         if offloaded and dist.get_rank() > 0:
@@ -226,15 +229,22 @@ def check_against_torch(parallelism: Any, make: Any) -> None:
             assert_same(ours[1], theirs[1], f"{choice} optimizer")
 
 
-@pytest.mark.parametrize(
-    ("world", "make"),
-    [(4, adamw), pytest.param(2, adamw, marks=pytest.mark.long), pytest.param(4, sgd, marks=pytest.mark.long)],
-)
-def test_equal_to_torchs_own(world: int, make: Any) -> None:
+def test_equal_to_torchs_own_of_fully_shard() -> None:
+    run_ranks(4, check_against_torch, fsdp2, adamw, CHOICES)
+
+
+def test_equal_to_torchs_own_of_others() -> None:
+    for parallelism in (tensor_parallel, fsdp2_and_tensor_parallel, hybrid_fsdp2):
+        run_ranks(4, check_against_torch, parallelism, adamw, CHOICES[:2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "make"), [(2, adamw), (4, adamw), (4, sgd)])
+def test_equal_to_torchs_own_in_every_way(world: int, make: Any) -> None:
     for parallelism in of_world(world):
         if parallelism is fsdp1_flat and make is sgd:
             continue  # torch cannot represent frozen flat parameters in an optimizer
-        run_ranks(world, check_against_torch, parallelism, make)
+        run_ranks(world, check_against_torch, parallelism, make, CHOICES)
 
 
 # ------------------------------------------------------------------ across parallelisms
@@ -255,10 +265,18 @@ def losses_after(parallelism: Any, make: Any, states: Any, options: StateDictOpt
     return train(model, optimizer, parallelism, steps=2, seed=2)
 
 
-@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.long)])
-def test_training_goes_on_under_another_parallelism(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "every"), [(adamw, False), *(pytest.param(make, True, marks=pytest.mark.long) for make in (adamw, sgd))]
+)
+def test_training_goes_on_under_another_parallelism(make: Any, every: bool) -> None:
+    """With every parallelism, and both ways to set the state of each; or only those that are not parts of others."""
+
     def usable(parallelism: Any) -> bool:
+        if parallelism in (ddp_inside_compile, fsdp2_checkpointed):
+            return every
         return not (parallelism is fsdp1_flat and make is sgd)
+
+    ways = [FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)]
 
     ((first, states),) = run_ranks(1, full_state_after_two_steps, plain, make)
     (expected,) = run_ranks(1, losses_after, plain, make, states, FULL)
@@ -268,7 +286,7 @@ def test_training_goes_on_under_another_parallelism(make: Any) -> None:
             assert losses == pytest.approx(first, rel=1e-5)
             (resumed,) = run_ranks(1, losses_after, plain, make, saved, FULL)
             assert resumed == pytest.approx(expected, rel=1e-4), parallelism
-            for options in (FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+            for options in ways if every or world == 4 else ways[:1]:
                 for resumed in run_ranks(world, losses_after, parallelism, make, states, options):
                     assert resumed == pytest.approx(expected, rel=1e-4), (parallelism, options)
 
