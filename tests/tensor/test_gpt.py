@@ -149,10 +149,15 @@ def ways(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
 
 
-@pytest.mark.parametrize("name", ways(WAYS))
-def test_gpt_trains_as_on_one_device(name):
-    for rows in run_ranks(4, train_both, name, {}, timeout=120):
-        assert len(rows) == STEPS
+SHORT_RUNS = [(name, 4) for name in WAYS if name not in LONG]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [*SHORT_RUNS, *(pytest.param(name, STEPS, marks=pytest.mark.long) for name in WAYS)]
+)
+def test_gpt_trains_as_on_one_device(name, steps):
+    for rows in run_ranks(4, train_both, name, {}, steps, timeout=120):
+        assert len(rows) == steps
         for loss, gradient, where, norm in rows:
             assert loss < TOLERANCE
             assert gradient < TOLERANCE, where
