@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import marshal
 import os
 import random
 import signal
@@ -16,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion.rewrite import PYC_TAIL, get_cache_dir
 
 import ranks
 from ranks import RanksFailed, run_fresh, run_ranks
 from terrazzo.testing import pool
+from terrazzo.testing.process import _TestLoader
 
 
 @dataclass(frozen=True)
@@ -281,6 +285,25 @@ def test_ranks_with_many_threads_are_replaced(monkeypatch):
     monkeypatch.setattr(pool, "_MAX_THREADS", 8)
     run_ranks(2, make_groups, 8)
     assert not set(run_ranks(2, make_groups, 0)) & set(few)
+
+
+def test_a_module_that_pytest_has_compiled_is_not_compiled_again(tmp_path):
+    """Unless the compiled file is of another source, or of a module that was elsewhere."""
+    path, elsewhere = tmp_path / "test_x.py", tmp_path / "test_y.py"
+    compiled = get_cache_dir(path) / f"test_x{PYC_TAIL}"
+    compiled.parent.mkdir()
+
+    def value() -> int:
+        found: dict[str, int] = {}
+        exec(_TestLoader("test_x", str(path)).get_code("test_x"), found)
+        return found["value"]
+
+    for place, source, expected in ((path, b"value = 1", 2), (elsewhere, b"value = 1", 1), (path, b"value = 3", 3)):
+        path.write_bytes(source)
+        code = compile("value = 2", str(place), "exec")
+        header = importlib.util.MAGIC_NUMBER + bytes([3, 0, 0, 0]) + importlib.util.source_hash(b"value = 1")
+        compiled.write_bytes(header + marshal.dumps(code))
+        assert value() == expected
 
 
 # ------------------------------------------------------------------ the end of the session

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import marshal
 import os
 import pickle
 import random
@@ -22,13 +23,14 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 _SEED = 1234
+_HASHED = (3).to_bytes(4, "little")  # of a compiled file: the flags that say that a hash of its source follows
 PYTHONPATH_BEFORE = "TERRAZZO_TESTING_PYTHONPATH"
 """An environment variable of the fork server: the value of PYTHONPATH before it was started."""
 
@@ -98,17 +100,28 @@ class _TestLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")  # present, as pytest has loaded the module
-        source = Path(self.path)
-        try:  # what the session's own pytest has compiled and left; it is much faster than compiling
-            compiled = rewrite.get_cache_dir(source) / f"{source.stem}{rewrite.PYC_TAIL}"
-            if (code := rewrite._read_pyc(source, compiled)) is not None:
-                return cast(CodeType, code)
-        except AttributeError:
-            pass  # another pytest
         data = self.get_data(self.path)
+        code = self._compiled_by_pytest(rewrite, data)
+        if code is not None:
+            return code
         tree = ast.parse(data, self.path)
         rewrite.rewrite_asserts(tree, data, self.path)
         return compile(tree, self.path, "exec", dont_inherit=True)
+
+    def _compiled_by_pytest(self, rewrite: Any, source: bytes) -> CodeType | None:
+        """The code in the file that the session's pytest has written; None if there is none, or of another source.
+
+        Reading it is much faster than compiling.
+        """
+        try:
+            folder, ending = rewrite.get_cache_dir(Path(self.path)), rewrite.PYC_TAIL
+            data = (folder / f"{Path(self.path).stem}{ending}").read_bytes()
+            if data[:16] != importlib.util.MAGIC_NUMBER + _HASHED + importlib.util.source_hash(source):
+                return None
+            code = marshal.loads(memoryview(data)[16:])
+        except (OSError, AttributeError, ValueError, EOFError, TypeError):  # AttributeError: of another pytest
+            return None
+        return code if isinstance(code, CodeType) and code.co_filename == self.path else None
 
 
 # ------------------------------------------------------------------ the main loop of a rank
