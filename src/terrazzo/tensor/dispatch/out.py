@@ -20,7 +20,7 @@ def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
         result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if not isinstance(error, TerrazzoError):
+        if not isinstance(error, TerrazzoError) or error.__cause__ is not None:  # PyTorch's, perhaps with more words
             func(*map_tensors(tuple(args), of_one_element), **map_tensors(dict(kwargs), of_one_element))  # out is first
         raise
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
