@@ -17,12 +17,13 @@ from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
+from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
@@ -114,13 +115,6 @@ class Requests:
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)
 
-    def read_bytes(self, chunk: StoredChunk) -> bytes:
-        """All bytes of a chunk of one dim."""
-        data = torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
-        for _ in self.read([Wanted(chunk, (0,) * len(chunk.shape), chunk.shape, Filling(data, None))]):
-            pass
-        return bytes(bytes_of(data))
-
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
         self._spare = []
@@ -131,10 +125,7 @@ class Requests:
             try:
                 request = next(done, None)
             except FileNotFoundError as error:
-                raise CheckpointNotFoundError(
-                    f"a data file of {self._store.location} is gone, though the checkpoint's manifest names it "
-                    f"({error}); was the checkpoint replaced or removed while it was read?"
-                ) from error
+                raise gone(self._store.location, error) from error
             except EOFError as error:
                 raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
             if request is None:
@@ -198,7 +189,7 @@ class Requests:
             part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
             part = part if want.part is None else part.shifted(want.part.offsets)
             size = int(ends[last - 1]) - begin
-            stored = memoryview(bytearray(size))
+            stored = room_for(self._store, chunk.file.name, size)
             yield _Run(
                 chunk.file,
                 chunk.start + begin,
@@ -247,7 +238,7 @@ class Requests:
                     f"{self._store.location}/{file.name} has {size} bytes, it was written with {file.size}"
                 )
         if self._verify:
-            yield _Run(file, 0, file.header_size, memory=memoryview(bytearray(file.header_size)))
+            yield _Run(file, 0, file.header_size, memory=room_for(self._store, file.name, file.header_size))
         self._checked.add(file.name)
 
     def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
