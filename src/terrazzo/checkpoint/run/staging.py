@@ -8,7 +8,7 @@ save, so that nothing is allocated again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
+from terrazzo.checkpoint.stores.threads import Worker
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -203,7 +204,7 @@ class DefaultStager:
     def __init__(self, config: StagingOptions | None = None) -> None:
         self._config = config or StagingOptions()
         self._memory = HostMemory(shared=self._config.use_shared_memory)
-        self._executor = ThreadPoolExecutor(1, "terrazzo-stage") if self._config.use_async_staging else None
+        self._worker = Worker("terrazzo-stage") if self._config.use_async_staging else None
         self._future: Future[STATE_DICT_TYPE] | None = None
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
@@ -214,9 +215,9 @@ class DefaultStager:
             staged: STATE_DICT_TYPE = put_together(skeleton, self._memory.copy(sources))
             return staged
 
-        if self._executor is None:
+        if self._worker is None:
             return copy()
-        self._future = self._executor.submit(copy)
+        self._future = self._worker.submit(copy)
         return self._future
 
     def synchronize_staging(self) -> None:
@@ -225,9 +226,9 @@ class DefaultStager:
             self._future.result()
 
     def close(self) -> None:
-        """End the thread, and release the memory."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        """Wait for the last copy, and release the memory."""
+        if self._worker is not None:
+            self._worker.wait()
         self._memory = HostMemory(shared=self._config.use_shared_memory)
 
 
