@@ -46,7 +46,7 @@ from terrazzo.checkpoint.stores.base import (
     Version,
 )
 from terrazzo.checkpoint.stores.threads import results_of
-from terrazzo.errors import CheckpointIOError, ConflictError
+from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
@@ -79,7 +79,10 @@ class ObjectStore(Store):
         self.lease_seconds = lease_seconds
         parts = urlsplit(self._url)
         self._prefix = parts.path.strip("/")
-        self._client: Any = _client(f"{parts.scheme}://{parts.netloc}", settings)
+        try:
+            self._client: Any = _client(f"{parts.scheme}://{parts.netloc}", settings)
+        except exceptions.BaseError as error:
+            raise CheckpointValueError(f"{url!r} with these settings is no object store: {_short(error)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self._url, self.lease_seconds, self._settings)
