@@ -38,6 +38,7 @@ class Filling(msgspec.Struct, eq=False):
     target: torch.Tensor
     key: Any  # what the caller attached
     left: int = 1
+    in_place: bool = False  # bytes are read into its memory, of which PyTorch does not know
 
 
 class Wanted(msgspec.Struct, eq=False):
@@ -93,6 +94,9 @@ class Requests:
         """Read what is wanted, sorted by file and by offset in the file; yields each full destination."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
             batch: _Batch = request.owner
+            full: list[Filling] = []
+            targets: list[torch.Tensor] = []
+            staged: list[torch.Tensor] = []
             for run in batch.runs:
                 if self._verify:
                     self._check(run)
@@ -102,18 +106,20 @@ class Requests:
                 if filling is None:
                     continue
                 if run.staged is not None:
-                    target = filling.target if run.part is None else filling.target[run.part.slices()]
-                    if target.dtype in OPAQUE or run.staged.dtype in OPAQUE:
-                        as_bytes(target).copy_(as_bytes(run.staged))
-                    else:
-                        target.copy_(run.staged)
+                    target, elements = _of_one_kind(filling, run, run.staged)
+                    targets.append(target)
+                    staged.append(elements)
                 filling.left -= 1
                 if filling.left == 0:
-                    if not filling.target.is_inference():  # which count nothing
-                        increment_version(filling.target)  # bytes were read into its memory
-                    yield filling
+                    full.append(filling)
+            if targets:
+                torch._foreach_copy_(targets, staged)
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)
+            changed = [each.target for each in full if each.in_place and not each.target.is_inference()]
+            if changed:
+                increment_version(changed)
+            yield from full
 
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
@@ -157,6 +163,7 @@ class Requests:
                 and target.is_contiguous()
             ):
                 memory = bytes_of(target)
+                filling.in_place = True
                 if first.high - first.low <= self._step:
                     yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
                 else:
@@ -312,6 +319,10 @@ class Requests:
         if run.frames is not None:
             self._check_frames(run, chunk, number)
             return
+        if run.nbytes <= block:  # as of most small tensors
+            if run.nbytes and checksum(memory) != chunk.sums.item(number):
+                raise self._damage(run, chunk, 0, run.nbytes)
+            return
         for start in range(0, run.nbytes, block):
             if checksum(memory[start : start + block]) != chunk.sums.item(number):
                 raise self._damage(run, chunk, start, min(block, run.nbytes - start))
@@ -343,6 +354,14 @@ def _decompress(run: _Run) -> None:
         memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
     run.staged = _elements(_as_elements(raw, chunk.dtype), 0, span, chunk.itemsize)
+
+
+def _of_one_kind(filling: Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a run fills, and its elements, in dtypes that torch can copy."""
+    target = filling.target if run.part is None else filling.target[run.part.slices()]
+    if target.dtype in OPAQUE or staged.dtype in OPAQUE:
+        return as_bytes(target), as_bytes(staged)
+    return target, staged
 
 
 def _as_elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
