@@ -29,6 +29,7 @@ from terrazzo.layout.box import Box
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
 _WINDOW: Final = 4 << 20  # bytes with gaps that pass through a buffer at once
 _BUFFERS: Final = 64 << 20  # bytes of all buffers of requests that are under way at once
+_UNCHECKED: Final = 16 << 20  # bytes that are read at once if they are not checked
 _ALIGNMENT: Final = 64
 
 
@@ -83,7 +84,8 @@ class Requests:
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
         self._staged_limit = min(self._limit, _BUFFERS // store.caps.depth)  # of requests that need a buffer
-        self._step = self._limit // 2  # a run that is no larger is read and checked at once
+        # A run that is no larger is read at once, and checked while it is in the cache.
+        self._step = self._limit if verify else max(self._limit, _UNCHECKED)
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
         self._spare: list[torch.Tensor] = []  # free buffers
@@ -212,7 +214,7 @@ class Requests:
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
         """Runs that are read where they belong; a large one in steps, each checked while it is in the cache."""
-        step = max(self._limit // 2 // chunk.block, 1) * chunk.block if self._verify else self._limit
+        step = max(self._step // chunk.block, 1) * chunk.block
         starts = range(0, max(len(memory), 1), step)
         filling.left += len(starts) - 1
         for start in starts:
