@@ -259,6 +259,17 @@ class IndexMismatchError(CheckpointError, ValueError):
     """A planner's index does not exist in the state dict."""
 
 
+class CheckpointIndexError(CheckpointError, IndexError, ValueError):
+    """An index that a stored tensor does not have.
+
+    PyTorch raises an IndexError, or a ValueError for a slice that goes backwards.
+    """
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """An argument that a function of checkpoints does not accept."""
+
+
 class DivergentValueError(CheckpointError, ValueError):
     """Ranks hold different values under one name whose value must be the same on all ranks."""
 

@@ -25,6 +25,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint.formats.deepspeed.made import write, write_universal
-from terrazzo.checkpoint import Checkpoint, LazyTensor, load, save, verify
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, load, save, verify
+from terrazzo.checkpoint.formats import HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.native.format import MAGIC, checksum
+from terrazzo.checkpoint.formats.huggingface.layout import lay_out
+from terrazzo.checkpoint.native.format import MAGIC, MANIFEST, checksum
 from terrazzo.checkpoint.native.manifest import _PREAMBLE as PREAMBLE
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.tools.compare import compare
@@ -69,6 +72,17 @@ def seeds(folder: Path) -> dict[str, Path]:
     write(folder / "stage2", 2)
     write(folder / "stage3", 3)
     write_universal(folder / "universal", 2)
+    save(
+        {"model": {"w": torch.arange(24.0).reshape(6, 4), "long": torch.arange(5000.0)}, "step": 3, "object": None},
+        storage_writer=FileSystemWriter(folder / "compressed", compression=True),
+        no_dist=True,
+    )
+    # The index is a file, and so is a value that is not a tensor.
+    many = {"model": {f"w{number}": torch.ones(2, 2) for number in range(220)} | state["model"]}
+    save(state | many | {"object": list(range(5000))}, checkpoint_id=folder / "indexed", no_dist=True)
+    weights = {f"model.{name}": value for name, value in state["model"].items()}
+    small = partial(lay_out, max_shard_size=64)
+    save(weights, storage_writer=HuggingFaceWriter(folder / "huggingface", make_layout=small), no_dist=True)
     run = folder / "run"
     save(state, checkpoint_id=run / "global_step3", no_dist=True)
     (run / "latest").write_text("global_step3")
@@ -81,6 +95,10 @@ def seeds(folder: Path) -> dict[str, Path]:
         "stage3": folder / "stage3" / "tag",
         "universal": folder / "universal" / "tag",
         "run": run,
+        "compressed": folder / "compressed",
+        "indexed": folder / "indexed",
+        "huggingface": folder / "huggingface",
+        "safetensors": next((folder / "huggingface").glob("*.safetensors")),
     }
 
 
@@ -160,8 +178,40 @@ def behind_checksums(data: bytes, rng: random.Random) -> bytes:
     return out.getvalue()
 
 
+def with_another_index(root: bytes, name: str, index: bytes | None, rng: random.Random) -> tuple[bytes, bytes]:
+    """A root, and the index of the part whose index is in this file (none: in the root), changed to fit together."""
+    fields = list(PREAMBLE.unpack_from(root))
+    head = msgspec.msgpack.decode(root[PREAMBLE.size :])
+    part = next(part for part in head["parts"] if part[1] == name)
+    changed = mutated(part[4] if index is None else index, rng)
+    part[2:4] = [len(changed), checksum(changed)]
+    if index is None:
+        part[4] = changed
+    packed = msgspec.msgpack.encode(head)
+    fields[3:7] = [len(packed), PREAMBLE.size + len(packed), checksum(packed), checksum(b"")]
+    preamble = PREAMBLE.pack(*fields)[:-8]
+    return preamble + checksum(preamble).to_bytes(8, "little") + packed, changed
+
+
+def damage_index(path: Path, rng: random.Random) -> str | None:
+    """Change the index of a checkpoint of the native format behind its checksums; None if it has none."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return None
+    file = next(path.glob("index-*"), None)
+    root, index = with_another_index(
+        manifest.read_bytes(), file.name if file else "", file.read_bytes() if file else None, rng
+    )
+    manifest.write_bytes(root)
+    if file is not None:
+        file.write_bytes(index)
+    return "changed the index behind its checksums"
+
+
 def damage(path: Path, rng: random.Random) -> str:
     """Change one file of a checkpoint, or put something else in its place; what was done."""
+    if rng.random() < 0.2 and (done := damage_index(path, rng)) is not None:
+        return done
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     small = [file for file in files if file.suffix != ".distcp"] or files
     victim = rng.choice(small if rng.random() < 0.6 else files)

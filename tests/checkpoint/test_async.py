@@ -18,14 +18,19 @@ from ranks import run_ranks
 from terrazzo.checkpoint import (
     AsyncCheckpointerType,
     BlockingAsyncStager,
+    Checkpoint,
     FileSystemWriter,
     PerRank,
     async_save,
     load,
     save,
 )
+from terrazzo.checkpoint.plan.chunked import ChunkedTensor
+from terrazzo.checkpoint.plan.sharded import Viewer
 from terrazzo.checkpoint.run.background import background_of
+from terrazzo.checkpoint.run.staging import put_together, take_apart
 from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import Box
 
 KINDS = list(AsyncCheckpointerType)
 LIMIT = timedelta(seconds=30)
@@ -277,3 +282,35 @@ class TwoHalves(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].left, args[0].right)
         raise NotImplementedError(func)
+
+
+def chunked(fill: float) -> ChunkedTensor:
+    """Two boxes of a tensor."""
+    boxes = Box.whole((6, 4)).split(0, [2, 4])
+    return ChunkedTensor(
+        torch.Size([6, 4]), torch.float32, {box.offsets: (box, torch.full(box.lengths, fill)) for box in boxes}, None
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_staged_tensor_is_its_boxes_and_their_elements(kind: AsyncCheckpointerType, tmp_path: Path) -> None:
+    """Nothing is asked of it as of other libraries' tensors, and boxes stay the same objects."""
+    weight = torch.arange(6.0)
+    state = {"cut": chunked(1.0), "nested": [{"w": weight, "tied": weight, "cut": chunked(2.0)}], "step": 3}
+    skeleton, sources = take_apart(state)
+    assert len(sources) == 5 and skeleton.has_slots  # tied ones are copied once
+    staged = put_together(skeleton, [source.clone() for source in sources])
+    for before, after in ((state["cut"], staged["cut"]), (state["nested"][0]["cut"], staged["nested"][0]["cut"])):
+        chunks = Viewer().view("cut", after).chunks
+        assert [box for box, _ in chunks] == [box for box, _ in before.own_chunks()]
+        assert all(box is mine for (box, _), (mine, _) in zip(chunks, before.own_chunks(), strict=True))
+        assert all(torch.equal(data, mine) for (_, data), (_, mine) in zip(chunks, before.own_chunks(), strict=True))
+    assert not take_apart({"cut": chunked(1.0)})[0].has_slots
+    future = async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=kind, no_dist=True)
+    for _, data in state["cut"].own_chunks():
+        data.zero_()
+    future.result(60)
+    found = Checkpoint(tmp_path)
+    assert torch.equal(found["cut"][...], torch.full((6, 4), 1.0)) and found["step"] == 3
+    assert torch.equal(found["nested.0.cut"][...], torch.full((6, 4), 2.0))
+    assert torch.equal(found["nested.0.tied"][...], weight)

@@ -167,6 +167,40 @@ def test_sizes_that_no_tensor_has(size: Any, tmp_path: Path) -> None:
         Checkpoint(tmp_path / "x.pt")["w"][...]
 
 
+def safetensors(path: Path, header: str) -> None:
+    """A file with this header and 16 bytes of data."""
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(16))
+
+
+DEEP = "[" * 100_000
+ONE = '"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+
+
+def with_offsets(text: str) -> str:
+    """A header whose file has a part of a tensor, at these offsets."""
+    return f'{{"__metadata__": {{"DCP_SHARDING_INFO": {json.dumps(text)}}}, {ONE}}}'
+
+
+HEADERS = {
+    "a header": (f'{{"w": {DEEP}', None),
+    "an index": (f"{{{ONE}}}", f'{{"weight_map": {DEEP}'),
+    "offsets": (with_offsets(DEEP), None),
+    **{
+        f"an offset of {offset}": (with_offsets(f'{{"w": {{"saved_offsets": [{offset}]}}}}'), None)
+        for offset in ("Infinity", "1" + "0" * 30, str(2**62))
+    },
+}
+
+
+@pytest.mark.parametrize(("header", "index"), HEADERS.values(), ids=HEADERS.keys())
+def test_json_that_is_made_to_do_harm(header: str, index: str | None, tmp_path: Path) -> None:
+    safetensors(tmp_path / "model-00001-of-00001.safetensors", header)
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError):
+        Checkpoint(tmp_path)["w"][...]
+
+
 # ------------------------------------------------------------------ what is at a path
 
 

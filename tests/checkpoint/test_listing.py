@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import terrazzo
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, save
 from terrazzo.checkpoint.native.dtype_names import STORED
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
+from terrazzo.checkpoint.native.dtypes import OPAQUE, dtype_from_name
 from terrazzo.checkpoint.native.listing import NativeListing
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.tools.describe import ReaderListing
+from terrazzo.cli import app
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
@@ -44,6 +47,20 @@ def agree(path: Path) -> None:
             assert native.files_of(name) == by_reader.files_of(name) and len(native.files_of(name)) == value.parts
         else:
             assert repr(native.value(name)) == repr(by_reader.value(name)) == repr(value)
+
+
+def test_elements_with_which_torch_cannot_compute(tmp_path: Path) -> None:
+    state = {}
+    for dtype in OPAQUE:
+        state[str(dtype)] = torch.empty(2, 3, dtype=dtype)
+        bytes_of(state[str(dtype)])[:] = bytes(range(6 * dtype.itemsize))
+    save(state, checkpoint_id=tmp_path)
+    native, by_reader = NativeListing(LocalStore(tmp_path)), ReaderListing(Checkpoint(tmp_path))
+    for name, value in state.items():
+        expected = ["0x0100", "0x0302", "0x0504"] if value.dtype.itemsize == 2 else ["0x00", "0x01", "0x02"]
+        assert native.first(name, 8) == by_reader.first(name, 8) == expected
+        done = CliRunner().invoke(app, ["show", str(tmp_path), name])
+        assert done.exit_code == 0 and expected[1] in done.output
 
 
 NUMBERS = [name for name, stored in STORED.items() if not stored.opaque and name != "float8_e8m0fnu"]

@@ -60,7 +60,7 @@ class Listing(abc.ABC):
 
     @abc.abstractmethod
     def first(self, name: str, count: int) -> list[Any]:
-        """The first numbers of a tensor's first row, or less if it is shorter; complex ones as text."""
+        """The first numbers of a tensor's first row, or less if it is shorter; as text what is no real number."""
 
     @abc.abstractmethod
     def value(self, name: str) -> Any:

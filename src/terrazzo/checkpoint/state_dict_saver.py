@@ -22,6 +22,7 @@ from terrazzo.checkpoint.run.failures import failure_of
 from terrazzo.checkpoint.run.process_saver import Parcel, ProcessSaver
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import AsyncStager, Staging
+from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Store
@@ -150,11 +151,17 @@ def async_save(
     if process is not None and parcel is not None:
         future = background.start(partial(process.save, session, parcel))
     elif staging.future is not None:
-        future = background.start(partial(session.run, staging.result), AsyncSaveResponse(staging.future))
+        future = background.start(partial(_beside_training, session, staging), AsyncSaveResponse(staging.future))
     else:
-        future = background.start(partial(session.run, staging.result))
+        future = background.start(partial(_beside_training, session, staging))
     staging.in_use_until(future)
     return future
+
+
+def _beside_training(session: SaveSession, staging: Staging) -> Metadata:
+    """The save of a thread, which shares the interpreter with training."""
+    with short_turns():
+        return session.run(staging.result)
 
 
 def _doing(checkpoint_id: Any, writer: StorageWriter | None, store: Store | None) -> str:

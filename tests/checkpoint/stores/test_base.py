@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from terrazzo.checkpoint import FileSystemWriter, async_save, load, save, verify
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, async_save, load, save, verify
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores import MemoryStore
-from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointError, CheckpointNotFoundError, CheckpointValueError
 
 
 def state(step: int) -> dict:
@@ -97,3 +97,9 @@ def test_base_is_for_the_native_format(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="terrazzo's format"):
         save(state(0), storage_writer=DCPWriter(tmp_path), no_dist=True, base=tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3:///folder", "nosuch://place/folder"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(CheckpointValueError):
+        Checkpoint(url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -282,6 +283,27 @@ def test_of_two_jobs_one_wins_and_the_other_destroys_nothing(s3: S3Server) -> No
     planner.wake.set()
     thread.join()
     assert len(errors) == 1 and value_at(store) == 3.0 and len(names(store)) == 2
+
+
+def test_a_forked_process_does_not_wait_forever(s3: S3Server) -> None:
+    """The client's threads are those of its parent."""
+    store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", **s3.settings())
+    assert store.list() == []
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = f"it listed {ObjectStore(store.location, **s3.settings()).list()}"
+        except BaseException as error:  # noqa: B036  # the parent looks at it
+            text = f"{isinstance(error, CheckpointError)} {error}"
+        os.write(writes, text.encode())
+        os._exit(0)
+    try:
+        assert select.select([reads], [], [], 30)[0], "it waits"
+        assert "True" in (told := os.read(reads, 10_000).decode()) and "'spawn'" in told
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_killed_upload_leaves_nothing_that_a_later_save_does_not_remove(s3: S3Server, proxy: FaultProxy) -> None:

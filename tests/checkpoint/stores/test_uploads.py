@@ -123,13 +123,13 @@ def test_stores_of_one_bucket_share_a_client_unless_settings_or_the_environment_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = ObjectStore("s3://bucket/one", region="nowhere")
-    assert ObjectStore("s3://bucket/two", region="nowhere")._bucket is first._bucket
-    assert ObjectStore("s3://bucket/one", region="elsewhere")._bucket is not first._bucket
-    assert ObjectStore("s3://other/one", region="nowhere")._bucket is not first._bucket
+    assert ObjectStore("s3://bucket/two", region="nowhere")._client is first._client
+    assert ObjectStore("s3://bucket/one", region="elsewhere")._client is not first._client
+    assert ObjectStore("s3://other/one", region="nowhere")._client is not first._client
     retry = {"retry_timeout": timedelta(seconds=1)}
-    assert ObjectStore("s3://bucket/one", region="nowhere", retry_config=retry)._bucket is not first._bucket
+    assert ObjectStore("s3://bucket/one", region="nowhere", retry_config=retry)._client is not first._client
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert ObjectStore("s3://bucket/one", region="nowhere")._bucket is not first._bucket
+    assert ObjectStore("s3://bucket/one", region="nowhere")._client is not first._client
 
 
 def test_large_requests_are_of_bytes_that_go_where_they_belong() -> None:

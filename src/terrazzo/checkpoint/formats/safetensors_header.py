@@ -61,7 +61,7 @@ def read_header(window: Window) -> Header:
         entries: dict[str, Any] = json.loads(window.read(8, length))
         metadata = entries.pop("__metadata__", {})
         tensors = {name: _tensor(entry, 8 + length, window.length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error
     return Header(window, tensors, metadata)
 

@@ -7,8 +7,8 @@ was interrupted is continued: files that exist at the target are complete.
 from __future__ import annotations
 
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
@@ -17,6 +17,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointIOError
 
 
@@ -40,8 +41,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
             host = min(holders, key=loads.__getitem__)  # the host with the fewest bytes to send
             loads[host] += files[key]
             work[host].append(key)
-        with ThreadPoolExecutor(max(len(work), 1), "terrazzo-copy") as pool:
-            list(pool.map(lambda host: _send(host, target, work[host]), work))
+        results_of([partial(_send, host, target, keys) for host, keys in work.items()], len(work), "terrazzo-copy")
         there = {entry.key: entry.size for entry in target.list()}
         missing = [key for key, size in files.items() if there.get(key) != size]
         if missing:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Final
+from concurrent.futures import Future, wait
+from typing import Final
 
 from terrazzo.checkpoint.manager.copying import copy_checkpoint
 from terrazzo.checkpoint.manager.hosts import HostsStore
@@ -18,6 +18,7 @@ from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
+from terrazzo.checkpoint.stores.threads import Worker
 from terrazzo.errors import CheckpointError, CheckpointExistsError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -28,8 +29,8 @@ class Housekeeping:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._janitor = ThreadPoolExecutor(1, "terrazzo-manager")
-        self._copier = ThreadPoolExecutor(1, "terrazzo-copier")
+        self._janitor = Worker("terrazzo-manager")
+        self._copier = Worker("terrazzo-copier")
         self._under_way: set[Future[None]] = set()
 
     def after(self, step: int, saving: Future[None]) -> None:
@@ -61,12 +62,12 @@ class Housekeeping:
         return True
 
     def close(self) -> None:
-        """Wait for running work, and start no more."""
-        self._janitor.shutdown(wait=True)
-        self._copier.shutdown(wait=True)
+        """Wait for running work."""
+        self._janitor.wait()
+        self._copier.wait()  # after the janitor, which gives it work
 
-    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], Any]) -> Future[None]:
-        future = pool.submit(work)
+    def _start(self, worker: Worker, work: Callable[[], None]) -> Future[None]:
+        future = worker.submit(work)
         self._under_way.add(future)
         return future
 

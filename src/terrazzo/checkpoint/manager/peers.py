@@ -16,9 +16,9 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.stores import Absent, Entry, MemoryUpload, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.checkpoint.stores.threads import Worker
 
 PIECE: Final = 4 << 20  # bytes that are sent at once
 _LONGEST_FRAME: Final = 64 << 20
@@ -86,14 +87,15 @@ class PeerServer:
     def _serve(self, connection: socket.socket) -> None:
         self._open.add(connection)
         try:
-            with connection, ThreadPoolExecutor(1, "terrazzo-peer") as worker:
+            worker = Worker("terrazzo-peer")
+            with connection, worker:
                 connection.settimeout(self._timeout)
                 if not hmac.compare_digest(bytes(_received(connection, _SECRET)), self.address.secret):
                     return
                 connection.settimeout(None)  # the next call may come with the next save
                 while True:
                     call = msgspec.msgpack.decode(_frame(connection), type=_Call)
-                    working = worker.submit(self._answer, call, connection)
+                    working = worker.submit(partial(self._answer, call, connection))
                     while True:
                         try:
                             answer, payload = working.result(_BREATH)

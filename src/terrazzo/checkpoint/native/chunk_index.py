@@ -72,11 +72,6 @@ class ChunkIndex:
             found += self._chunks(each, numbers)
         return found
 
-    def all_of(self, name: str) -> list[StoredChunk]:
-        """All chunks of a tensor."""
-        record = self._record(name)
-        return self._chunks([record] * record.count, np.arange(record.count))
-
     def _record(self, name: str) -> TensorRecord:
         try:
             return self._manifest.record(name)

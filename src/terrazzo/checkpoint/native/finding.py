@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
+from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.index import Rows, decode_index, name_hash
+from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.root import Root, StoredTensor
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
+_LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much memory is needed to read one of them
 
 
 class Asked(Protocol):
@@ -94,19 +96,6 @@ class PartIndexes:
             self._places[key] = found
         return found
 
-    def all_of(self, name: str) -> list[StoredChunk]:
-        """All stored chunks of a tensor."""
-        tensor = self.tensor(name)
-        parts = sorted(set(self._root.owner_tables[tensor.owners].tolist()))
-        self._load(parts)
-        found = []
-        for part in parts:
-            rows = self._rows[part]
-            left, right = rows.of_hashes([name_hash(name)])
-            numbers = np.arange(left[0], right[0])
-            found += self._chunks(part, rows, numbers, [tensor] * len(numbers))
-        return found
-
     def rows_of(self, part: int) -> tuple[Rows, Array, Array]:
         """A part's index: all rows, the numbers of those whose tensors the root has, and where it has these."""
         self._load([part])
@@ -134,11 +123,10 @@ class PartIndexes:
             large[chosen] = lengths.astype(np.float64).prod(axis=1)
         wrong = (large * widths >= 2.0**62) | (elements * widths != rows.nbytes[numbers].astype(np.int64))
         wrong |= rows.blocks[numbers] < 1
+        wrong |= (rows.codecs[numbers] != RAW) & (rows.blocks[numbers] > _LARGEST_FRAME)
         if wrong.any():
             name = tensors[np.nonzero(wrong)[0][0]].name
-            raise CheckpointCorruptError(
-                f"{self._root.source}: the index has another size for {name!r} than the manifest"
-            )
+            raise CheckpointCorruptError(f"{self._root.source}: the index has a size for {name!r} that it cannot have")
         return elements
 
     def by_box(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], StoredChunk]:
@@ -194,30 +182,26 @@ class PartIndexes:
         return int(owners[number])
 
     def _load(self, parts: Iterable[int]) -> None:
-        requests = []
+        in_files = []
         for part in parts:
             entry = self._root.head.parts[part]
             if part in self._rows:
                 continue
             if entry.index_file:
-                buffer = bytearray(entry.index_size)
-                requests.append(Request(entry.index_file, 0, [memoryview(buffer)], (part, buffer)))
+                in_files.append((entry.index_file, entry.index_size, part))
             else:
                 self._rows[part] = decode_index(entry.index, self._root.source) if entry.index else _no_rows()
-        requests.sort(key=lambda request: request.key)
         source = self._root.source
+        requests = (Request(key, 0, [room_for(self._store, key, size)], part) for key, size, part in sorted(in_files))
         try:
             for request in self._store.read(requests):
-                part, buffer = request.owner
+                part, buffer = request.owner, request.buffers[0]
                 self.bytes_read += len(buffer)
                 if checksum(buffer) != self._root.head.parts[part].index_sum:
                     raise CheckpointCorruptError(f"{source}: the index in {request.key} is damaged")
                 self._rows[part] = decode_index(buffer, f"{source}/{request.key}")
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"a data file of {source} is gone, though the checkpoint's manifest names it ({error}); was the "
-                f"checkpoint replaced or removed while it was read?"
-            ) from error
+            raise gone(source, error) from error
         except EOFError as error:
             raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
 

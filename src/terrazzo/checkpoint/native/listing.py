@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, Final
@@ -21,8 +21,9 @@ from terrazzo.checkpoint.native.numbers import numbers_of
 from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.peeking import box_of_chunk
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.stores.base import Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointError
+from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 _OBJECT: Final = Entry()
@@ -36,7 +37,7 @@ def about_save(manifest: Manifest | Root) -> dict[str, Any]:
 
 class _Asked(msgspec.Struct, frozen=True):
     source: str
-    parts: tuple[Overlap, ...]
+    parts: Sequence[Overlap]
 
 
 class NativeListing(Listing):
@@ -89,22 +90,24 @@ class NativeListing(Listing):
         coverage = Overlaps().of(chunks, box)
         if coverage.missing:
             raise CheckpointError(f"{name!r}: the first elements are not in the checkpoint, which is incomplete")
+        return numbers_of(dtype, self._bytes_of(name, coverage.parts))
+
+    def _bytes_of(self, name: str, parts: Sequence[Overlap]) -> bytes:
+        """The bytes of parts that are one row, or a piece of one."""
         found: dict[int, bytes] = {}  # by where they are in the row
-        for hit in self._index.find([_Asked(name, coverage.parts)]):
+        for hit in self._index.find([_Asked(name, parts)]):
             data = box_of_chunk(self._store, hit.chunk, Box(tuple(hit.offsets), tuple(hit.lengths)))
-            within = 0 if hit.part is None or not shape else hit.part.offsets[-1]
-            found[(hit.overlap.in_box[-1] if shape else 0) + within] = data.tobytes()
-        return numbers_of(dtype, b"".join(found[place] for place in sorted(found)))
+            before = 0 if hit.part is None else sum(hit.part.offsets[-1:])  # 0 dims: one element
+            found[sum(hit.overlap.in_box[-1:]) + before] = data.tobytes()
+        return b"".join([found[place] for place in sorted(found)])
 
     def value(self, name: str) -> Any:
         entry = self.manifest.objects.get(name)
         if entry is not None:
             kind, data = entry.kind, entry.data
         else:
-            kind, chunks = self.manifest.names[name], self._index.all_of(name)
-            if kind == TENSOR or len(chunks) != 1:
-                raise CheckpointCorruptError(f"{name!r} is no value that is in one piece")
-            data = box_of_chunk(self._store, chunks[0], Box.whole(chunks[0].shape)).tobytes()
+            value = stored_value(self.manifest, name, self._store)
+            kind, data = value.kind, self._bytes_of(name, value.parts)
         stored = objects.received(name, kind == TYPED, data, False)
         return objects.value_of(name, stored, False, "open it with allow_pickle=True")
 

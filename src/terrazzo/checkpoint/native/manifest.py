@@ -130,9 +130,10 @@ def check_objects(objects: Sequence[ObjectEntry], source: str) -> None:
             raise CheckpointCorruptError(f"{source}: {entry.name!r} is of the kind {entry.kind}, and not a tensor")
 
 
-def check_sizes(files: Sequence[FileEntry], source: str) -> None:
-    """Raise for files of sizes that cannot be."""
-    if any(not 0 <= size < _LARGEST for file in files for size in (file.size, file.header_size)):
+def check_sizes(files: Sequence[FileEntry], source: str, *others: int) -> None:
+    """Raise for files, and others, of sizes that cannot be."""
+    wrong = any(not 0 <= file.header_size <= file.size < _LARGEST for file in files)
+    if wrong or any(not 0 <= size < _LARGEST for size in others):
         raise CheckpointCorruptError(f"{source}: the manifest names files of sizes that cannot be")
 
 
@@ -161,7 +162,7 @@ class Manifest:
         head_bytes, columns = _checked_parts(memoryview(data), source)
         try:
             self.head = msgspec.msgpack.decode(head_bytes, type=Head)
-        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is none
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is none
             raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
         _check_head(self.head, source)
         chunks, sections = _section_sizes(self.head)
@@ -218,6 +219,10 @@ class Manifest:
         record = self.record(name)
         rows = self.files[record.first : record.first + record.count]
         return [self.head.files[number].name for number in rows.tolist()]
+
+    def data_files_of(self, name: str) -> set[str]:
+        """The data files that have chunks of a tensor."""
+        return set(self.files_of(name))
 
     @property
     def data_files(self) -> list[str]:

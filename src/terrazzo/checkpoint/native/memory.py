@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from math import prod
 
 import torch
+
+from terrazzo.errors import CheckpointError
 
 _EMPTY = memoryview(bytearray())
 
@@ -22,6 +26,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # views are of `memory`, whoever has them
     return memoryview(memory).cast("B")
+
+
+def empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the stored tensor `name`; raises a `CheckpointError` if there is not so much.
+
+    >>> empty("w", (2, 3), torch.float32).shape
+    torch.Size([2, 3])
+    """
+    try:
+        return torch.empty(torch.Size(shape), dtype=dtype)
+    except RuntimeError as error:
+        nbytes = prod(shape) * dtype.itemsize
+        raise CheckpointError(f"there is no memory for the {nbytes} bytes of {name!r}; read a part of it") from error
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

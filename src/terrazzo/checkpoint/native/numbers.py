@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from terrazzo.checkpoint.native.dtype_names import STORED
+
 _NUMPY: Final = {
     "float64": "<f8",
     "float32": "<f4",
@@ -26,11 +28,17 @@ _NUMPY: Final = {
 
 
 def numbers_of(dtype: str, data: bytes) -> list[Any]:
-    """Elements of a dtype from their bytes: real ones as floats, complex ones as text.
+    """Elements of a dtype from their bytes: real ones as floats, complex ones and those with which torch cannot compute
+    as text.
 
     >>> numbers_of("bfloat16", bytes.fromhex("803f0040")), numbers_of("complex64", bytes(8))
     ([1.0, 2.0], ['0j'])
+    >>> numbers_of("int4", bytes([7, 1]))
+    ['0x07', '0x01']
     """
+    if STORED[dtype].opaque:
+        width = STORED[dtype].itemsize
+        return [f"0x{data[at : at + width][::-1].hex()}" for at in range(0, len(data), width)]
     kind = _NUMPY.get(dtype)
     if kind is None:
         from terrazzo.checkpoint.native.torch_numbers import from_bytes  # imports PyTorch, which knows all

@@ -10,10 +10,11 @@ from typing import Any, Final
 import numpy as np
 
 from terrazzo.checkpoint.native.codec import decode_frame
+from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.pieces import StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +45,7 @@ def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
     if chunk.codec:
         frames = chunk.frames[chunk.first_frame : chunk.first_frame + first + count].astype(np.int64)
         start, stored = chunk.start + int(frames[:first].sum()), frames[first:].tolist()
-    memory = memoryview(_read(store, chunk.file.name, start, sum(stored)))
+    memory = _read(store, chunk.file.name, start, sum(stored))
     blocks = []
     for number, (size, nbytes) in enumerate(zip(stored, sizes, strict=True), chunk.first_sum + first):
         block, memory = memory[:size], memory[size:]
@@ -57,16 +58,13 @@ def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
     return b"".join(blocks)
 
 
-def _read(store: Store, key: str, start: int, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
+def _read(store: Store, key: str, start: int, nbytes: int) -> memoryview:
+    data = room_for(store, key, nbytes)
     try:
-        for _ in store.read([Request(key, start, [memoryview(data)])]):
+        for _ in store.read([Request(key, start, [data])]):
             pass
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"a data file of {store.location} is gone, though the checkpoint's manifest names it ({error}); was the "
-            f"checkpoint replaced or removed while it was read?"
-        ) from error
+        raise gone(store.location, error) from error
     except EOFError as error:
         raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
     return data

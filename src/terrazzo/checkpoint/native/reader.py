@@ -13,9 +13,11 @@ from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.manifest import Manifest
+from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointError
@@ -29,6 +31,7 @@ class Reading:
 
     def __init__(self, store: Store, manifest: Manifest | Root, *, verify: bool) -> None:
         self.manifest = manifest
+        self._store = store
         self.index = ChunkIndex(manifest) if isinstance(manifest, Manifest) else PartIndexes(manifest, store)
         self.requests = Requests(store, verify=verify)
 
@@ -42,8 +45,10 @@ class Reading:
         entry = self.manifest.objects.get(name)
         if entry is not None:
             return entry.kind, entry.data
-        (chunk,) = self.index.all_of(name)
-        return self.manifest.names[name], self.requests.read_bytes(chunk)
+        value = stored_value(self.manifest, name, self._store)
+        data = empty(name, value.box.lengths, torch.uint8)
+        self.read_targets([Target(name, name, data, value.box, value.parts)])
+        return value.kind, bytes(bytes_of(data))
 
     def read_targets(self, targets: Sequence[Target]) -> None:
         """Fill the targets of a plan of our own."""

@@ -17,17 +17,19 @@ from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
+from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
 _WINDOW: Final = 4 << 20  # bytes with gaps that pass through a buffer at once
 _BUFFERS: Final = 64 << 20  # bytes of all buffers of requests that are under way at once
+_UNCHECKED: Final = 16 << 20  # bytes that are read at once if they are not checked
 _ALIGNMENT: Final = 64
 
 
@@ -37,6 +39,7 @@ class Filling(msgspec.Struct, eq=False):
     target: torch.Tensor
     key: Any  # what the caller attached
     left: int = 1
+    in_place: bool = False  # bytes are read into its memory, of which PyTorch does not know
 
 
 class Wanted(msgspec.Struct, eq=False):
@@ -81,7 +84,8 @@ class Requests:
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
         self._staged_limit = min(self._limit, _BUFFERS // store.caps.depth)  # of requests that need a buffer
-        self._step = self._limit // 2  # a run that is no larger is read and checked at once
+        # A run that is no larger is read at once, and checked while it is in the cache.
+        self._step = self._limit if verify else max(self._limit, _UNCHECKED)
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
         self._spare: list[torch.Tensor] = []  # free buffers
@@ -92,6 +96,9 @@ class Requests:
         """Read what is wanted, sorted by file and by offset in the file; yields each full destination."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
             batch: _Batch = request.owner
+            full: list[Filling] = []
+            targets: list[torch.Tensor] = []
+            staged: list[torch.Tensor] = []
             for run in batch.runs:
                 if self._verify:
                     self._check(run)
@@ -101,25 +108,20 @@ class Requests:
                 if filling is None:
                     continue
                 if run.staged is not None:
-                    target = filling.target if run.part is None else filling.target[run.part.slices()]
-                    if target.dtype in OPAQUE or run.staged.dtype in OPAQUE:
-                        as_bytes(target).copy_(as_bytes(run.staged))
-                    else:
-                        target.copy_(run.staged)
+                    target, elements = _of_one_kind(filling, run, run.staged)
+                    targets.append(target)
+                    staged.append(elements)
                 filling.left -= 1
                 if filling.left == 0:
-                    if not filling.target.is_inference():  # which count nothing
-                        increment_version(filling.target)  # bytes were read into its memory
-                    yield filling
+                    full.append(filling)
+            if targets:
+                torch._foreach_copy_(targets, staged)
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)
-
-    def read_bytes(self, chunk: StoredChunk) -> bytes:
-        """All bytes of a chunk of one dim."""
-        data = torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
-        for _ in self.read([Wanted(chunk, (0,) * len(chunk.shape), chunk.shape, Filling(data, None))]):
-            pass
-        return bytes(bytes_of(data))
+            changed = [each.target for each in full if each.in_place and not each.target.is_inference()]
+            if changed:
+                increment_version(changed)
+            yield from full
 
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
@@ -131,10 +133,7 @@ class Requests:
             try:
                 request = next(done, None)
             except FileNotFoundError as error:
-                raise CheckpointNotFoundError(
-                    f"a data file of {self._store.location} is gone, though the checkpoint's manifest names it "
-                    f"({error}); was the checkpoint replaced or removed while it was read?"
-                ) from error
+                raise gone(self._store.location, error) from error
             except EOFError as error:
                 raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
             if request is None:
@@ -166,6 +165,7 @@ class Requests:
                 and target.is_contiguous()
             ):
                 memory = bytes_of(target)
+                filling.in_place = True
                 if first.high - first.low <= self._step:
                     yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
                 else:
@@ -198,7 +198,7 @@ class Requests:
             part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
             part = part if want.part is None else part.shifted(want.part.offsets)
             size = int(ends[last - 1]) - begin
-            stored = memoryview(bytearray(size))
+            stored = room_for(self._store, chunk.file.name, size)
             yield _Run(
                 chunk.file,
                 chunk.start + begin,
@@ -214,7 +214,7 @@ class Requests:
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
         """Runs that are read where they belong; a large one in steps, each checked while it is in the cache."""
-        step = max(self._limit // 2 // chunk.block, 1) * chunk.block if self._verify else self._limit
+        step = max(self._step // chunk.block, 1) * chunk.block
         starts = range(0, max(len(memory), 1), step)
         filling.left += len(starts) - 1
         for start in starts:
@@ -247,7 +247,7 @@ class Requests:
                     f"{self._store.location}/{file.name} has {size} bytes, it was written with {file.size}"
                 )
         if self._verify:
-            yield _Run(file, 0, file.header_size, memory=memoryview(bytearray(file.header_size)))
+            yield _Run(file, 0, file.header_size, memory=room_for(self._store, file.name, file.header_size))
         self._checked.add(file.name)
 
     def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
@@ -321,6 +321,10 @@ class Requests:
         if run.frames is not None:
             self._check_frames(run, chunk, number)
             return
+        if run.nbytes <= block:  # as of most small tensors
+            if run.nbytes and checksum(memory) != chunk.sums.item(number):
+                raise self._damage(run, chunk, 0, run.nbytes)
+            return
         for start in range(0, run.nbytes, block):
             if checksum(memory[start : start + block]) != chunk.sums.item(number):
                 raise self._damage(run, chunk, start, min(block, run.nbytes - start))
@@ -352,6 +356,14 @@ def _decompress(run: _Run) -> None:
         memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
     run.staged = _elements(_as_elements(raw, chunk.dtype), 0, span, chunk.itemsize)
+
+
+def _of_one_kind(filling: Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a run fills, and its elements, in dtypes that torch can copy."""
+    target = filling.target if run.part is None else filling.target[run.part.slices()]
+    if target.dtype in OPAQUE or staged.dtype in OPAQUE:
+        return as_bytes(target), as_bytes(staged)
+    return target, staged
 
 
 def _as_elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor:

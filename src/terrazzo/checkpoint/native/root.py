@@ -117,8 +117,11 @@ class Root:
             check_shape(name, shape, self.source)
         check_objects(head.objects, self.source)
         check_paths(head.paths, len(head.tensors) + len(head.objects), self.source)
+        indexes = [part.index_file for part in head.parts if part.index_file]
+        if len(set(indexes)) < len(indexes):
+            raise CheckpointCorruptError(f"{self.source}: two parts are said to have the same index")
         for part in head.parts:
-            check_sizes(part.files, self.source)
+            check_sizes(part.files, self.source, part.index_size)
             for name in part_files(part):
                 check_file_name(name, self.source)
 
@@ -126,6 +129,11 @@ class Root:
         """The data file of each chunk of a tensor; if the rank wrote several files, the index in which to look."""
         parts = [self.head.parts[part] for part in self.owner_tables[self.tensors[name].owners].tolist()]
         return [part.files[0].name if len(part.files) == 1 else part.index_file for part in parts]
+
+    def data_files_of(self, name: str) -> set[str]:
+        """The data files of the parts that have chunks of a tensor."""
+        parts = set(self.owner_tables[self.tensors[name].owners].tolist())
+        return {file.name for part in parts for file in self.head.parts[part].files}
 
     @property
     def data_files(self) -> list[str]:

@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
+from terrazzo.checkpoint.native.dtypes import OPAQUE, dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.numbers import numbers_of
 
 
 def listed(tensor: torch.Tensor) -> list[Any]:
-    """The elements of a tensor: real ones as floats, complex ones as text.
+    """The elements of a tensor, as `numbers_of` has them.
 
     >>> listed(torch.tensor([[1, 2]])), listed(torch.zeros(1, dtype=torch.complex64))
     ([1.0, 2.0], ['0j'])
     """
+    if tensor.dtype in OPAQUE:
+        return numbers_of(dtype_name(tensor.dtype), bytes(bytes_of(tensor.contiguous())))
     values = tensor.reshape(-1)
     if values.is_complex():
         return [str(value) for value in values.to(torch.complex128).tolist()]

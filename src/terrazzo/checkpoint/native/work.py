@@ -63,10 +63,10 @@ class PlannedPieces:
         return source.value
 
     def key(self, source: Piece) -> Hashable:
-        return source.claim, source.part
+        return source.holding, source.part
 
     def tied_to(self, source: Piece) -> Hashable | None:
-        first = self._plan.ties.get(source.claim)
+        first = self._plan.ties.get(source.holding)
         return None if first is None else (first, source.part)
 
 

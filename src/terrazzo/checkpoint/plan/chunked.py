@@ -47,7 +47,6 @@ class ChunkedTensor:
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._chunks[tuple(index.offset or ())][1]
 
-    @property
-    def chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
+    def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
         """This rank's boxes, and their elements."""
         return list(self._chunks.values())

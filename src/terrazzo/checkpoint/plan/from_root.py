@@ -6,7 +6,6 @@ than the target itself.  What does not fit is left to the planner, which knows w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from terrazzo.checkpoint.native.manifest import TENSOR
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.root import Root, StoredTensor
-from terrazzo.checkpoint.plan.sharded import ShardView, Viewer, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
 from terrazzo.layout.box import Box
 
 
@@ -26,10 +25,10 @@ class RootTargets:
 
     def __init__(self, root: Root, viewer: Viewer, overlaps: Overlaps) -> None:
         self._root = root
-        self._view = viewer.view
+        self._viewer = viewer
         self._overlaps = overlaps
         self._tensors = root.tensors
-        self._views: dict[type[Any], Callable[[str, Any], ShardView] | None] = {}
+        self._sharded: dict[type[Any], bool] = {}  # types of tensors
         self._dtypes: dict[str, torch.dtype] = {}
         self._owned = [len(owners) for owners in root.owner_tables]
         # By the box itself, which targets keep alive: the layout and shape that it is of, and what it needs there.
@@ -42,27 +41,24 @@ class RootTargets:
         if tensor is None or tensor.kind != TENSOR:
             return False
         kind = type(value)
-        if kind not in self._views:
-            self._views[kind] = self._view_of(value)
-        view = self._views[kind]
-        if view is None:
-            return False
+        sharded = self._sharded.get(kind)
+        if sharded is None:
+            if not (is_sharded(value) or isinstance(value, torch.Tensor)):
+                return False
+            sharded = self._sharded[kind] = is_sharded(value)
         dtype = self._dtypes.get(tensor.dtype)
         if dtype is None:
             dtype = self._dtypes[tensor.dtype] = dtype_from_name(tensor.dtype)
         if value.dtype is not dtype or value.size() != tensor.shape:
             return False
-        for number, (box, local) in enumerate(view(name, value).chunks):
+        only = self._viewer.only_chunk(name, value) if sharded else None
+        if only is not None:
+            _, box, local, _ = only
+            targets.append(Target(name, name, local, box, self._parts_of(tensor, box)))
+            return True
+        for number, (box, local) in enumerate(local_chunks(name, value, self._viewer.view).chunks):
             targets.append(Target(name, name, local, box, self._parts_of(tensor, box), number))
         return True
-
-    def _view_of(self, value: Any) -> Callable[[str, Any], ShardView] | None:
-        """How values of this type are seen; None if they are no tensors."""
-        if is_sharded(value):
-            return self._view
-        if isinstance(value, torch.Tensor):
-            return lambda name, tensor: local_chunks(name, tensor, self._view)
-        return None
 
     def _parts_of(self, tensor: StoredTensor, box: Box) -> tuple[Overlap, ...]:
         layout, shape = tensor.layout, tensor.shape

@@ -29,13 +29,15 @@ class Holding(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Held:
     """Everything that a rank holds, and its side of the agreement on which rank writes what.
 
-    `ties` maps the index of a holding to that of an earlier one with the same memory; `paths` maps names to their paths
-    in the nested state dict.
+    `claimed` are the holdings that other ranks may hold, too, in the order of the negotiation's claims; the rank writes
+    all others. `ties` maps the index of a holding to that of an earlier one with the same memory; `paths` maps names to
+    their paths in the nested state dict.
     """
 
     def __init__(
         self,
         holdings: Sequence[Holding],
+        claimed: Sequence[int],
         negotiation: Negotiation,
         ties: dict[int, int],
         paths: dict[str, tuple[Any, ...]] | None,
@@ -45,6 +47,7 @@ class Held:
     ) -> None:
         self.negotiation = negotiation
         self._holdings = holdings
+        self._claimed = claimed
         self._ties = ties
         self._paths = paths
         self._split_from = split_from
@@ -56,17 +59,23 @@ class Held:
     def settled(self, holders: Sequence[tuple[int, ...]]) -> WritePlan:
         """The plan of this rank's part."""
         shares = self.negotiation.shares(holders, split_from=self._split_from, lowest_rank=self._lowest_rank)
-        pieces: list[Piece] = []
+        claimed = set(self._claimed)
+        pieces = [
+            Piece(holding.name, holding.form, holding.value, number)
+            for number, holding in enumerate(self._holdings)
+            if number not in claimed
+        ]
         for share in shares:
-            holding = self._holdings[share.claim]
+            number = self._claimed[share.claim]
+            holding = self._holdings[number]
             if share.parts > 1:
-                pieces += _part_of(holding, share)
+                pieces += _part_of(holding, number, share)
             else:
-                pieces.append(Piece(holding.name, holding.form, holding.value, share.claim))
+                pieces.append(Piece(holding.name, holding.form, holding.value, number))
         return WritePlan(pieces, self._ties, self._paths)
 
 
-def _part_of(holding: Holding, share: Share) -> list[Piece]:
+def _part_of(holding: Holding, number: int, share: Share) -> list[Piece]:
     form = holding.form
     if form is None:
         raise CheckpointError(f"{holding.name!r}: only tensors can be split among ranks")
@@ -76,7 +85,7 @@ def _part_of(holding: Holding, share: Share) -> list[Piece]:
     dim, start, box = split
     part = Form(form.dtype, form.shape, box, box.numel * form.dtype.itemsize, form.requires_grad)
     value = holding.value.narrow(dim, start, box.lengths[dim])
-    return [Piece(holding.name, part, value, share.claim, share.index)]
+    return [Piece(holding.name, part, value, number, share.index)]
 
 
 def split_of(box: Box, index: int, parts: int) -> tuple[int, int, Box] | None:

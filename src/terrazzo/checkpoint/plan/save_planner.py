@@ -164,13 +164,18 @@ class DefaultSavePlanner(SavePlanner):
         if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
             return None
         holdings, ties, paths = self._all_held()
-        claims = [
-            self._claim(holding.name, holding.form, 0 if holding.form is None else holding.form.nbytes, holding)
-            for holding in holdings
-        ]
+        alone = (self.rank,)
+        claimed = [number for number, holding in enumerate(holdings) if holding.holders != alone]
+        places = {number: place for place, number in enumerate(claimed)}
+        claims = []
+        for holding in map(holdings.__getitem__, claimed):
+            nbytes = 0 if holding.form is None else holding.form.nbytes
+            claims.append(self._claim(holding.name, holding.form, nbytes, holding))
+        both = {places[place]: places[first] for place, first in ties.items() if place in places and first in places}
         return Held(
             holdings,
-            self._negotiation(claims, ties),
+            claimed,
+            self._negotiation(claims, both),
             ties,
             paths,
             split_from=self._split_from,
@@ -201,7 +206,7 @@ class DefaultSavePlanner(SavePlanner):
             try:
                 if not (isinstance(value, torch.Tensor) or is_sharded(value)):
                     encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
-                    holdings.append(Holding(stored, None, encoded, (self.rank,) if own else None))
+                    holdings.append(Holding(stored, None, encoded, (self.rank,) if own else self._in_group(None)))
                     continue
                 check_storable(value)
                 size, chunks, holders = self._seen(stored, value, view, own)
@@ -232,11 +237,13 @@ class DefaultSavePlanner(SavePlanner):
         holders = (self.rank,) if own else self._in_group(seen.holders)
         if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
             nothing = torch.empty(seen.size, dtype=seen.dtype)
-            return seen.size, ((Box.whole(seen.size), nothing),), holders if own else None
+            return seen.size, ((Box.whole(seen.size), nothing),), holders if own else self._in_group(None)
         return seen.size, seen.chunks, holders
 
     def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
         """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""
+        if len(self.ranks) == 1:
+            return (self.rank,)
         if holders is None:
             return None
         if id(holders) not in self._translated:

@@ -4,6 +4,8 @@ Anything with a method `__create_chunk_list__` is one: a list of this rank's chu
 is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if there are more.  If it also has
 `device_mesh` and `placements`, these say which other ranks hold the same chunk, so that one of them can write it
 without communication; if not, the ranks exchange what they hold (`ownership`).
+
+The library's own classes that consist of chunks have a method `own_chunks`, which returns boxes and elements together.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.plan import interop
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
+
+OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +69,35 @@ class Viewer:
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
+        only = self.only_chunk(name, value)
+        if only is not None:
+            size, box, local, holders = only
+            return ShardView(size, value.dtype, ((box, local),), holders)
         kind = type(value)
-        if kind not in self._others:
-            if interop.is_sharded_tensor_type(kind):
-                return self._view_shards(name, value, interop.local_shards(value), None)
-            self._others.add(kind)
+        if interop.is_sharded_tensor_type(kind):
+            return self._view_shards(name, value, interop.local_shards(value), None)
+        own = getattr(value, "own_chunks", None)
+        if own is not None:
+            return self._view_shards(name, value, own(), value.holders)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
             return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
+        holders, _ = self._group(name, kind, mesh, tuple(value.placements))
+        if not holders.ranks:  # this rank is not in the mesh
+            return ShardView(value.size(), value.dtype, (), holders)
+        return self._view_shards(name, value, _shards(name, value), holders)
+
+    def only_chunk(self, name: str, value: Any) -> tuple[torch.Size, Box, torch.Tensor, Holders] | None:
+        """The shape of a tensor on a mesh, this rank's only chunk of it, its elements and who holds the same; None if
+        this rank has no chunk or several, or the tensor is on no mesh: then `view` has them."""
+        kind = type(value)
+        if kind not in self._others:
+            if interop.is_sharded_tensor_type(kind):
+                return None
+            self._others.add(kind)
+        mesh = getattr(value, "device_mesh", None)
+        if mesh is None:
+            return None
         placements, size = value.placements, value.size()
         last = self._last
         if last is not None and last[0] is kind and last[1] is mesh and last[2] is placements:
@@ -84,16 +109,16 @@ class Viewer:
         # Mesh, placements and shape determine the chunk, so it is computed once for all tensors that share them.
         box = boxes.get(size)
         if box is None:
-            if not holders.ranks:  # this rank is not in the mesh
-                return ShardView(size, value.dtype, (), holders)
+            if not holders.ranks:
+                return None
             chunks = value.__create_chunk_list__()
             if len(chunks) != 1 or 0 in chunks[0].sizes:
-                return self._view_shards(name, value, _shards(name, value), holders)
+                return None
             box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
         local = value.to_local()
-        if local.shape == box.lengths and not is_sharded(local):
-            return ShardView(size, value.dtype, ((box, _detached(local)),), holders)
-        return self._view_shards(name, value, _shards(name, value), holders)
+        if local.shape != box.lengths or (type(local) not in OWN_MEMORY and is_sharded(local)):
+            return None
+        return size, box, _detached(local), holders
 
     def _group(
         self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
@@ -179,9 +204,6 @@ def check_storable(value: Any) -> None:
         raise UnsupportedValueError("a tensor on the meta device has no values to store")
     if type(value) not in OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
         raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
-
-
-OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _has_memory(value: torch.Tensor) -> bool:

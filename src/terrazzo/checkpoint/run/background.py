@@ -20,7 +20,6 @@ from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
-from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError
 
@@ -137,13 +136,9 @@ class Background:
         # return, and keep it for 5 ms or longer.
         may_begin = threading.Event()
 
-        def save() -> Metadata:
-            with short_turns():
-                return work()
-
         def run() -> None:
             may_begin.wait()
-            future.settle(save)
+            future.settle(work)
 
         # Not a daemon: a process that ends waits for its checkpoint.
         self._thread = threading.Thread(target=run, name="terrazzo-save")

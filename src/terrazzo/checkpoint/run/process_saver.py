@@ -24,7 +24,7 @@ from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.run.coordination import Team, with_plane
 from terrazzo.checkpoint.run.failures import Failure
 from terrazzo.checkpoint.run.save_session import SaveSession
-from terrazzo.checkpoint.run.staging import HostMemory, carve, layout_of, put_together, take_apart
+from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
 from terrazzo.checkpoint.stores import Store
 from terrazzo.comm.addresses import own_address
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
@@ -38,7 +38,7 @@ Specs = list[tuple[torch.Size, torch.dtype]]
 class Parcel:
     """A staged state dict for the process, whose tensors are in shared memory; or the error of staging."""
 
-    skeleton: STATE_DICT_TYPE = field(default_factory=dict)
+    skeleton: Skeleton = field(default_factory=lambda: Skeleton({}))
     specs: Specs = field(default_factory=list)
     error: Failure | None = None
 
@@ -224,6 +224,6 @@ def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:
     if parcel.error is not None:
         raise parcel.error.exception()
     if buffer is None:
-        return parcel.skeleton
+        return parcel.skeleton.values
     positions, _ = layout_of(parcel.specs)
     return put_together(parcel.skeleton, carve(buffer, parcel.specs, positions))

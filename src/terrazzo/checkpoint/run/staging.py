@@ -8,7 +8,7 @@ save, so that nothing is allocated again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
+from terrazzo.checkpoint.stores.threads import Worker
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -109,26 +110,35 @@ _in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
 
 
 class StagedTensor(msgspec.Struct, eq=False):
-    """A rank's part of a distributed tensor, in host memory and without its process group."""
+    """A rank's part of a distributed tensor, in host memory and without its process group.
+
+    `memory` has the copies of all tensors of the state dict, when they have been made; the shards are those of the
+    `numbers`.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     boxes: tuple[Box, ...]
-    shards: tuple[Any, ...]
+    numbers: tuple[int, ...]
     holders: Holders | None
+    memory: list[torch.Tensor]
 
     def size(self) -> torch.Size:
         return self.shape
 
-    def to_local(self) -> Any:
-        return self.shards[0]
+    def to_local(self) -> torch.Tensor:
+        return self.memory[self.numbers[0]]
+
+    def own_chunks(self) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes and their shards."""
+        return [(box, self.memory[number]) for box, number in zip(self.boxes, self.numbers, strict=True)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         offsets = tuple(index.offset or ())
-        return self.shards[[box.offsets for box in self.boxes].index(offsets)]
+        return self.memory[self.numbers[[box.offsets for box in self.boxes].index(offsets)]]
 
 
 class BlockingAsyncStager:
@@ -203,7 +213,7 @@ class DefaultStager:
     def __init__(self, config: StagingOptions | None = None) -> None:
         self._config = config or StagingOptions()
         self._memory = HostMemory(shared=self._config.use_shared_memory)
-        self._executor = ThreadPoolExecutor(1, "terrazzo-stage") if self._config.use_async_staging else None
+        self._worker = Worker("terrazzo-stage") if self._config.use_async_staging else None
         self._future: Future[STATE_DICT_TYPE] | None = None
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
@@ -211,12 +221,11 @@ class DefaultStager:
         skeleton, sources = take_apart(state_dict)
 
         def copy() -> STATE_DICT_TYPE:
-            staged: STATE_DICT_TYPE = put_together(skeleton, self._memory.copy(sources))
-            return staged
+            return put_together(skeleton, self._memory.copy(sources))
 
-        if self._executor is None:
+        if self._worker is None:
             return copy()
-        self._future = self._executor.submit(copy)
+        self._future = self._worker.submit(copy)
         return self._future
 
     def synchronize_staging(self) -> None:
@@ -225,31 +234,43 @@ class DefaultStager:
             self._future.result()
 
     def close(self) -> None:
-        """End the thread, and release the memory."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        """Wait for the last copy, and release the memory."""
+        if self._worker is not None:
+            self._worker.wait()
         self._memory = HostMemory(shared=self._config.use_shared_memory)
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
-    """Where a tensor was, in a state dict that has been taken apart."""
+    """Where a plain tensor was, in a state dict that has been taken apart."""
 
     number: int
 
 
-def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[STATE_DICT_TYPE, list[torch.Tensor]]:
-    """The state dict with a `Slot` for each tensor and copies of all other values; and the tensors.
+@dataclass(slots=True)
+class Skeleton:
+    """A state dict that has been taken apart.
 
-    The shards of a `StagedTensor` are numbers of slots until it is put together.
+    `values` have a `Slot` for each plain tensor, a `StagedTensor` for each distributed one, and copies of all other
+    values. `memory` is that of the `StagedTensor`s, which is still empty.
     """
+
+    values: STATE_DICT_TYPE
+    memory: list[torch.Tensor] = field(default_factory=list)
+    has_slots: bool = False
+
+
+def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[Skeleton, list[torch.Tensor]]:
+    """The state dict without its tensors; and the tensors."""
+    skeleton = Skeleton({})
+    memory = skeleton.memory
     sources: list[torch.Tensor] = []
-    numbers: dict[int, int] = {}  # by address: tied weights are copied once
+    at: dict[int, int] = {}  # by address: tied weights are copied once
     viewer = Viewer()
 
     def keep(tensor: torch.Tensor) -> int:
         number = len(sources)
         if type(tensor) in OWN_MEMORY:
-            known = numbers.setdefault(tensor.data_ptr(), number)
+            known = at.setdefault(tensor.data_ptr(), number)
             if known != number and same_memory(tensor, sources[known]):
                 return known
         sources.append(tensor)
@@ -257,32 +278,37 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if is_sharded(value):
-            view = viewer.view(str(path[0]) if len(path) == 1 else ".".join(map(str, path)), value)
-            boxes, shards = tuple([box for box, _ in view.chunks]), tuple([keep(shard) for _, shard in view.chunks])
-            return StagedTensor(view.size, view.dtype, boxes, shards, view.holders)
+            name = str(path[0]) if len(path) == 1 else ".".join(map(str, path))
+            only = viewer.only_chunk(name, value)
+            if only is not None:
+                size, box, local, holders = only
+                return StagedTensor(size, value.dtype, (box,), (keep(local),), holders, memory)
+            view = viewer.view(name, value)
+            boxes, numbers = tuple([box for box, _ in view.chunks]), tuple([keep(shard) for _, shard in view.chunks])
+            return StagedTensor(view.size, view.dtype, boxes, numbers, view.holders, memory)
         if isinstance(value, torch.Tensor):
             _explained(path, partial(check_storable, value))
+            skeleton.has_slots = True
             return Slot(keep(value.detach()))
         if type_check:
             _explained(path, partial(encode, value))
         return deepcopy(value)
 
     with torch.no_grad():
-        skeleton: STATE_DICT_TYPE = _walk((), state_dict, leaf)
+        skeleton.values = _walk((), state_dict, leaf)
     return skeleton, sources
 
 
-def put_together(skeleton: STATE_DICT_TYPE, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
-    """The state dict that was taken apart, with these tensors in its slots.  It is used up: its tensors are filled."""
+def put_together(skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> STATE_DICT_TYPE:
+    """The state dict that was taken apart, with these tensors. The skeleton is used up."""
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
-        if isinstance(value, Slot):
-            return tensors[value.number]
-        if isinstance(value, StagedTensor):
-            value.shards = tuple([tensors[number] for number in value.shards])
-        return value
+        return tensors[value.number] if isinstance(value, Slot) else value
 
-    whole: STATE_DICT_TYPE = _walk((), skeleton, leaf)
+    skeleton.memory[:] = tensors
+    if not skeleton.has_slots:
+        return skeleton.values
+    whole: STATE_DICT_TYPE = _walk((), skeleton.values, leaf)
     return whole
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo.errors import CheckpointValueError
+
 # The values of a model's state dict: tensors (plain or distributed), and modules' extra states.
 ValueType = Any
 # {"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}, or its flattened form.
@@ -52,7 +54,7 @@ def checked(options: StateDictOptions | None) -> StateDictOptions:
     """The options to use, after refusing a combination that cannot work."""
     options = options or StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise ValueError(
+        raise CheckpointValueError(
             "broadcast_from_rank0=True hands out rank 0's full state dict, so it needs full_state_dict=True as well"
         )
     return options

@@ -27,9 +27,24 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
-from terrazzo.errors import ConflictError
+from terrazzo.errors import CheckpointValueError, ConflictError
 
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
+
+
+def _file_system(url: str, settings: dict[str, Any]) -> tuple[Any, str]:
+    """The file system of a URL, and the folder in it."""
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec  # type: ignore[import-untyped]  # it has no types
+
+        found: tuple[Any, str] = fsspec.url_to_fs(url, **settings)
+    except (ImportError, ValueError) as error:  # ValueError: fsspec knows no such scheme
+        raise CheckpointValueError(
+            f"{url!r} cannot be used: {error}. There are s3://, gs://, az:// and file://; for others install fsspec "
+            f"and its package for {scheme}://"
+        ) from error
+    return found
 
 
 class FsspecStore(Store):
@@ -44,9 +59,7 @@ class FsspecStore(Store):
         self._url = url.rstrip("/")
         self.lease_seconds = lease_seconds
         if fs is None:
-            import fsspec  # type: ignore[import-untyped]  # it has no types
-
-            fs, folder = fsspec.url_to_fs(self._url, **settings)
+            fs, folder = _file_system(self._url, settings)
         else:
             folder = self._url.partition("://")[2] or self._url
         self._fs: Any = fs

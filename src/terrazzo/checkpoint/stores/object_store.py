@@ -46,7 +46,7 @@ from terrazzo.checkpoint.stores.base import (
     Version,
 )
 from terrazzo.checkpoint.stores.threads import results_of
-from terrazzo.errors import ConflictError
+from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
@@ -79,7 +79,10 @@ class ObjectStore(Store):
         self.lease_seconds = lease_seconds
         parts = urlsplit(self._url)
         self._prefix = parts.path.strip("/")
-        self._bucket: Any = _client(f"{parts.scheme}://{parts.netloc}", settings)
+        try:
+            self._client: Any = _client(f"{parts.scheme}://{parts.netloc}", settings)
+        except exceptions.BaseError as error:
+            raise CheckpointValueError(f"{url!r} with these settings is no object store: {_short(error)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self._url, self.lease_seconds, self._settings)
@@ -87,6 +90,12 @@ class ObjectStore(Store):
     @property
     def location(self) -> str:
         return self._url
+
+    @property
+    def _bucket(self) -> Any:
+        """The bucket's client, for a request."""
+        _check_not_forked(self._url)
+        return self._client
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -358,6 +367,21 @@ def _client(url: str, settings: dict[str, Any]) -> Any:
 @lru_cache(maxsize=8)
 def _known_client(url: str, settings: str, environment: frozenset[tuple[str, str]]) -> Any:
     return from_url(url, **_with_plain_http(json.loads(settings)))
+
+
+_process: int | None = None  # the first one that has made a request
+
+
+def _check_not_forked(url: str) -> None:
+    """Raise in a forked process, which lacks the threads of its parent that wait for replies: it would wait forever."""
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise CheckpointIOError(
+            f"{url} cannot be used in a process that was forked from one that has used an object store: start it with "
+            f"'spawn', as by torch.multiprocessing.get_context('spawn') or DataLoader(multiprocessing_context='spawn')"
+        )
 
 
 def _with_plain_http(settings: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.plan.flatten import set_element
@@ -25,7 +26,7 @@ from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, 
 from terrazzo.checkpoint.run.locate import reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import UnsupportedValueError
+from terrazzo.errors import CheckpointIndexError, UnsupportedValueError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html
 
@@ -143,7 +144,7 @@ class Checkpoint(Mapping[str, Any]):
                 raise UnsupportedValueError(f"{name} is not a tensor")
             box = Box.whole(entry.size)
             index = MetadataIndex(name, box.offsets)
-            found[name] = targets[index] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            found[name] = targets[index] = empty(name, entry.size, entry.properties.dtype)
             if not box.is_empty:
                 items += read_items(index, name, box, entry, overlaps)
         self._read(items, _Catcher(targets, False))
@@ -222,13 +223,13 @@ class LazyTensor:
             if isinstance(part, slice):
                 chosen = range(*part.indices(size))
                 if chosen.step < 1:
-                    raise ValueError("step must be greater than zero")
+                    raise CheckpointIndexError("the step of a slice must be greater than zero")
                 offsets.append(min(chosen.start, size))
                 lengths.append(chosen[-1] - chosen[0] + 1 if chosen else 0)
                 rest.append(slice(None, None, chosen.step))
             else:
                 if not -size <= part < size:
-                    raise IndexError(f"index {part} is out of bounds for a dim of size {size}")
+                    raise CheckpointIndexError(f"index {part} is out of bounds for a dim of size {size}")
                 offsets.append(part % size)
                 lengths.append(1)
                 rest.append(0)
@@ -236,7 +237,7 @@ class LazyTensor:
 
     def read(self, box: Box) -> torch.Tensor:
         """The elements of a box, as a tensor."""
-        target = torch.empty(box.lengths, dtype=self.dtype)
+        target = empty(self.name, box.lengths, self.dtype)
         if box.is_empty:
             return target
         index = MetadataIndex(self.name, box.offsets)
@@ -254,7 +255,7 @@ def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
         where = parts.index(Ellipsis)
         parts[where : where + 1] = [slice(None)] * (ndim - len(parts) + 1)
     if len(parts) > ndim or Ellipsis in parts:
-        raise IndexError(f"too many indices for a tensor of {ndim} dims")
+        raise CheckpointIndexError(f"too many indices for a tensor of {ndim} dims")
     return parts + [slice(None)] * (ndim - len(parts))
 
 

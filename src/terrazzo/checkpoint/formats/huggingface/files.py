@@ -100,7 +100,7 @@ def read_index(store: Store, name: str) -> dict[str, str]:
     where = f"{store.location}/{name}"
     try:
         weight_map: Any = json.loads(bytes(store.get(name)[0]))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where}: a damaged index ({type(error).__name__}: {error})") from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointCorruptError(f"{where}: a damaged index (weight_map is not names by name)")

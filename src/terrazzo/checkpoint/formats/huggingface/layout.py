@@ -17,7 +17,7 @@ import torch
 
 from terrazzo.checkpoint.formats.safetensors_header import CODES
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.errors import UnsupportedValueError
+from terrazzo.errors import CheckpointValueError, UnsupportedValueError
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{kind}": base ** (power + 1)
@@ -132,10 +132,10 @@ def size_in_bytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         units = {name.upper(): factor for name, factor in _UNITS.items()}
         if match is None or match[2].upper() not in units:
-            raise ValueError(f"{size!r} is no size; write it as '5GB', '500MB' or '512MiB'")
+            raise CheckpointValueError(f"{size!r} is no size; write it as '5GB', '500MB' or '512MiB'")
         size = int(float(match[1]) * units[match[2].upper()])
     if size < 1:
-        raise ValueError(f"a file cannot be limited to {size} bytes")
+        raise CheckpointValueError(f"a file cannot be limited to {size} bytes")
     return size
 
 

@@ -81,7 +81,7 @@ def _block_size(store: Store, block: int) -> tuple[int, int]:
     try:
         config: Any = json.loads(bytes(store.get("config.json")[0]))
         rows, columns = config["quantization_config"]["weight_block_size"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return block, block
     if not (type(rows) is int and type(columns) is int and rows > 0 and columns > 0):
         return block, block

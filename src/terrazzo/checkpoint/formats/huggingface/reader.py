@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,12 +25,13 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.manifest import FileEntry, check_shape
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Entry, Place, Store
+from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 
@@ -190,10 +191,7 @@ class HuggingFaceReader(StorageReader):
             finally:
                 file.close()
 
-        if self._store.caps.depth == 1 or len(files) == 1:
-            return [read(name) for name in files]
-        with ThreadPoolExecutor(self._store.caps.depth, "terrazzo-headers") as pool:
-            return list(pool.map(read, files))
+        return results_of([partial(read, name) for name in files], self._store.caps.depth, "terrazzo-headers")
 
     def _described(self, files: list[str], headers: list[Header], weight_map: dict[str, str]) -> Metadata:
         parts: dict[str, list[_Part]] = {}
@@ -230,6 +228,7 @@ class HuggingFaceReader(StorageReader):
                 raise CheckpointCorruptError(f"{self.place}: the parts of {name!r} do not fit one another")
             ends = [offset + length for offset, length in zip(part.offsets, part.stored.shape, strict=True)]
             size = [max(pair) for pair in zip(size, ends, strict=True)]
+        check_shape(name, tuple(size), str(self.place))
         if len({part.offsets for part in parts}) != len(parts):
             files = " and ".join(sorted({part.stored.file.name for part in parts}))
             raise CheckpointCorruptError(f"{self.place}: {name!r} is in {files}, and no index says which one counts")
@@ -274,7 +273,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
         return {}
     try:
         found = {name: tuple(map(int, about["saved_offsets"])) for name, about in json.loads(text).items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where}: damaged sharding information ({error})") from error
     for name, tensor in header.tensors.items():
         offsets = found.get(name, ())
