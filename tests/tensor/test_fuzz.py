@@ -20,6 +20,50 @@ def test_programs_are_as_on_one_device(programs):
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     (
+        (2, 2),
+        (
+            "v0 = leaf((3, 3), 'float32', Shard(0), Shard(1))",
+            "v3 = v0.T[:2,]",
+            "v3.unsqueeze(dim=0).contiguous().scatter_(-1, index([[[2], [2]]], Replicate(), Replicate()), 8)",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((3, 4, 3), 'float32', Shard(0), Shard(2))",
+            "v1 = v0.permute(2, 0, 1)",
+            "v1.contiguous().zero_()",
+            "v1.permute(1, 2, 0).contiguous().neg_()",
+            "v1.transpose(0, 1).reshape(-1).zero_()",
+        ),
+    ),
+    (
+        (2, 2),
+        (
+            "v0 = leaf((3, 3), 'float32', Shard(0), Shard(1), grad=True)",
+            "v1 = (v0 * 2).T",
+            "v1.mul_(3)",
+            "v1.contiguous().mul_(2)",
+            "v2 = v1.exp().movedim(0, 1)",
+            "v2.contiguous().mul_(2)",
+        ),
+    ),
+    (
+        (4,),
+        (
+            "v2 = leaf((5, 1, 4), 'float32', Shard(0))",
+            "with torch.no_grad(): v2.tensor_split([1], -1)[0].to(torch.int64).detach_()",
+        ),
+    ),
+    (
+        (2,),
+        (
+            "v0 = leaf((2,), 'float32', Replicate(), grad=True)",
+            "v11, *_ = torch.chunk(v0 * 1, chunks=2, dim=-1)",
+            "v11[[0, 1]] = 9",
+        ),
+    ),
+    (
         (4,),
         (
             "v2 = leaf((2,), 'bfloat16', Shard(0))",

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from terrazzo._torch.dispatching import tree_leaves
 from terrazzo._torch.storages import memory_of
-from terrazzo._torch.tensors import base_of, version_of
+from terrazzo._torch.tensors import base_of, is_one_of_several_views, version_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -248,8 +248,8 @@ def check_writable(target: Any) -> None:
         target._pending.check_writable(torch.is_grad_enabled() and target.requires_grad)
 
 
-def check_no_leaf(target: Any) -> None:
-    """Before an in-place write: raise PyTorch's error if autograd would record it for a leaf."""
+def check_autograd_allows(target: Any) -> None:
+    """Before an in-place write: raise PyTorch's error if autograd would record it, and cannot."""
     if not (torch.is_grad_enabled() and target.requires_grad):
         return
     if target.is_leaf:
@@ -257,6 +257,11 @@ def check_no_leaf(target: Any) -> None:
     base = base_of(target._local)
     if base.is_leaf and base.requires_grad:
         raise _of_a_leaf()
+    if is_one_of_several_views(target._local):
+        raise RuntimeError(
+            "in-place write to a view that was created together with others (split, chunk, unbind, ...), which "
+            "autograd does not allow"
+        )
 
 
 def _of_a_leaf() -> RuntimeError:

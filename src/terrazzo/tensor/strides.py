@@ -72,14 +72,49 @@ def shows_order(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int
     (1, 6)
     """
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    if not local.numel():
-        back = sorted(range(len(shape)), key=order.__getitem__)
-        return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    shown = _with_order(local, shape, order) if local.numel() else _copied(local, order, always=True)
+    return shown if shown is local or shown.requires_grad else shown.detach()  # which is no view
+
+
+def in_order(local: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """`local` with this order of its dims in memory, outermost first; a copy if it has another.
+
+    >>> in_order(torch.empty(3, 1), (3, 3), (1, 0)).stride()
+    (1, 3)
+    """
+    local = _copied(local, order, always=False)
+    return _with_order(local, shape, order) if local.numel() else local
+
+
+def before_reordering(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`local`, or a view of it if its dims are to be reordered and its strides would not show that they were.
+
+    If it holds one row along two adjacent dims, C++ gives both the same stride.
+
+    >>> one = torch.empty(1, 1)
+    >>> is_contiguous(one.t(), (3, 3)), is_contiguous(before_reordering(one, (3, 3)).t(), (3, 3))
+    (True, False)
+    """
+    if not local.numel() or not is_contiguous(local, shape):
+        return local
+    return _with_order(local, shape, range(len(shape)))
+
+
+def _copied(local: torch.Tensor, order: Sequence[int], *, always: bool) -> torch.Tensor:
+    back = sorted(range(len(order)), key=order.__getitem__)
+    inner = local.permute(tuple(order))
+    inner = inner.clone(memory_format=torch.contiguous_format) if always else inner.contiguous()
+    return inner.permute(back)
+
+
+def _with_order(local: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """`local` with strides of its single rows that follow from this order of its dims in memory, outermost first."""
     wanted, step = list(local.stride()), 1
     for d in reversed(order):
         if local.shape[d] == 1:
             wanted[d] = step
-        step = wanted[d] * local.shape[d]
+        # Those of the global tensor, because with its own size of 1 the next dim would have the same stride.
+        step = wanted[d] * (local.shape[d] if local.shape[d] > 1 else shape[d])
     return local if tuple(wanted) == local.stride() else local.as_strided(local.shape, wanted)
 
 

@@ -19,7 +19,14 @@ import torch
 
 from terrazzo._torch.storages import memory_of
 from terrazzo.layout import Layout, Replicate, moved_bytes
-from terrazzo.tensor.copied_view import CopiedView, check_no_leaf, check_writable, mark_alias, mark_copied, pass_on
+from terrazzo.tensor.copied_view import (
+    CopiedView,
+    check_autograd_allows,
+    check_writable,
+    mark_alias,
+    mark_copied,
+    pass_on,
+)
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -50,7 +57,7 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     target = args[0]
     check_writable(target)
     if target._layout.dual is not target._layout or any(p.is_shard() for p in target._layout.placements):
-        check_no_leaf(target)  # in the order of C++'s checks
+        check_autograd_allows(target)  # in the order of C++'s checks
         check_no_overlap(target._local, target._layout.shape)  # a value is written back to each element
     gathered = _Gathered(name)
     full_target = gathered.walk(target)

@@ -14,9 +14,9 @@ import torch
 
 from terrazzo._torch.dispatching import OpOverload, overload_name
 from terrazzo._torch.storages import memory_of
-from terrazzo._torch.tensors import is_one_of_several_views, is_view
+from terrazzo._torch.tensors import is_view
 from terrazzo.errors import DTensorError
-from terrazzo.tensor.copied_view import check_keeps_shape, check_no_leaf, check_writable, pass_on
+from terrazzo.tensor.copied_view import check_autograd_allows, check_keeps_shape, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.keys import remember
@@ -52,12 +52,7 @@ def run_in_place(
     if call.name in _RESHAPING or call.name == "resize_as":
         check_keeps_shape(target)
     if call.name in _RESHAPING:
-        check_no_leaf(target)
-        if torch.is_grad_enabled() and target.requires_grad and is_one_of_several_views(target._local):
-            raise RuntimeError(
-                "in-place write to a view that was created together with others (split, chunk, unbind, ...), which "
-                "autograd does not allow"
-            )
+        check_autograd_allows(target)
         if target.requires_grad and not is_view(target._local) and target.is_leaf:
             return _reshape_leaf(call.name, target, args, kwargs)
         # Autograd must record the change of shape also under no_grad, so that the old graph is not lost.

@@ -19,7 +19,14 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
-from terrazzo.tensor.copied_view import CopiedView, check_no_leaf, check_writable, mark_alias, mark_copied, pass_on
+from terrazzo.tensor.copied_view import (
+    CopiedView,
+    check_autograd_allows,
+    check_writable,
+    mark_alias,
+    mark_copied,
+    pass_on,
+)
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
@@ -28,7 +35,14 @@ from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import Gathered, redistribute_local
-from terrazzo.tensor.strides import check_no_overlap, is_contiguous, is_thin, order_in_memory, with_strides_of
+from terrazzo.tensor.strides import (
+    check_no_overlap,
+    in_order,
+    is_contiguous,
+    is_thin,
+    order_in_memory,
+    with_strides_of,
+)
 
 _STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 _grad_enabled = torch.is_grad_enabled
@@ -78,9 +92,7 @@ def _in_order_of(before: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
     """`local` with its dims in the memory order of `before`: whether a later view needs a copy depends on that."""
     if is_contiguous(before, shape):
         return local
-    order = order_in_memory(before, shape)
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(back)
+    return in_order(local, shape, order_in_memory(before, shape))
 
 
 def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
@@ -344,7 +356,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
         if is_copied:
             check_writable(target)
         if looks and (ignores is None or not ignores(*loc, **kw)):
-            check_no_leaf(target)  # in C++'s order
+            check_autograd_allows(target)  # in C++'s order
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)

@@ -17,7 +17,7 @@ import torch
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.broadcasting import broadcast_shapes
-from terrazzo.tensor.copied_view import check_no_leaf, check_writable, pass_on, writing
+from terrazzo.tensor.copied_view import check_autograd_allows, check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
@@ -302,7 +302,7 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     items = normal(index)
     taken = _taken(items, target._layout)  # before the value is looked at, as in C++
     check_writable(target)
-    check_no_leaf(target)
+    check_autograd_allows(target)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
         assert admitted is not None

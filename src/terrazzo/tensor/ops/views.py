@@ -18,7 +18,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, rule
-from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
+from terrazzo.tensor.strides import before_reordering, has_view, is_thin, no_view, view_groups
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -153,6 +153,18 @@ def ravel(input: Any) -> Any:
     return input.contiguous().view(-1)
 
 
+def _reordered(input: Operand, order: Sequence[int]) -> Spec:
+    """The spec of `input` with its dims in this order."""
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        shape, local_shape = chosen.ins[0].shape, chosen.ins[0].local_shape
+        if sum(n == 1 < m for n, m in zip(local_shape, shape, strict=False)) < 2:
+            return None
+        return lambda func, loc, kw: func(before_reordering(loc[0], shape), *loc[1:], **kw)
+
+    return moved(input, order, [input.shape[d] for d in order], localize=localize)
+
+
 @rule("t", "numpy_T", "mT", "adjoint", "H", "mH")
 def t(call: Call, input: Operand) -> Spec | None:
     order = list(range(input.ndim))
@@ -162,7 +174,7 @@ def t(call: Call, input: Operand) -> Spec | None:
         order.reverse()
     elif input.ndim > 2:
         return None
-    return moved(input, order, [input.shape[d] for d in order])
+    return _reordered(input, order)
 
 
 @rule("transpose")
@@ -173,7 +185,7 @@ def transpose(call: Call, input: Operand, dim0: int, dim1: int) -> Spec | None:
     if order:
         a, b = norm_dim(dim0, input.ndim), norm_dim(dim1, input.ndim)
         order[a], order[b] = b, a
-    return moved(input, order, [input.shape[d] for d in order])
+    return _reordered(input, order)
 
 
 @rule("permute")
@@ -182,7 +194,7 @@ def permute(call: Call, input: Operand, *dims: Any) -> Spec | None:
     if order is None or len(order) != input.ndim:
         return None
     order = tuple(norm_dim(d, input.ndim) for d in order)
-    return moved(input, order, [input.shape[d] for d in order])
+    return _reordered(input, order)
 
 
 @rule("movedim")
@@ -192,7 +204,7 @@ def movedim(call: Call, input: Operand, source: Any, destination: Any) -> Spec |
     rest = iter([d for d in range(input.ndim) if d not in src])
     placed = dict(zip(dst, src, strict=True))
     order = [placed[i] if i in placed else next(rest) for i in range(input.ndim)]
-    return moved(input, order, [input.shape[d] for d in order])
+    return _reordered(input, order)
 
 
 @rule("unsqueeze")
