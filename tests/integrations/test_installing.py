@@ -198,6 +198,7 @@ def test_files_for_pytorch_are_written_as_before(tmp_path):
     run_ranks(1, check_files_of_pytorch, str(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore::terrazzo.integrations.installing.InstallWarning")  # of other tests' modules
 def test_private_names_of_older_versions_are_found_beside_ours():
     """That module is PyTorch's shim for an older name, and makes PyTorch's module once more when it is imported."""
     terrazzo.install()

@@ -29,6 +29,15 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     added: int | None = None
     opaque: bool = False
 
+    def as_text(self, data: bytes) -> list[str]:
+        """Each element of `data` as hexadecimal digits.
+
+        >>> STORED["int4"].as_text(bytes([7, 1]))
+        ['0x07', '0x01']
+        """
+        width = self.itemsize
+        return [f"0x{data[at : at + width][::-1].hex()}" for at in range(0, len(data), width)]
+
 
 _PLAIN: Final = {
     "float64": Stored(8, "F64"),

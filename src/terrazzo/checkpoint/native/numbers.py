@@ -37,8 +37,7 @@ def numbers_of(dtype: str, data: bytes) -> list[Any]:
     ['0x07', '0x01']
     """
     if STORED[dtype].opaque:
-        width = STORED[dtype].itemsize
-        return [f"0x{data[at : at + width][::-1].hex()}" for at in range(0, len(data), width)]
+        return list(STORED[dtype].as_text(data))
     kind = _NUMPY.get(dtype)
     if kind is None:
         from terrazzo.checkpoint.native.torch_numbers import from_bytes  # imports PyTorch, which knows all

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from terrazzo.checkpoint.native.dtype_names import STORED
 from terrazzo.checkpoint.native.dtypes import OPAQUE, dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.native.numbers import numbers_of
 
 
 def listed(tensor: torch.Tensor) -> list[Any]:
@@ -18,7 +18,7 @@ def listed(tensor: torch.Tensor) -> list[Any]:
     ([1.0, 2.0], ['0j'])
     """
     if tensor.dtype in OPAQUE:
-        return numbers_of(dtype_name(tensor.dtype), bytes(bytes_of(tensor.contiguous())))
+        return list(STORED[dtype_name(tensor.dtype)].as_text(bytes(bytes_of(tensor.contiguous()))))
     values = tensor.reshape(-1)
     if values.is_complex():
         return [str(value) for value in values.to(torch.complex128).tolist()]

@@ -24,7 +24,7 @@ _Make = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
     """Raise if the function refuses the operands' global shapes; nothing happens if all operands are replicated."""
-    if all(o.layout.is_replicated for o in call.operands):
+    if len(call.operands) < 2 or all(o.layout.is_replicated for o in call.operands):
         return
     refusal = _refusal(call, loc, kw, _without_memory)
     if refusal is None or isinstance(refusal, NotImplementedError):  # the latter: not for tensors without memory
