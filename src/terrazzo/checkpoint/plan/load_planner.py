@@ -118,7 +118,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._materialised = {
             name: torch.empty_like(value, device=_device())
             for name, value in state_dict.items()
-            if isinstance(value, torch.Tensor) and value.is_meta
+            if isinstance(value, torch.Tensor) and value.device.type == "meta"  # a ShardedTensor has no is_meta
         }
         state_dict.update(self._materialised)
         self.state_dict = state_dict
