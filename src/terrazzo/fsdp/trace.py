@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, time
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -132,32 +133,26 @@ class Trace:
             for each in self._collectives
         ]
 
+    def _bar(self, event: TraceEvent | Collective, name: str, row: str, backward: bool, nbytes: int) -> dict[str, Any]:
+        return {
+            "name": name,
+            "cat": "backward" if backward else "forward",
+            "ph": "X",
+            "ts": event.begin * 1e6,
+            "dur": (event.end - event.begin) * 1e6,
+            "pid": self._frame.rank,
+            "tid": row,
+            "args": {"bytes": nbytes},
+        }
+
     def chrome(self) -> bytes:
         """The trace in the format of trace viewers (one process per rank, one row per kind), with the timeline."""
         events = [
-            {
-                "name": f"{event.kind} {event.group}",
-                "cat": "backward" if event.in_backward else "forward",
-                "ph": "X",
-                "ts": event.begin * 1e6,
-                "dur": (event.end - event.begin) * 1e6,
-                "pid": self._frame.rank,
-                "tid": event.kind,
-                "args": {"bytes": event.bytes},
-            }
+            self._bar(event, f"{event.kind} {event.group}", event.kind, event.in_backward, event.bytes)
             for event in self.events
         ]
         events += [
-            {
-                "name": f"{each.kind} over {each.axis}",
-                "cat": "backward" if each.backward else "forward",
-                "ph": "X",
-                "ts": each.begin * 1e6,
-                "dur": (each.end - each.begin) * 1e6,
-                "pid": self._frame.rank,
-                "tid": "collectives",
-                "args": {"bytes": each.nbytes},
-            }
+            self._bar(each, f"{each.kind} over {each.axis}", "collectives", each.backward, each.nbytes)
             for each in self._program_collectives()
         ]
         document = {"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": self.timeline()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -52,7 +53,10 @@ class Overlaps:
         found = known.get(box)
         if found is None:
             number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
-            found = known[box] = _one_chunk(number, box) if number >= 0 else _overlaps(chunks.near(box), box)
+            if number >= 0:
+                found = known[box] = Coverage((whole_chunk(number, box),), 0)
+            else:
+                found = known[box] = _overlaps(chunks.near(box), box)
         return found
 
 
@@ -60,10 +64,15 @@ def _box(chunk: Any) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too
 
 
-def _one_chunk(number: int, box: Box) -> Coverage:
+def whole_chunk(number: int, box: Box) -> Overlap:
     """The overlap of a chunk with itself."""
-    nowhere = (0,) * len(box.lengths)
-    return Coverage((Overlap(number, box, nowhere, nowhere, box.lengths),), 0)
+    start = _start(len(box.lengths))
+    return Overlap(number, box, start, start, box.lengths)
+
+
+@cache
+def _start(ndim: int) -> tuple[int, ...]:
+    return (0,) * ndim
 
 
 def _overlaps(chunks: list[tuple[int, Box]], box: Box) -> Coverage:

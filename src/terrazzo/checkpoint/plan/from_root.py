@@ -13,7 +13,7 @@ import torch
 from terrazzo.checkpoint.native.chunks import Overlap, place_in_grid
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.manifest import TENSOR
-from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
+from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts, whole_chunk
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.root import Root, StoredTensor
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
@@ -33,7 +33,6 @@ class RootTargets:
         self._owned = [len(owners) for owners in root.owner_tables]
         # By the box itself, which targets keep alive: the layout and shape that it is of, and what it needs there.
         self._parts: dict[int, tuple[int, tuple[int, ...], tuple[Overlap, ...]]] = {}
-        self._nowhere: dict[int, tuple[int, ...]] = {}
 
     def add(self, name: str, value: Any, targets: list[Target]) -> bool:
         """Add the targets of a value; not if it is no tensor that has the shape and dtype of the stored one."""
@@ -72,8 +71,7 @@ class RootTargets:
             if count != self._owned[tensor.owners]:
                 number = -1
         if number >= 0:
-            nowhere = self._nowhere.setdefault(len(shape), (0,) * len(shape))
-            parts: tuple[Overlap, ...] = (Overlap(number, box, nowhere, nowhere, box.lengths),)
+            parts: tuple[Overlap, ...] = (whole_chunk(number, box),)
         else:
             parts = complete_parts(tensor.name, box, self._overlaps.of(self._root.chunks(tensor), box))
         self._parts[id(box)] = layout, shape, parts

@@ -347,7 +347,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     layout = plan.operands[0].src
     # Checked on every rank before communicating: otherwise ranks wait for one on which C++ raises later.
     looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
-    strides_say_littles = 1 in layout.local_shape
+    has_single_rows = 1 in layout.local_shape
     ignores = IGNORES_REPEATS.get(name)
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
@@ -360,7 +360,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
             check_no_overlap(loc[0], layout.shape)
         if ready is not None:
             ready(args, loc, kw, kwargs)
-        if strides_say_littles:
+        if has_single_rows:
             for o in plan.operands[1:]:
                 put_at(loc, kw, o.path, with_strides_of(loc[0], get_at(loc, kw, o.path)))
         if local_function is None:
