@@ -42,6 +42,7 @@ from terrazzo.tensor.dispatch.keys import (
     routes,
 )
 from terrazzo.tensor.links import links
+from terrazzo.tensor.one_value import OneValue
 from terrazzo.tensor.raw_access import NoRawAccess
 from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
 
@@ -174,7 +175,7 @@ def key_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         return None
 
 
-class DTensor(NoRawAccess, torch.Tensor):
+class DTensor(NoRawAccess, OneValue, torch.Tensor):
     """A tensor whose elements are spread over the ranks of a `DeviceMesh`.
 
     Create one with `distribute_tensor`, `DTensor.from_local` or the factory functions of `terrazzo.tensor`, not with
@@ -541,40 +542,7 @@ class DTensor(NoRawAccess, torch.Tensor):
         me = weakref.ref(self)
         return self._local.register_post_accumulate_grad_hook(lambda _local: hook(me()))
 
-    # ------------------------------------------------------------------ values and copies
-
-    def item(self) -> Any:
-        return self._one_value("item").item()
-
-    def tolist(self) -> Any:
-        return self.full_tensor().detach().tolist()
-
-    def __bool__(self) -> bool:
-        return bool(self._one_value("bool"))
-
-    def __int__(self) -> int:
-        return int(self._one_value("int"))
-
-    def __float__(self) -> float:
-        return float(self._one_value("float"))
-
-    def __complex__(self) -> complex:
-        return complex(self._one_value("complex"))
-
-    def __index__(self) -> int:
-        return self._one_value("index").__index__()
-
-    def __contains__(self, value: Any) -> bool:
-        return bool((self == value).any())
-
-    def _one_value(self, what: str) -> torch.Tensor:
-        if self._layout.shape.numel() != 1:
-            raise RuntimeError(
-                f"{what}() needs a tensor with one element, this DTensor has shape {tuple(self._layout.shape)}"
-            )
-        if self._layout.is_replicated:
-            return self._local.detach()
-        return self.detach().full_tensor()
+    # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
