@@ -65,7 +65,7 @@ class Subject:
         self.conditions = conditions
         slots = surroundings.slots()
         self.from_args = len(tensors) - len(slots)
-        self.slots = [(None, None)] * self.from_args + [(place.holder, name) for place, name in slots]
+        self.slots = [(None, None)] * self.from_args + [(container.holder, name) for container, name in slots]
         self.inputs, self.position = distinct(tensors)
 
     def locals(self) -> list[torch.Tensor]:
@@ -161,9 +161,9 @@ class _LocalProgram(nn.Module):
         locals_ = {key: i for key, i in locals_.items() if not isinstance(subject.tensors[i], DTensor)}
         self.outputs, returned = take_apart(result, sources, locals_)
         self.writes = []
-        places = {(id(holder), name) for holder, name in subject.slots if holder is not None}
+        containers = {(id(holder), name) for holder, name in subject.slots if holder is not None}
         for label, holder, name, value in list(frozen.changes(expected)):
-            if not isinstance(value, torch.Tensor) or (id(holder), name) not in places:
+            if not isinstance(value, torch.Tensor) or (id(holder), name) not in containers:
                 raise CaptureError(f"it changes {label}, which a graph cannot do", operation=f"a write to {label}")
             built, more = take_apart(value, sources, locals_)
             self.writes.append((holder, name, built.shifted(len(returned))))

@@ -235,8 +235,8 @@ class Program:
         for name, arg in kwargs.items():
             what.update(describe_value(f"argument {name!r}", arg))
         slots = self._surroundings.slots()
-        for (place, name), tensor in zip(slots, tensors[len(tensors) - len(slots) :], strict=True):
-            what[place.name_of(name)] = describe_tensor(tensor)
+        for (container, name), tensor in zip(slots, tensors[len(tensors) - len(slots) :], strict=True):
+            what[container.name_of(name)] = describe_tensor(tensor)
         what.update(self._surroundings.describe())
         what["same tensors"] = str(distinct(tensors)[1])
         what["parts of the program"] = f"search {self._searches}"

@@ -44,7 +44,7 @@ class _Cell:
         self.cell.cell_contents = value
 
 
-class Place:
+class Container:
     """One dict, list or cell: which of its items are tensors, and the values of the others."""
 
     def __init__(self, label: str, holder: Any, tensors: list[Any], settings: list[Any]) -> None:
@@ -99,10 +99,10 @@ class _Same:
 
 
 class Surroundings:
-    """All places that belong to a program."""
+    """All containers that belong to a program."""
 
     def __init__(self, program: Any, name: str = "") -> None:
-        self.places: list[Place] = []
+        self.containers: list[Container] = []
         self.modules: list[nn.Module] = []
         self._sized: list[Any] = []
         self._sized_labels: list[str] = []
@@ -112,10 +112,10 @@ class Surroundings:
             self._module(name, program)
         else:
             self._search(name, program)
-        self._with_tensors = [place for place in self.places if place.tensor_names]
-        self._with_settings = [place for place in self.places if place.setting_names]
-        self._settings = [(place.get_settings, place.holder) for place in self._with_settings]
-        self._tensors = [(place.get_tensors, place.holder) for place in self._with_tensors]
+        self._with_tensors = [container for container in self.containers if container.tensor_names]
+        self._with_settings = [container for container in self.containers if container.setting_names]
+        self._settings = [(container.get_settings, container.holder) for container in self._with_settings]
+        self._tensors = [(container.get_tensors, container.holder) for container in self._with_tensors]
         self._sizes = [len(holder) for holder in self._sized]
         self._remember()
 
@@ -129,31 +129,31 @@ class Surroundings:
         except (KeyError, IndexError, ValueError):
             raise Stale from None
         if not all(map(is_, chain.from_iterable(values), self._seen)):
-            for place, now in zip(self._with_settings, values, strict=True):
-                place.update(now)
+            for container, now in zip(self._with_settings, values, strict=True):
+                container.update(now)
             self._remember()
         return tensors, self._numbers
 
     def _remember(self) -> None:
-        self._seen = list(chain.from_iterable([place.seen for place in self._with_settings]))
-        self._numbers = tuple([place.number for place in self._with_settings])
+        self._seen = list(chain.from_iterable([container.seen for container in self._with_settings]))
+        self._numbers = tuple([container.number for container in self._with_settings])
 
     def freeze(self) -> Frozen:
-        """What all places hold at this moment."""
-        return Frozen(self._sized_labels, self._sized, self.places)
+        """What all containers hold at this moment."""
+        return Frozen(self._sized_labels, self._sized, self.containers)
 
-    def slots(self) -> list[tuple[Place, Any]]:
+    def slots(self) -> list[tuple[Container, Any]]:
         """Where each of the tensors of `look` is, in its order."""
-        return [(place, name) for place in self._with_tensors for name in place.tensor_names]
+        return [(container, name) for container in self._with_tensors for name in container.tensor_names]
 
     def describe(self) -> dict[str, str]:
         """Each setting with its name, for a report."""
-        return dict(chain.from_iterable(place.describe() for place in self.places))
+        return dict(chain.from_iterable(container.describe() for container in self.containers))
 
     # ------------------------------------------------------------------ the search
 
     def _search(self, label: str, value: Any) -> None:
-        """Find the places in `value`, which is not a tensor."""
+        """Find the containers in `value`, which is not a tensor."""
         if id(value) in self._visited or isinstance(value, SCALARS):
             return
         self._visited[id(value)] = value
@@ -181,16 +181,16 @@ class Surroundings:
             holder = own.get(table)
             if holder is not None:
                 names = [name for name, t in holder.items() if isinstance(t, torch.Tensor)]
-                self._place(label, holder, names, [name for name in holder if name not in names])
+                self._add(label, holder, names, [name for name in holder if name not in names])
         for table in _HOOKS:
             if table in own:
-                self._place(f"{label}.{table}".lstrip("."), own[table], [], list(own[table]))
+                self._add(f"{label}.{table}".lstrip("."), own[table], [], list(own[table]))
         names = [name for name, value in own.items() if isinstance(value, torch.Tensor)]
         settings = [name for name in own if name not in names and name not in _OF_TORCH]
-        self._place(label, own, names, settings)
+        self._add(label, own, names, settings)
         for name, child in own["_modules"].items():
             self._search(f"{label}.{name}".lstrip("."), child)
-        self._place(label, own["_modules"], [], list(own["_modules"]))
+        self._add(label, own["_modules"], [], list(own["_modules"]))
         for name, value in own.items():
             if type(value) in (list, tuple, dict) and not name.startswith("_"):
                 self._search(f"{label}.{name}".lstrip("."), value)
@@ -223,9 +223,9 @@ class Surroundings:
     def _value(self, label: str, holder: Any, name: str, value: Any) -> None:
         """One variable of a function: from a closure or global."""
         if isinstance(value, torch.Tensor):
-            self._place("", holder, [name], [], sized=False)
+            self._add("", holder, [name], [], sized=False)
             return
-        self._place("", holder, [], [name], sized=False)
+        self._add("", holder, [], [name], sized=False)
         self._search(label, value)
         if not isinstance(value, SCALARS) and not isinstance(value, ModuleType | type | nn.Module):
             self._object(label, value)
@@ -238,7 +238,7 @@ class Surroundings:
         self._visited[id(own)] = own
         names = [name for name in own if name in self._names]
         tensors = [name for name in names if isinstance(own[name], torch.Tensor)]
-        self._place(label, own, tensors, [name for name in names if name not in tensors], sized=False)
+        self._add(label, own, tensors, [name for name in names if name not in tensors], sized=False)
         for name in names:
             if name not in tensors:
                 self._search(f"{label}.{name}", own[name])
@@ -248,36 +248,38 @@ class Surroundings:
         if any(isinstance(name, torch.Tensor) for name in items):
             return
         tensors = [name for name, item in items.items() if isinstance(item, torch.Tensor)]
-        self._place(label, value, tensors, [name for name in items if name not in tensors])
+        self._add(label, value, tensors, [name for name in items if name not in tensors])
         for name, item in items.items():
             if not isinstance(item, torch.Tensor):
                 self._search(f"{label}[{name!r}]", item)
 
-    def _place(self, label: str, holder: Any, tensors: list[Any], settings: list[Any], sized: bool = True) -> None:
+    def _add(self, label: str, holder: Any, tensors: list[Any], settings: list[Any], sized: bool = True) -> None:
         if sized and type(holder) is not tuple:
             self._sized.append(holder)
             self._sized_labels.append(label)
         if tensors or settings:
-            self.places.append(Place(label, holder, tensors, settings))
+            self.containers.append(Container(label, holder, tensors, settings))
 
 
 class Frozen:
-    """What the places held, to find out what a program changes there, and to undo it."""
+    """What the containers held, to find out what a program changes there, and to undo it."""
 
-    def __init__(self, labels: list[str], sized: list[Any], places: list[Place]) -> None:
+    def __init__(self, labels: list[str], sized: list[Any], containers: list[Container]) -> None:
         held = {id(holder) for holder in sized}
         self._items: list[tuple[str, Any, dict[Any, Any]]] = [
             (label, holder, dict(enumerate(holder)) if isinstance(holder, list) else dict(holder))
             for label, holder in zip(labels, sized, strict=True)
         ]
-        for place in places:
-            if id(place.holder) not in held and type(place.holder) is not tuple:
-                names = (*place.tensor_names, *place.setting_names)
-                self._items.append((place.label, place.holder, {name: place.holder[name] for name in names}))
+        for container in containers:
+            if id(container.holder) not in held and type(container.holder) is not tuple:
+                names = (*container.tensor_names, *container.setting_names)
+                self._items.append(
+                    (container.label, container.holder, {name: container.holder[name] for name in names})
+                )
         self._sized = held
 
     def changes(self, expected: dict[tuple[int, Any], Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-        """What has changed and is not as `expected`, by (id of the place, name): label, place, name and value."""
+        """What has changed and is not as `expected`, by (id of the holder, name): label, holder, name, value."""
         for label, holder, before in self._items:
             for name in self._names(holder, before):
                 now = holder[name] if self._has(holder, name) else None
