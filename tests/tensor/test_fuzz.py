@@ -22,6 +22,13 @@ WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     (
         (2, 2),
         (
+            "v2 = leaf((4, 5, 6), 'float32', Shard(1), Shard(1))",
+            "torch.nn.init.ones_(torch.flatten(v2.moveaxis(1, -3), start_dim=-2))",
+        ),
+    ),
+    (
+        (2, 2),
+        (
             "v0 = leaf((3, 3), 'float32', Shard(0), Shard(1))",
             "v3 = v0.T[:2,]",
             "v3.unsqueeze(dim=0).contiguous().scatter_(-1, index([[[2], [2]]], Replicate(), Replicate()), 8)",

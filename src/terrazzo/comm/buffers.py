@@ -64,7 +64,8 @@ def concatenate(flat: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[in
     ]
     if not joined:
         return flat.view(*before, 0, *after)
-    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
+    # Parts of length 1 can be stacked without a copy, but not in this order.
+    return joined[0].contiguous() if len(joined) == 1 else torch.cat(joined, dim)
 
 
 def repeat(x: Tensor, n: int) -> Tensor:

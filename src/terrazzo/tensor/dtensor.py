@@ -66,7 +66,7 @@ def become(target: DTensor, value: DTensor) -> None:
     local = value._local
     # Without a graph a leaf stays a leaf that requires a gradient; a view that requires one has nowhere to put it.
     if target.requires_grad and local.grad_fn is None and local is not target._local:
-        local = local.detach().requires_grad_()
+        local = keeping_strides(local.detach(), local).requires_grad_()
     elif not local.requires_grad and is_view(local) and not is_view(target._local):
         local = keeping_strides(local.detach(), local)  # the tensor whose shape was changed is not a view of itself
     with without_subclass_functions():
@@ -475,10 +475,9 @@ class DTensor(NoRawAccess, OneValue, torch.Tensor):
             written()  # the caller may write to it past all version counters
         local = self._local
         if not local.requires_grad:
-            return wrap(
-                keeping_strides(local.detach(), local), self._layout
-            )  # writes to it count as writes to this tensor
-        data = local.data
+            # Writes to it count as writes to this tensor.
+            return wrap(keeping_strides(local.detach(), local), self._layout)
+        data = keeping_strides(local.data, local)
         for origin in list(links.copies):
             origin.watch(data)  # counts the writes to it separately
         return wrap(data, self._layout)
@@ -550,7 +549,7 @@ class DTensor(NoRawAccess, OneValue, torch.Tensor):
             return found
         if not self._local.is_leaf:
             raise RuntimeError("only DTensors created by the user (graph leaves) can be deep-copied")
-        local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
+        local = keeping_strides(self._local.detach().clone(), self._local).requires_grad_(self._local.requires_grad)
         if self._local.grad is not None:
             local.grad = self._local.grad.detach().clone()
         result = wrap(local, self._layout)

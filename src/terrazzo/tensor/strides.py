@@ -1,9 +1,10 @@
-"""Strides of the global tensor, derived from the local tensor's strides.
+"""Strides of the global tensor, derived from the local tensor's strides or known.
 
 Whether a tensor is contiguous, and whether a view of it with another shape exists, must have the same answer on every
 rank; otherwise one rank would write to a copy and another to the tensor itself. So the question is asked of the global
-tensor. PyTorch's own answer for the local tensor is not enough where a rank holds at most one row: such a tensor can
-be viewed as any shape.
+tensor. A local tensor's strides answer it where the rank holds several rows along each dim. Where it holds one row they
+may be anything along that dim, and without elements anything at all: there the global strides of a result are computed
+(`dispatch.single_rows`) and noted on its local tensor.
 """
 
 from __future__ import annotations
@@ -15,35 +16,91 @@ import torch
 
 from terrazzo._torch.tensors import base_of
 
-_HAS_STRIDES = "_has_strides"
-"""An attribute of some tensors without elements that are views of no tensor: their strides are those of one."""
+_STRIDES = "_global_strides"
+"""An attribute of some local tensors: the shape of the global tensor, and its strides on one device."""
+
+Known = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor, with its dims in the memory order of the local tensor.
+def note_strides(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """`local`, of which it is known from now on that the global tensor of this shape has these strides."""
+    known: Known = (tuple(shape), tuple(strides))
+    setattr(local, _STRIDES, known)
+    return local
 
-    >>> global_stride(torch.empty(2, 3).t(), (3, 8))
+
+def keeping_strides(same: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`same`, which has the elements of `of` in the same order, with what is known of its strides."""
+    known: Known | None = getattr(of, _STRIDES, None)
+    return same if known is None else note_strides(same, *known)
+
+
+def what_strides_say(local: torch.Tensor) -> tuple[bool, Any]:
+    """Whether the strides are known, and those that are, or the local ones: equal for tensors of one shape that
+    `strides_in_memory` treats alike."""
+    known: Known | None = getattr(local, _STRIDES, None)
+    if known is not None:
+        return True, known
+    return False, (0,) if _lacks_strides(local) else local.stride()
+
+
+def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides that the global tensor could have on one device, with gaps where it has some.
+
+    >>> strides_in_memory(torch.empty(2, 3).t(), (3, 8)), strides_in_memory(torch.empty(2, 6)[:, :3], (8, 3))
+    ((1, 3), (6, 1))
+    """
+    known: Known | None = getattr(local, _STRIDES, None)
+    if known is not None and known[0] == tuple(shape):
+        return known[1]
+    if _lacks_strides(local):
+        return dense_strides(shape, range(len(shape)))
+    strides, sizes, given = [0] * len(shape), local.shape, local.stride()
+    step = expected = 1
+    # Of two dims with the same stride the inner one has a single row on this rank.
+    for d in sorted(range(len(shape)), key=lambda d: (given[d], sizes[d], -d)):
+        if given[d] == 0 or shape[d] == 1:
+            continue
+        # In a slice of a tensor the rows are apart: here by twice what they need.
+        strides[d] = step if given[d] == expected else 2 * step
+        step, expected = strides[d] * max(shape[d], 1), given[d] * max(sizes[d], 1)
+    return tuple(strides)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dims have this order in memory, the outermost first.
+
+    >>> dense_strides((3, 8), (1, 0))
     (1, 3)
     """
     strides, step = [0] * len(shape), 1
-    for d in reversed(order_in_memory(local, shape)):
+    for d in reversed(order):
         strides[d] = step
         step *= max(shape[d], 1)
     return tuple(strides)
 
 
+def global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global tensor without gaps, with its dims in the memory order of the local tensor.
+
+    >>> global_stride(torch.empty(2, 6)[:, :3].t(), (3, 8))
+    (1, 3)
+    """
+    return dense_strides(shape, order_in_memory(local, shape))
+
+
 def order_in_memory(local: torch.Tensor, shape: Sequence[int]) -> list[int]:
     """The dims of the global tensor, from the one with the largest stride to the one with the smallest.
-
-    Of two dims with the same stride the inner one has a single row on this rank.
 
     >>> order_in_memory(torch.empty(3, 1).t(), (3, 3))
     [1, 0]
     """
-    dims = list(range(len(shape)))
-    if is_contiguous(local, shape):
-        return dims
-    return sorted(dims, key=lambda d: (-local.stride()[d], -local.shape[d], d))
+    strides = strides_in_memory(local, shape)
+    order = sorted([d for d, n in enumerate(shape) if n != 1], key=lambda d: (-strides[d], d))
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:  # its stride has no meaning, and may differ between ranks
+            order.insert(order.index(d + 1) if d + 1 < len(shape) else len(order), d)
+    return order
 
 
 def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -53,91 +110,32 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     >>> one_row.is_contiguous(), is_contiguous(one_row, (3, 4))
     (True, False)
     """
-    says_all = local.numel() > 0 or 0 in shape  # C++ calls every empty tensor contiguous
-    if (local.is_contiguous() and says_all and not is_thin(local.shape, shape)) or _lacks_strides(local):
+    if 0 in shape or (local.is_contiguous() and not is_thin(local.shape, shape)):
         return True
+    strides = strides_in_memory(local, shape)
     dims = [d for d, n in enumerate(shape) if n != 1]
-    if 0 in shape or not dims:
-        return True
-    pairs = zip(dims, dims[1:], strict=False)
-    return local.stride(dims[-1]) == 1 and all(_follow(local, shape, d, inner) for d, inner in pairs)
-
-
-def shows_order(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """`local`, a new tensor, with strides for its single rows that show the memory order that global `strides` have.
-
-    C++ gives the result of an operation any stride along a dim of one row, and any strides if it has no elements.
-
-    >>> shows_order(torch.empty(1, 6).t().exp(), (6, 2), (1, 6)).stride()
-    (1, 6)
-    """
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    shown = _with_order(local, shape, order) if local.numel() else _copied(local, order, always=True)
-    return shown if shown is local or shown.requires_grad else shown.detach()  # which is no view
+    return not dims or (strides[dims[-1]] == 1 and _follow(strides, shape, dims))
 
 
 def in_order(local: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     """`local` with this order of its dims in memory, outermost first; a copy if it has another.
 
-    >>> in_order(torch.empty(3, 1), (3, 3), (1, 0)).stride()
-    (1, 3)
+    >>> in_order(torch.empty(2, 3), (4, 3), (1, 0)).stride()
+    (1, 2)
     """
-    local = _copied(local, order, always=False)
-    return _with_order(local, shape, order) if local.numel() else local
-
-
-def before_reordering(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`local`, or a view of it if its dims are to be reordered and its strides would not show that they were.
-
-    If it holds one row along two adjacent dims, C++ gives both the same stride.
-
-    >>> one = torch.empty(1, 1)
-    >>> is_contiguous(one.t(), (3, 3)), is_contiguous(before_reordering(one, (3, 3)).t(), (3, 3))
-    (True, False)
-    """
-    if not local.numel() or not is_contiguous(local, shape):
-        return local
-    return _with_order(local, shape, range(len(shape)))
-
-
-def _copied(local: torch.Tensor, order: Sequence[int], *, always: bool) -> torch.Tensor:
     back = sorted(range(len(order)), key=order.__getitem__)
-    inner = local.permute(tuple(order))
-    inner = inner.clone(memory_format=torch.contiguous_format) if always else inner.contiguous()
-    return inner.permute(back)
+    local = local.permute(tuple(order)).contiguous().permute(back)
+    return note_strides(local, shape, dense_strides(shape, order)) if is_thin(local.shape, shape) else local
 
 
-def _with_order(local: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """`local` with strides of its single rows that follow from this order of its dims in memory, outermost first."""
-    wanted, step = list(local.stride()), 1
-    for d in reversed(order):
-        if local.shape[d] == 1:
-            wanted[d] = step
-        # Those of the global tensor, because with its own size of 1 the next dim would have the same stride.
-        step = wanted[d] * (local.shape[d] if local.shape[d] > 1 else shape[d])
-    return local if tuple(wanted) == local.stride() else local.as_strided(local.shape, wanted)
+def _follow(strides: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> bool:
+    """Whether along each of these dims the rows of the next one are adjacent in memory."""
+    return all(strides[d] == strides[inner] * shape[inner] for d, inner in zip(dims, dims[1:], strict=False))
 
 
 def _lacks_strides(local: torch.Tensor) -> bool:
     """Whether the strides are only those that C++ gives a new tensor without elements, or a view of one."""
-    if local.numel():
-        return False
-    base = base_of(local)
-    return 0 in base.stride() and not hasattr(base, _HAS_STRIDES)
-
-
-def keeping_strides(view: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """`view`, `of` detached; if it has no elements, it is noted that its strides show the order of its dims."""
-    if not view.numel() and 0 in view.stride() and not _lacks_strides(of):
-        setattr(view, _HAS_STRIDES, True)
-    return view
-
-
-def _follow(local: torch.Tensor, shape: Sequence[int], d: int, inner: int) -> bool:
-    """Whether the rows of dim `inner` are adjacent in memory along `d`: in a contiguous local tensor, or in the whole
-    tensor that the local one is a slice of."""
-    step = local.stride(inner)
-    return local.stride(d) in (step * max(local.shape[inner], 1), step * shape[inner])
+    return not local.numel() and 0 in base_of(local).stride()
 
 
 def with_strides_of(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -153,8 +151,8 @@ def with_strides_of(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def is_thin(local_shape: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether the local tensor has at most one row along a dim of which the global tensor has more."""
-    return any(n < 2 <= m for n, m in zip(local_shape, shape, strict=True))
+    """Whether the local tensor has no row, or only one of several, along a dim of the global tensor."""
+    return any(n < 2 and n < m for n, m in zip(local_shape, shape, strict=True))
 
 
 def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]) -> bool:
@@ -163,14 +161,11 @@ def has_view(local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int]
     >>> has_view(torch.empty(4, 6)[:, :3], (4, 3), (12,)), has_view(torch.empty(4, 6)[:, :3], (4, 3), (2, 2, 3))
     (False, True)
     """
-    if 0 in shape or _lacks_strides(local):
+    if 0 in shape:
         return True
-    for old, _ in view_groups(shape, new_shape):
-        joined = [d for d in old if shape[d] != 1]
-        for d, inner in zip(joined, joined[1:], strict=False):
-            if not _follow(local, shape, d, inner):
-                return False
-    return True
+    strides = strides_in_memory(local, shape)
+    joined = ([d for d in old if shape[d] != 1] for old, _ in view_groups(shape, new_shape))
+    return all(_follow(strides, shape, dims) for dims in joined)
 
 
 def no_view(shape: Sequence[int], new_shape: Sequence[int]) -> RuntimeError:
@@ -230,7 +225,8 @@ def repeats(local: torch.Tensor, shape: Sequence[int], index: Any = ...) -> bool
     >>> repeats(row, (3, 4)), repeats(row, (3, 4), (0, slice(2)))
     (True, False)
     """
-    if 0 not in local.stride() or _lacks_strides(local):
+    strides = strides_in_memory(local, shape)
+    if 0 not in strides:
         return False
-    taken = torch.empty_strided(tuple(shape), local.stride(), device="meta")[index]
+    taken = torch.empty_strided(tuple(shape), strides, device="meta")[index]
     return taken.numel() > 0 and any(step == 0 and n > 1 for step, n in zip(taken.stride(), taken.shape, strict=True))

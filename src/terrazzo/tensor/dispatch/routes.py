@@ -30,7 +30,7 @@ from terrazzo.tensor.copied_view import (
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.single_rows import showing_order, strides_say_little
+from terrazzo.tensor.dispatch.single_rows import noting_strides, strides_say_little
 from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -40,6 +40,7 @@ from terrazzo.tensor.strides import (
     in_order,
     is_contiguous,
     is_thin,
+    keeping_strides,
     order_in_memory,
     with_strides_of,
 )
@@ -76,14 +77,14 @@ def prepare(plan: CallPlan, mesh: Any) -> Callable[..., None]:
             if copies_view:
                 local = _in_order_of(before, local, o.src.shape)
             if o.cast and local.requires_grad and _grad_enabled():
-                local = cast_fresh(local, o.cast, mesh)
+                local = keeping_strides(cast_fresh(local, o.cast, mesh), local)
             put_at(loc, kw, o.path, local)
         if casts and _grad_enabled():
             for o in casts:
                 local = get_at(loc, kw, o.path)
                 if local.requires_grad:
                     source = get_at(args, kwargs, o.path)
-                    put_at(loc, kw, o.path, cast_memoised(source, local, o.cast, mesh))
+                    put_at(loc, kw, o.path, keeping_strides(cast_memoised(source, local, o.cast, mesh), local))
 
     return run
 
@@ -126,8 +127,8 @@ def first_run(
 ) -> tuple[Any, Route]:
     """Run the plan with checks; return the result and the route for later calls."""
     mesh = plan.operands[0].src.mesh
-    if not spec.is_view and any(map(strides_say_little, plan.outs)):
-        plan = replace(plan, local=showing_order(name, plan.local, plan.operands, plan.outs))
+    if any(map(strides_say_little, plan.outs)):
+        plan = replace(plan, local=noting_strides(name, plan.local, plan.operands, plan.outs, bool(spec.is_view)))
     needs_prepare = any(o.src is not o.dst or o.cast for o in plan.operands)
     ready = prepare(plan, mesh) if needs_prepare else None
     if alias_of(name) == "same" and not spec.is_view and plan.operands[0].path == (0,):
@@ -346,7 +347,7 @@ def in_place_route(name: str, plan: CallPlan) -> Route:
     local_function = plan.local
     layout = plan.operands[0].src
     # Checked on every rank before communicating: otherwise ranks wait for one on which C++ raises later.
-    looks = ready is not None or 0 in layout.local_shape or is_thin(layout.local_shape, layout.shape)
+    looks = ready is not None or is_thin(layout.local_shape, layout.shape)
     has_single_rows = 1 in layout.local_shape
     ignores = IGNORES_REPEATS.get(name)
 

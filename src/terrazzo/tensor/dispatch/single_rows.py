@@ -1,9 +1,9 @@
 """Strides of results on a rank that holds one row along some dim, or none.
 
 Whether a tensor is contiguous is read from the local tensor's strides (`tensor.strides`), and must be the same on every
-rank. But C++ gives a new tensor any stride along a dim of one row, and any strides if it has no elements. So on such a
-rank the function also runs on meta tensors of the global shapes, once for each combination of strides, and the results
-get strides that show their order.
+rank. But C++ gives a tensor any stride along a dim of one row, and any strides if it has no elements. So on such a rank
+the function also runs on meta tensors of the global shapes, once for each combination of strides, and the strides of
+its results are noted on the local results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import unseen_by_modes
-from terrazzo._torch.storages import memory_of
 from terrazzo.layout import Layout
 from terrazzo.tensor.dispatch.planner import OperandPlan
 from terrazzo.tensor.dispatch.spec import LocalFunction
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
-from terrazzo.tensor.strides import global_stride, is_contiguous, is_thin, shows_order
+from terrazzo.tensor.strides import is_contiguous, is_thin, note_strides, strides_in_memory, what_strides_say
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -33,57 +32,70 @@ _STRIDES_OF_ADD = frozenset(
 
 
 def strides_say_little(layout: Layout) -> bool:
-    """Whether this rank has at most one row along a dim of several."""
+    """Whether this rank has no row, or only one of several, along some dim."""
     return len(layout.local_shape) == layout.ndim and is_thin(layout.local_shape, layout.shape)
 
 
-def showing_order(
-    name: str, local: LocalFunction | None, operands: Sequence[OperandPlan], outs: Sequence[Layout]
+def noting_strides(
+    name: str, local: LocalFunction | None, operands: Sequence[OperandPlan], outs: Sequence[Layout], is_view: bool
 ) -> LocalFunction:
-    """`local` (the caller's function if None) whose new results have strides that show their memory order."""
-    known: dict[Strides, Strides | None] = {}
+    """`local` (the caller's function if None), which notes the global strides of its results."""
+    paths = [o.path for o in operands]
+    to_note: dict[tuple[Any, ...], Strides | None] = {}
+
+    def say_it(key: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
+        """New results of contiguous tensors are contiguous, and C++'s strides say so if those of the tensors do."""
+        if is_view or any(noted for noted, _ in key):
+            return False
+        return all(is_contiguous(t, o.dst.shape) for t, o in zip(given, operands, strict=True))
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-        given = [get_at(loc, kw, o.path) for o in operands]
+        given = [get_at(loc, kw, path) for path in paths]
+        key = tuple([what_strides_say(t) for t in given])
         result = func(*loc, **kw) if local is None else local(func, loc, kw)
-        key = tuple(t.stride() for t in given)
-        if key not in known:
-            # Of contiguous tensors results are contiguous, and C++'s strides say so.
-            plain = all(is_contiguous(t, o.dst.shape) for t, o in zip(given, operands, strict=True))
-            known[key] = None if plain else _global_strides(name, func, loc, kw, operands, len(outs))
-        strides = known[key]
-        if strides is None:
+        if key not in to_note:
+            to_note[key] = None if say_it(key, given) else _global_strides(name, func, loc, kw, operands, outs)
+        noted = to_note[key]
+        if noted is None:
             return result
-        each = iter(zip(outs, strides, strict=True))
-        memories = {memory_of(t) for t in given}
+        each = iter(zip(outs, noted, strict=True))
 
-        def show(t: torch.Tensor) -> torch.Tensor:
-            out, stride = next(each)
-            return t if memory_of(t) in memories else shows_order(t, out.shape, stride)
+        def note(t: torch.Tensor) -> torch.Tensor:
+            out, strides = next(each)
+            is_itself = any(t is g for g in given)
+            return t if is_itself or not strides_say_little(out) else note_strides(t, out.shape, strides)
 
-        return map_tensors(result, show)
+        return map_tensors(result, note)
 
     return run
 
 
 def _global_strides(
-    name: str, func: Any, loc: Sequence[Any], kw: dict[str, Any], operands: Sequence[OperandPlan], count: int
+    name: str,
+    func: Any,
+    loc: Sequence[Any],
+    kw: dict[str, Any],
+    operands: Sequence[OperandPlan],
+    outs: Sequence[Layout],
 ) -> Strides | None:
     """Strides of the results on one device; None where the function does not run without values."""
-    found: list[tuple[int, ...]] = []
+    found: list[torch.Tensor] = []
     try:
         with unseen_by_modes(), torch.no_grad():
             args, kwargs = list(map_tensors(list(loc), _meta)), map_tensors(kw, _meta)
             for o in operands:
-                local = get_at(loc, kw, o.path)
-                stride = global_stride(local, o.dst.shape)
-                put_at(args, kwargs, o.path, torch.empty_strided(o.dst.shape, stride, dtype=local.dtype, device="meta"))
+                local, shape = get_at(loc, kw, o.path), o.dst.shape
+                strides = strides_in_memory(local, shape)
+                put_at(args, kwargs, o.path, torch.empty_strided(shape, strides, dtype=local.dtype, device="meta"))
             if name in _STRIDES_OF_ADD:
                 func, kwargs = torch.add, {}
-            map_tensors(func(*args, **kwargs), lambda t: found.append(t.stride()))
+            map_tensors(func(*args, **kwargs), found.append)
     except Exception:  # whatever it is, the function has run on the local tensors
         return None
-    return tuple(found) if len(found) == count else None
+    if [tuple(t.shape) for t in found] != [tuple(out.shape) for out in outs]:
+        return None
+    # Along a dim of size 1 any stride is right.
+    return tuple(tuple(s if n != 1 else 0 for s, n in zip(t.stride(), t.shape, strict=True)) for t in found)
 
 
 def _meta(t: torch.Tensor) -> torch.Tensor:

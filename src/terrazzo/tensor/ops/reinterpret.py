@@ -13,7 +13,7 @@ from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition
-from terrazzo.tensor.strides import keeping_strides
+from terrazzo.tensor.strides import is_thin, note_strides, strides_in_memory
 
 
 @decomposition("view")
@@ -38,7 +38,11 @@ def view_as_dtype(x: Any, dtype: Any) -> Any:
 
 
 def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
-    result = wrap(keeping_strides(local, x._local), layout)
+    if is_thin(layout.local_shape, layout.shape):
+        before = strides_in_memory(x._local, x.shape)
+        whole = torch.empty_strided(tuple(x.shape), before, dtype=x.dtype, device="meta")
+        local = note_strides(local, layout.shape, whole.view(local.dtype).stride())
+    result = wrap(local, layout)
     if type(x) is CopiedView:
         mark_alias(result, x)
     return result

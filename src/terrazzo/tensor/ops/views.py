@@ -18,7 +18,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, rule
-from terrazzo.tensor.strides import before_reordering, has_view, is_thin, no_view, view_groups
+from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -155,14 +155,7 @@ def ravel(input: Any) -> Any:
 
 def _reordered(input: Operand, order: Sequence[int]) -> Spec:
     """The spec of `input` with its dims in this order."""
-
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        shape, local_shape = chosen.ins[0].shape, chosen.ins[0].local_shape
-        if sum(n == 1 < m for n, m in zip(local_shape, shape, strict=False)) < 2:
-            return None
-        return lambda func, loc, kw: func(before_reordering(loc[0], shape), *loc[1:], **kw)
-
-    return moved(input, order, [input.shape[d] for d in order], localize=localize)
+    return moved(input, order, [input.shape[d] for d in order])
 
 
 @rule("t", "numpy_T", "mT", "adjoint", "H", "mH")

@@ -1,0 +1,138 @@
+"""Whether a tensor is contiguous, and where a write through `reshape` goes, on ranks that hold one row or none.
+
+Random chains of views and copies of small tensors, of which most ranks have little: after each step every rank must say
+what one device says, and a write to the flattened result must reach the first tensor exactly where it does there.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ranks import run_ranks
+from terrazzo.errors import DTensorError
+from terrazzo.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.copied_view import CopiedView
+
+Step = Callable[[Tensor], Tensor]
+
+
+def a_step(choose: random.Random, x: Tensor) -> Step | None:
+    """Some view or copy of `x`; None where the kind that was drawn does not fit."""
+    dims = range(x.dim())
+    d = choose.choice(dims) if dims else 0
+    kind = choose.randrange(12)
+    if kind == 0:
+        return lambda t: t.unsqueeze(d)
+    if kind == 1:
+        return lambda t: t.exp()
+    if kind == 2:
+        return lambda t: t.clone()
+    if kind == 3:
+        return lambda t: t.contiguous()
+    if not dims:
+        return None
+    if kind == 4:
+        order = choose.sample(dims, len(dims))
+        return lambda t: t.permute(order)
+    if kind == 5:
+        other = choose.choice(dims)
+        return lambda t: t.transpose(d, other)
+    if kind == 6:
+        return lambda t: t.squeeze(d)
+    if kind == 7:
+        begin = choose.randrange(x.shape[d])
+        length = choose.randint(1, x.shape[d] - begin)
+        return lambda t: t.narrow(d, begin, length)
+    if kind == 8:
+        begin = choose.randrange(x.shape[d])
+        return lambda t: t.select(d, begin)
+    if kind == 9:
+        index = (slice(None),) * d + (slice(None, None, 2),)
+        return lambda t: t[index]
+    if kind == 10 and len(dims) > 1:
+        start = choose.randrange(len(dims) - 1)
+        return lambda t: t.flatten(start, start + 1)
+    factor = next((k for k in (2, 3) if x.shape[d] % k == 0), None)
+    return None if factor is None else lambda t: t.unflatten(d, (factor, -1))
+
+
+def says(x: Any) -> list[Any]:
+    """What is compared: whether it is contiguous, and strides in memory order, but of dims of size 1."""
+    steps = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1]
+    return [x.is_contiguous(), tuple(x.shape), [sum(s > step for _, s in steps) for _, step in steps]]
+
+
+def run_chain(choose: random.Random, mesh: DeviceMesh) -> tuple[str, list[Any], bool | str]:
+    """The chain as text, what differed from one device, and whether the written tensor is right."""
+    shape = [choose.choice((1, 2, 2, 3, 3, 4, 5, 6)) for _ in range(choose.choice((2, 2, 3, 3, 4)))]
+    possible: list[Placement] = [Replicate(), *[Shard(d) for d in range(len(shape))] * 2]
+    placements = [choose.choice(possible) for _ in range(mesh.ndim)]
+    theirs = torch.arange(float(torch.Size(shape).numel())).view(shape) / 100
+    ours = distribute_tensor(theirs.clone(), mesh, placements)
+    x, y = ours, theirs
+    text, differs = f"{shape} {placements}", []
+    for _ in range(choose.randrange(2, 7)):
+        step = a_step(choose, y)
+        if step is None:
+            continue
+        try:
+            y = step(y)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                step(x)
+            continue
+        try:
+            x = step(x)  # type: ignore[assignment]
+        except DTensorError:
+            return text, differs, "refused"
+        text += f" {step.__code__.co_names} {[cell.cell_contents for cell in step.__closure__ or ()]}"
+        if not isinstance(x, CopiedView) and says(x) != says(y):
+            differs.append((text, says(x), says(y)))
+    try:
+        x.reshape(-1).add_(1)
+    except DTensorError:
+        return text, differs, "refused"
+    y.reshape(-1).add_(1)
+    return text, differs, torch.equal(ours.full_tensor(), theirs)
+
+
+def run_chains(seed: int, count: int, mesh_shape: tuple[int, ...]) -> list[tuple[str, list[Any], bool | str]]:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [run_chain(random.Random(f"{seed} {k}"), mesh) for k in range(count)]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_every_rank_says_what_one_device_says(mesh_shape, count) -> None:
+    written = 0
+    for ranks in zip(*run_ranks(4, run_chains, 0, count, mesh_shape), strict=True):
+        text = ranks[0][0]
+        assert not any(differs for _, differs, _ in ranks), (text, [differs for _, differs, _ in ranks])
+        outcomes = {outcome for _, _, outcome in ranks}
+        assert outcomes in ({True}, {"refused"}), (text, outcomes)
+        written += outcomes == {True}
+    assert written > count / 3
+
+
+def gathered(shape: tuple[int, ...], dim: int, terms: bool) -> list[bool]:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(float(torch.Size(shape).numel())).view(shape), mesh, [Shard(dim)])
+    whole = x.full_tensor()
+    scattered = DTensor.from_local(whole, mesh, [Partial() if terms else Replicate()]).redistribute(mesh, [Shard(dim)])
+    return [whole.is_contiguous(), scattered.to_local().is_contiguous(), whole.view(-1)[-1].item() == whole.numel() - 1]
+
+
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 3), 1), ((2, 5, 3), 1), ((3, 2), 1), ((2, 4, 1), 2)])
+def test_what_was_gathered_or_scattered_is_contiguous(shape, dim, terms) -> None:
+    assert run_ranks(4, gathered, shape, dim, terms) == [[True, True, True]] * 4
