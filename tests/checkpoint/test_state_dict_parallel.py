@@ -302,7 +302,7 @@ def sharded_round_trip(parallelism: Any, make: Any, flat: bool) -> None:
     assert train(*resumed, parallelism, steps=2, seed=2) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_sharded_state_goes_round(world: int) -> None:
     for parallelism in of_world(world):
         for flat in (False, True):

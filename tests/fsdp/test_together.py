@@ -182,7 +182,9 @@ def check_models() -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", [check_ways, pytest.param(check_users, marks=pytest.mark.long), check_models])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(f, marks=pytest.mark.long) for f in (check_ways, check_users)), check_models]
+)
 def test_numbers_are_those_of_groups_that_go_alone(world, what):
     run_ranks(world, what)
 

@@ -152,6 +152,7 @@ def feed_forward() -> None:
     assert graphs(fast) == 1
 
 
+@pytest.mark.long  # the page docs/compile.md does it, too
 def test_compiled_by_inductor():
     run_ranks(2, feed_forward, timeout=580)
 

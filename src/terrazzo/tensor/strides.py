@@ -56,14 +56,16 @@ def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, .
     if _lacks_strides(local):
         return dense_strides(shape, range(len(shape)))
     strides, sizes, given = [0] * len(shape), local.shape, local.stride()
-    step = expected = 1
+    step, expected = 1, {1}
     # Of two dims with the same stride the inner one has a single row on this rank.
     for d in sorted(range(len(shape)), key=lambda d: (given[d], sizes[d], -d)):
         if given[d] == 0 or shape[d] == 1:
             continue
         # In a slice of a tensor the rows are apart: here by twice what they need.
-        strides[d] = step if given[d] == expected else 2 * step
-        step, expected = strides[d] * max(shape[d], 1), given[d] * max(sizes[d], 1)
+        strides[d] = step if given[d] in expected else 2 * step
+        step, expected = strides[d] * max(shape[d], 1), {given[d] * max(sizes[d], 1)}
+        if not local.numel():  # it may be a slice of a whole tensor, since C++ calls every empty tensor contiguous
+            expected.add(given[d] * shape[d])
     return tuple(strides)
 
 

@@ -43,12 +43,10 @@ def quick_plan(name: str, samples: int) -> list[Case]:
 
 
 def short_plan(name: str) -> list[Case]:
-    """As called and in place for float32, one form of another dtype; dtypes, forms, ways, meshes and samples rotate."""
+    """As called for float32, one form of another dtype; dtypes, forms, ways, meshes and samples rotate."""
     turn = zlib.crc32(name.encode())
     forms, dtypes = forms_of(name), dtypes_of(entries()[name])
     cases = [_case(name, turn % 4, "plain", "float32")] if "float32" in dtypes else []
-    if "inplace" in forms and "float32" in dtypes:
-        cases.append(_case(name, 1, "inplace", "float32"))
     others = [d for d in dtypes if d != "float32"]
     for i in range(1 if "float32" in dtypes else min(2, len(others))):
         if others:
@@ -57,11 +55,12 @@ def short_plan(name: str) -> list[Case]:
 
 
 def other_form(name: str) -> list[Case]:
-    """What the short plan leaves out: float32 in one of the forms that are not the plain call."""
+    """What the short plan leaves out: float32 in place, and in one of the forms that are not the plain call."""
     forms = forms_of(name)
     if len(forms) == 1 or "float32" not in dtypes_of(entries()[name]):
         return []
-    return [_case(name, 6, forms[1 + zlib.crc32(name.encode()) % (len(forms) - 1)], "float32")]
+    cases = [_case(name, 6, forms[1 + zlib.crc32(name.encode()) % (len(forms) - 1)], "float32")]
+    return [*cases, _case(name, 1, "inplace", "float32")] if "inplace" in forms else cases
 
 
 def _everything(samples: int, form: str) -> list[Case]:
