@@ -164,7 +164,10 @@ def check_training(depth: int, runs: list[tuple[Any, int]]) -> None:
         (4, 2, [(Schedule1F1B, 0), (Schedule1F1B, 1), (Schedule1F1B, 2), (Schedule1F1B, 3)]),
         (4, 4, [(Schedule1F1B, 1)]),
         (2, 2, [(ScheduleInterleavedZeroBubble, 3), (ScheduleZBVZeroBubble, 0), (ScheduleDualPipeV, 2)]),
-        (4, 2, [(ScheduleInterleavedZeroBubble, 1), (ScheduleZBVZeroBubble, 3), (ScheduleDualPipeV, 2)]),
+        pytest.param(
+            *(4, 2, [(ScheduleInterleavedZeroBubble, 1), (ScheduleZBVZeroBubble, 3), (ScheduleDualPipeV, 2)]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_stage_and_schedule_trains_like_one_process(world, depth, schedules):

@@ -105,7 +105,7 @@ def types_under_autocast(kind: str) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("convolutions", marks=pytest.mark.long), "others"])
 def test_second_derivatives(kind):
     run_ranks(4, check_twice, kind)
 

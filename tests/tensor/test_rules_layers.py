@@ -192,46 +192,47 @@ def test_layers_with_a_sharded_batch(name, uneven):
 # ------------------------------------------------------------------ what is cut along the dim that it works on
 
 
-def cross_entropies() -> None:
-    """Every form, with logits sharded over samples and over classes (few enough to leave a rank without any)."""
+def cross_entropies(classes: int) -> None:
+    """Every form, with logits sharded over samples and over classes."""
     mesh = line()
     torch.manual_seed(0)
-    for classes in (12, 7, 3):
-        logits = torch.randn(8, classes, 3)
-        indices = torch.randint(0, classes, (8, 3))
-        indices[2] = -100
-        shares = torch.rand(8, classes, 3).softmax(1)
-        weight = torch.rand(classes)
-        for target, options in (
-            (indices, {}),
-            (indices, {"weight": weight}),
-            (indices, {"label_smoothing": 0.2}),
-            (indices, {"label_smoothing": 0.2, "weight": weight}),
-            (indices.clamp(min=0), {"ignore_index": 1}),
-            (shares, {}),
-            (shares, {"label_smoothing": 0.1, "weight": weight}),
-        ):
-            for reduction in ("mean", "sum", "none"):
-                plain = logits.clone().requires_grad_()
-                expected = F.cross_entropy(plain, target, reduction=reduction, **options)
-                expected.sum().backward()
-                for dim in (0, 1, 2):
-                    placed = distribute_tensor(logits, mesh, [Shard(dim)]).requires_grad_()
-                    others = {k: distribute_tensor(v, mesh, [R]) for k, v in options.items() if k == "weight"}
-                    with watched() as events:
-                        loss = F.cross_entropy(
-                            placed, distribute_tensor(target, mesh, [R]), reduction=reduction, **(options | others)
-                        )
-                    message = f"{classes} classes, {sorted(options)}, {reduction}, dim {dim}"
-                    close(loss, expected, message)
-                    loss.sum().backward()
-                    close(placed.grad, plain.grad, message)
-                    gathered = sum(e.bytes for e in events if e.kind == "all_gather" and e.bytes >= logits.nbytes // 2)
-                    assert not gathered, f"{message}: {gathered} bytes of logits moved"
+    logits = torch.randn(8, classes, 3)
+    indices = torch.randint(0, classes, (8, 3))
+    indices[2] = -100
+    shares = torch.rand(8, classes, 3).softmax(1)
+    weight = torch.rand(classes)
+    for target, options in (
+        (indices, {}),
+        (indices, {"weight": weight}),
+        (indices, {"label_smoothing": 0.2}),
+        (indices, {"label_smoothing": 0.2, "weight": weight}),
+        (indices.clamp(min=0), {"ignore_index": 1}),
+        (shares, {}),
+        (shares, {"label_smoothing": 0.1, "weight": weight}),
+    ):
+        for reduction in ("mean", "sum", "none"):
+            plain = logits.clone().requires_grad_()
+            expected = F.cross_entropy(plain, target, reduction=reduction, **options)
+            expected.sum().backward()
+            for dim in (0, 1, 2):
+                placed = distribute_tensor(logits, mesh, [Shard(dim)]).requires_grad_()
+                others = {k: distribute_tensor(v, mesh, [R]) for k, v in options.items() if k == "weight"}
+                with watched() as events:
+                    loss = F.cross_entropy(
+                        placed, distribute_tensor(target, mesh, [R]), reduction=reduction, **(options | others)
+                    )
+                message = f"{classes} classes, {sorted(options)}, {reduction}, dim {dim}"
+                close(loss, expected, message)
+                loss.sum().backward()
+                close(placed.grad, plain.grad, message)
+                gathered = sum(e.bytes for e in events if e.kind == "all_gather" and e.bytes >= logits.nbytes // 2)
+                assert not gathered, f"{message}: {gathered} bytes of logits moved"
 
 
-def test_cross_entropy_never_gathers_the_logits():
-    run_ranks(4, cross_entropies, timeout=120)
+# The fewest leave a rank without any.
+@pytest.mark.parametrize("classes", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 12))])
+def test_cross_entropy_never_gathers_the_logits(classes):
+    run_ranks(4, cross_entropies, classes, timeout=120)
 
 
 def rows_that_are_cut() -> None:

@@ -248,7 +248,9 @@ def check_all(check: Any, make: Any) -> None:
         check(kind, make)
 
 
-@pytest.mark.parametrize(("world", "make"), [(2, adamw), (4, adamw), pytest.param(4, sgd, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("world", "make"), [(2, adamw), *(pytest.param(4, make, marks=pytest.mark.long) for make in (adamw, sgd))]
+)
 @pytest.mark.parametrize("check", [check_getters, check_setters])
 def test_like_one_process(world, check, make):
     run_ranks(world, check_all, check, make, timeout=120)
