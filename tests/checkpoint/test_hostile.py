@@ -49,7 +49,7 @@ from terrazzo.errors import (
 STOP = b"."
 
 
-@pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [30, pytest.param(500, marks=pytest.mark.long)])
 def test_files_changed_at_random_give_typed_errors(cases: int) -> None:
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(

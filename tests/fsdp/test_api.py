@@ -33,7 +33,7 @@ from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-WORLDS = pytest.mark.parametrize("world", [2, 4])
+WORLDS = pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 
 
 def check_resharding() -> None:

@@ -142,7 +142,13 @@ def train_both(name: str, sizes: dict[str, Any], steps: int = STEPS, batch: int 
 
 
 # Of ways that are parts of another way, the short tests take the other one.
-LONG = ("data parallel", "tensor parallel", "tensor parallel, parallel loss", "sharded parameters")
+LONG = (
+    "data parallel",
+    "tensor parallel",
+    "tensor parallel, parallel loss",
+    "data x tensor parallel",
+    "sharded parameters",
+)
 
 
 def ways(names: Iterable[str]) -> list[Any]:
