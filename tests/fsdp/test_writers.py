@@ -269,6 +269,37 @@ def test_writes_to_unsharded_parameters():
     run_ranks(2, check_unsharded)
 
 
+def check_set_data() -> None:
+    """`.data` of unsharded parameters, which from then on have memory that no gather fills."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model, reference, params, x = evaluated(**options)
+        optimizers = [torch.optim.SGD(each, lr=0.1) for each in (params.values(), list(reference.parameters()))]
+        for _ in range(2):
+            with torch.no_grad():
+                assert type(model.head.weight) is nn.Parameter
+                for module in (model, reference):
+                    module.head.weight.data = module.head.weight.data * 2
+                torch.testing.assert_close(model(x), reference(x))
+            for module, optimizer in zip((model, reference), optimizers, strict=True):
+                module(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), reference(x))
+        sharded = params["head.weight"].data
+        for wrong, words in ((sharded, "a DTensor"), (torch.ones(2, 2), r"a tensor of shape \(2, 2\)")):
+            model.head.weight.data = wrong
+            with pytest.raises(FSDPError, match=f"'head.weight' was set to {words} while"):
+                model(x)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), reference(x))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_data_of_unsharded_parameters(world):
+    run_ranks(world, check_set_data)
+
+
 @torch.no_grad()
 def check_one_rank() -> None:
     """Some row is on one rank, which alone writes it."""

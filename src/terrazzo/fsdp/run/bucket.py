@@ -20,6 +20,7 @@ from torch import Tensor
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
+from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.flat import FlatPlan, has_many, worth_padding
@@ -54,7 +55,8 @@ class Bucket:
         self._remember_shards()
         self._buffer: Tensor | None = None
         self._versions: list[int] = []  # of the unsharded parameters, when nobody but us had written there
-        self.pieces: list[Tensor] = []  # the unsharded parameters as the plan fills them
+        self._places: list[Tensor] = []  # where the unsharded parameters are in the buffer, or in the shards
+        self.pieces: list[Tensor] = []  # the same as the plan fills them
         self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the unsharded parameters are the shards themselves
@@ -160,6 +162,7 @@ class Bucket:
                 self.pieces = self.plan.pieces(locals_)
             for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
                 param.make_unsharded(local, attributes)
+            self._places = locals_
             self._versions = [version_of(p.unsharded_local) for p in self.params]
             self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
             self.free()
@@ -180,18 +183,51 @@ class Bucket:
         """Whether the tensor is in memory that `free` frees."""
         return self._memory is not None and self._memory.owns(tensor)
 
-    def save_writes(self) -> None:
-        """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that."""
-        if self.aliased or self._buffer is None:
+    def save_writes(self, current: bool) -> None:
+        """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that, or
+        where they have set `.data`. If the unsharded parameters are not `current`, their values are dropped."""
+        if self._buffer is None:
+            return
+        moved = self._bring_back()
+        if self.aliased:
+            self._epochs_before += bool(moved)
             return
         versions = [version_of(p.unsharded_local) for p in self.params]
-        written = [i for i, version in enumerate(versions) if version != self._versions[i]]
+        written = [i for i, version in enumerate(versions) if version != self._versions[i] or i in moved]
         self._versions = versions
-        if written:
+        if written and current:
             chunks = self.plan.own_chunks(self.unsharded_locals())
             with torch.no_grad():
                 for i in written:
                     self.params[i].sharded._local.copy_(chunks[i])
+
+    def _bring_back(self) -> list[int]:
+        """Copy what users have set `.data` of unsharded parameters to into the memory that gathers fill; returns which
+        parameters these are."""
+        moved = []
+        for i, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
+            local = param.unsharded_local
+            if local.data_ptr() == place.data_ptr():
+                continue
+            values = local.detach()
+            local.data = place
+            if values.shape != place.shape or not values.data_ptr():  # a DTensor has no memory of its own
+                what = "a DTensor" if values.shape == place.shape else f"a tensor of shape {tuple(values.shape)}"
+                raise FSDPError(
+                    f".data of parameter {param.name!r} was set to {what} while the parameter was unsharded, as those "
+                    f"of the root are after a forward without backward; set it to a tensor of shape "
+                    f"{tuple(place.shape)}, or call reshard() on the model first and get the parameter again"
+                )
+            with torch.no_grad():
+                place.copy_(values)
+            moved.append(i)
+        return moved
+
+    def put_back(self) -> None:
+        """Let unsharded parameters whose `.data` users have set use the memory again that gathers fill."""
+        for param, place in zip(self.params, self._places, strict=True):
+            if param.unsharded_local.data_ptr() != place.data_ptr():
+                param.unsharded_local.data = place
 
     def to_send(self, buffer: Tensor) -> Tensor:
         """This rank's section to gather: on the device, in the dtype of computation."""

@@ -226,9 +226,10 @@ class Unit:
 
         Shards that were written after they were gathered are newer, and stay as they are.
         """
-        if self._registered is self._unsharded and self.epoch == self.gathered_epoch:
+        if self._registered is self._unsharded:
+            current = self.epoch == self.gathered_epoch
             for bucket in self.buckets:
-                bucket.save_writes()
+                bucket.save_writes(current)
 
     def _adopt_one(self, param: ShardedParameter, found: Any) -> None:
         if found is param.sharded:
@@ -374,6 +375,8 @@ class Unit:
     def free(self) -> None:
         """Free the unsharded parameters' memory, and register the sharded ones."""
         for bucket in self.buckets:
+            if self._registered is self._unsharded:
+                bucket.put_back()
             bucket.free()
         self._drop_kept()
         if self._registered is not self._sharded:
