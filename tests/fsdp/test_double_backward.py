@@ -27,7 +27,7 @@ from fsdp.compare import (
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import FSDPModule, fully_shard
-from terrazzo.tensor import init_device_mesh
+from terrazzo.tensor import DTensor, init_device_mesh
 
 
 class Smooth(nn.Module):
@@ -206,6 +206,29 @@ def check_transforms() -> None:
 
 def test_transforms_of_torch_func():
     run_ranks(2, check_transforms)
+
+
+def check_backward_after_vmap() -> None:
+    """Backward through what ran inside `torch.func.vmap`, where autograd knows the tensors inside the wrappers only."""
+    torch.manual_seed(0)
+    reference = Critic()
+    model = copy.deepcopy(reference)
+    shard_blocks(model, reshard_after_forward=True)
+    found = []
+    for module in (reference, model):
+        x = torch.randn(3, 1, INPUTS, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        once = torch.func.vmap(module)(x)
+        twice = torch.func.vmap(torch.func.vmap(module))(x)
+        for loss in (once.square().sum(), twice.sum().exp()):
+            loss.backward()
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        found.append((x.grad, {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}))
+    torch.testing.assert_close(found[1], found[0])
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_backward_after_vmap():
+    run_ranks(2, check_backward_after_vmap)
 
 
 def check_no_graph() -> None:

@@ -70,6 +70,18 @@ is_transformed: Callable[[Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor", "tensors of torch.func's transforms beside DTensors are refused"
 )
 
+_inner: Callable[[Tensor], Tensor] = private(
+    "torch._C._functorch.get_unwrapped", "backward through modules of fully_shard that ran inside torch.func.vmap"
+)
+
+
+def with_graph(tensor: Tensor) -> Tensor:
+    """The tensor of which autograd has a graph: the one that `torch.func.vmap` has wrapped, if this is its wrapper."""
+    while not tensor.requires_grad and is_transformed(tensor):
+        tensor = _inner(tensor)
+    return tensor
+
+
 default_setup_context: Any = private(
     "torch.autograd.function._SingleLevelFunction.setup_context", "which autograd.Functions define setup_context"
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo._torch.autograd import in_backward
+from terrazzo._torch.autograd import in_backward, with_graph
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
@@ -102,18 +102,20 @@ def _cast_inputs(group: Group, args: Any, kwargs: Any, copies: Copies) -> tuple[
 
 
 def _watched(hook: Any, tensor: Tensor) -> Tensor:
-    if not tensor.requires_grad:
+    if not with_graph(tensor).requires_grad:
         return tensor
     alias = tensor.view_as(tensor)
-    alias.register_hook(hook)
+    with_graph(alias).register_hook(hook)
     return alias
 
 
 def _announced(hook: Any, tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        if tensor.is_leaf:  # a returned parameter, on which hooks would accumulate
+    inner = with_graph(tensor)
+    if inner.requires_grad:
+        if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
             tensor = tensor.view_as(tensor)
-        tensor.register_hook(hook)
+            inner = with_graph(tensor)
+        inner.register_hook(hook)
     return tensor
 
 
