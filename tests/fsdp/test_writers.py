@@ -14,7 +14,7 @@ from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, 
 from ranks import run_ranks
 from terrazzo.checkpoint import load, save
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp import FSDPModule
+from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 
@@ -298,6 +298,28 @@ def check_set_data() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_data_of_unsharded_parameters(world):
     run_ranks(world, check_set_data)
+
+
+def check_dtype_where_empty() -> None:
+    """The last ranks have no rows of a group, so that no address tells them that the dtype has changed."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    reference = copy.deepcopy(model)
+    fully_shard(model[0])
+    fully_shard(model)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.ones(2, 3, dtype=dtype)
+        for module in (model, reference):
+            module.to(dtype)
+            module.zero_grad()
+            module(x).float().square().sum().backward()
+        assert all(p.dtype == p.grad.dtype == dtype for p in model.parameters())
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_a_dtype_that_changes_where_a_rank_has_no_rows():
+    run_ranks(4, check_dtype_where_empty)
 
 
 @torch.no_grad()

@@ -272,7 +272,11 @@ class Bucket:
 
     def shards_intact(self) -> bool:
         """Whether the sharded parameters still are the original views of the shard buffer."""
-        return [p.sharded._local.data_ptr() for p in self.params] == self._pointers
+        if [p.sharded._local.data_ptr() for p in self.params] != self._pointers:
+            return False
+        # Where this rank has no rows there is no address: a change of dtype or device does not show in it.
+        empty = [p.sharded._local for p, at in zip(self.params, self._pointers, strict=True) if not at]
+        return all(each.dtype is self.dtype and each.device == self.shard.device for each in empty)
 
     def use_equal_sections(self) -> None:
         """Pad chunks, so that all ranks' sections have equal length."""
