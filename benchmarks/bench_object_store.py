@@ -36,6 +36,7 @@ import s3_server
 State = dict[str, Any]
 _PIECE = 16 << 20
 _AT_ONCE = 4
+_running: list[s3_server.S3Server] = []
 
 
 class _Job:
@@ -44,8 +45,10 @@ class _Job:
     def __init__(self, setting: Setting, tensors: int, shape: tuple[int, int]) -> None:
         self._settings = setting.folder / "server.json"
         if setting.rank == 0:
-            self._server = s3_server.S3Server().start()  # it ends with this process
-            self._settings.write_text(json.dumps(self._server.environment()))
+            while _running:  # that of the case before; the last one ends with this process
+                _running.pop().stop()
+            _running.append(s3_server.S3Server().start())
+            self._settings.write_text(json.dumps(_running[0].environment()))
         dist.barrier()
         os.environ.update(json.loads(self._settings.read_text()))
         self.rank, self.world = setting.rank, setting.world
