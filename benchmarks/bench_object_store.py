@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import s3_server
 State = dict[str, Any]
 _PIECE = 16 << 20
 _AT_ONCE = 4
+_running: list[s3_server.S3Server] = []
 
 
 class _Job:
@@ -44,47 +45,62 @@ class _Job:
     def __init__(self, setting: Setting, tensors: int, shape: tuple[int, int]) -> None:
         self._settings = setting.folder / "server.json"
         if setting.rank == 0:
-            self._server = s3_server.S3Server().start()  # it ends with this process
-            self._settings.write_text(json.dumps(self._server.environment()))
+            while _running:  # that of the case before; the last one ends with this process
+                _running.pop().stop()
+            _running.append(s3_server.S3Server().start())
+            self._settings.write_text(json.dumps(_running[0].environment()))
         dist.barrier()
         os.environ.update(json.loads(self._settings.read_text()))
         self.rank, self.world = setting.rank, setting.world
         self.mesh = init_device_mesh("cpu", (setting.world,))
         self.tensors, self.shape = tensors, shape
 
-    def state(self, library: Any, dim: int, fill: float) -> State:
+    def saved(self, library: Any) -> State:
+        """A state to save: of random numbers, because the server compresses what can be compressed."""
+        shards = self._random().unbind()
+        return {
+            f"layers.{n}.weight": library.DTensor.from_local(shard.clone(), self.mesh, [library.Shard(0)])
+            for n, shard in enumerate(shards)
+        }
+
+    def empty(self, library: Any, dim: int) -> State:
+        """A state to load."""
         local = list(self.shape)
         local[dim] //= self.world
         return {
-            f"layers.{n}.weight": library.DTensor.from_local(torch.full(local, fill), self.mesh, [library.Shard(dim)])
+            f"layers.{n}.weight": library.DTensor.from_local(torch.zeros(local), self.mesh, [library.Shard(dim)])
             for n in range(self.tensors)
         }
+
+    def _random(self) -> torch.Tensor:
+        rows, columns = self.shape
+        source = torch.Generator().manual_seed(self.rank)
+        return torch.randn(self.tensors, rows // self.world, columns, generator=source)
 
     def url(self, name: str) -> str:
         return f"s3://{s3_server.BUCKET}/{name}"
 
-    def client(self) -> Any:
-        """What moves as many bytes by the store's own client: in pieces, several at once."""
-        total = self.tensors * self.shape[0] * self.shape[1] * 4 // self.world
-        store = obstore.store.S3Store(s3_server.BUCKET, prefix=f"raw/{self.rank}", client_options={"allow_http": True})
-        pieces = [min(_PIECE, total - start) for start in range(0, total, _PIECE)]
-        return store, pieces
+    @cached_property
+    def _pieces(self) -> list[memoryview]:
+        """The bytes of `saved`, as the client moves them."""
+        numbers: Any = self._random().numpy()
+        data = memoryview(numbers).cast("B")
+        return [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
 
     def put(self) -> None:
-        store, pieces = self.client()
-        data = bytes(_PIECE)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for sent in [pool.submit(obstore.put, store, str(n), data[:size]) for n, size in enumerate(pieces)]:
-                sent.result()
-        dist.barrier()
+        """The same bytes by the store's own client, several pieces at once."""
+        self._each_piece(lambda store, number: obstore.put(store, str(number), self._pieces[number]))
 
     def get(self) -> None:
-        store, pieces = self.client()
+        self._each_piece(
+            lambda store, number: obstore.get_range(store, str(number), start=0, end=len(self._pieces[number]))
+        )
+
+    def _each_piece(self, move: Callable[[Any, int], object]) -> None:
+        store = obstore.store.S3Store(s3_server.BUCKET, prefix=f"raw/{self.rank}", client_options={"allow_http": True})
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for each in [
-                pool.submit(obstore.get_range, store, str(n), start=0, end=size) for n, size in enumerate(pieces)
-            ]:
-                each.result()
+            for moved in [pool.submit(move, store, number) for number in range(len(self._pieces))]:
+                moved.result()
         dist.barrier()
 
 
@@ -134,7 +150,7 @@ def _dcp_load(state: State, reader: Callable[[str], Any], url: str) -> None:
 
 
 def _saves(job: _Job) -> dict[str, Any]:
-    mine, theirs = job.state(our_tensor, 0, 1.0), job.state(torch_tensor, 0, 1.0)
+    mine, theirs = job.saved(our_tensor), job.saved(torch_tensor)
     made: dict[str, Any] = {"terrazzo": lambda: ours.save(mine, checkpoint_id=job.url("ours"))}
     for name, (writer, _) in _others().items():
         made[name] = partial(_dcp_save, theirs, writer, job.url(name))
@@ -144,7 +160,7 @@ def _saves(job: _Job) -> dict[str, Any]:
 def _loads(job: _Job, dim: int) -> dict[str, Any]:
     for save in _saves(job).values():
         save()
-    mine, theirs = job.state(our_tensor, dim, 0.0), job.state(torch_tensor, dim, 0.0)
+    mine, theirs = job.empty(our_tensor, dim), job.empty(torch_tensor, dim)
     made: dict[str, Any] = {"terrazzo": lambda: ours.load(mine, checkpoint_id=job.url("ours"))}
     for name, (_, reader) in _others().items():
         made[name] = partial(_dcp_load, theirs, reader, job.url(name))
@@ -184,13 +200,13 @@ def load_small_other_dim(setting: Setting) -> Implementations:
     return _loads(_small(setting), 1)
 
 
-@case(world=2, repetitions=3, budget=Budget("time", 1, "copy"))
+@case(world=2, repetitions=9, budget=Budget("time", 1, "copy"))
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
     job = _large(setting)
-    theirs = job.state(torch_tensor, 0, 1.0)
+    theirs = job.saved(torch_tensor)
     others = {
         name: partial(_dcp_async_save, theirs, writer, job.url(f"async_{name}"))
         for name, (writer, _) in _others().items()
     }
-    return async_blocks(job.state(our_tensor, 0, 1.0), job.url("async"), others)
+    return async_blocks(job.saved(our_tensor), job.url("async"), others)

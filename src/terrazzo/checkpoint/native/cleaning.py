@@ -11,6 +11,7 @@ between still has its lease, or its manifest is read.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, save_of
 from terrazzo.checkpoint.native.leases import has_ended
@@ -40,23 +41,31 @@ def decode_manifest(data: bytes | bytearray, source: str) -> Manifest | Root:
     return Root(data, source) if version_of(data, source) == 2 else Manifest(data, source)
 
 
-def remove_leftovers(store: Store) -> list[str]:
-    """Remove unused files and return their names; removes nothing if the present manifest cannot be read."""
+def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence[Entry] | None = None) -> list[str]:
+    """Remove unused files and return their names; removes nothing if the present manifest cannot be read.
+
+    The present manifest is read only if there are files to remove: of saves that have ended, and not in `named`, the
+    files that a committed manifest named. `listed` is an earlier list of the store's files.
+    """
     by_save: dict[str, list[Entry]] = defaultdict(list)
     stale = []
-    for entry in store.list():
+    for entry in store.list() if listed is None else listed:
         save_id = save_of(entry.key)
         if save_id is not None:
             by_save[save_id].append(entry)
         elif is_temporary(entry.key) and store.lease_ended(entry.key, entry.modified):
             stale.append(entry.key)
     ended = [save_id for save_id, entries in by_save.items() if has_ended(store, save_id, entries)]
+    known = set(named)
+    stale += [entry.key for save_id in ended for entry in by_save[save_id] if entry.key not in known]
+    if not stale:
+        return []
     try:
         used = set(read_manifest(store).data_files)
     except FileNotFoundError:
         used = set()
     except (CheckpointCorruptError, CheckpointFormatError):
         return []
-    stale += [entry.key for save_id in ended for entry in by_save[save_id] if entry.key not in used]
+    stale = [key for key in stale if key not in used]
     store.delete(stale)
     return stale

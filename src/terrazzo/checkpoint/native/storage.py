@@ -35,7 +35,7 @@ from terrazzo.checkpoint.native.writer import (
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
-from terrazzo.errors import CheckpointError, CheckpointExistsError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 # A subclass that changes one of these sees PyTorch's plans.
@@ -77,15 +77,19 @@ class NativeWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
             # First of all, because a save that commits from now on conflicts with this one.
+            named: list[str] = []
             try:
-                self._replacing = self.store.get(MANIFEST)[1]
+                data, self._replacing = self.store.get(MANIFEST)
+                named = decode_manifest(data, self.store.location).data_files
             except FileNotFoundError:
                 self._replacing = ABSENT
+            except (CheckpointCorruptError, CheckpointFormatError):
+                pass  # it is replaced, and what it needed stays until then
             if not self.overwrite and not isinstance(self._replacing, Absent):
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
                 )
-            for name in remove_leftovers(self.store):
+            for name in remove_leftovers(self.store, named):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
             self._lease.take(self.store, self.save_id)
 
@@ -119,16 +123,19 @@ class NativeWriter(StorageWriter):
             parts.append(result.part)
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
         features = ("zstd",) if self.options.compression else ()
-        self._manifest = commit(
+        root, listed = commit(
             self.store, parts, save_id, metadata.planner_data, replacing=self._replacing, features=features
         )
+        self._manifest = root
         marker.leave(self.store)
         self._describe(metadata)
-        self._lease.release()
         try:
-            remove_leftovers(self.store)
+            # With the list from before the commit: what has been written since belongs to saves that have not ended.
+            remove_leftovers(self.store, root.data_files, listed)
         except OSError as error:  # the checkpoint is valid; the next save removes what is left
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
+        finally:
+            self._lease.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Change `metadata` to describe what has been stored."""

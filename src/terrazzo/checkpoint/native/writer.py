@@ -31,7 +31,7 @@ from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import PartEntry, Root
 from terrazzo.checkpoint.native.work import Work
-from terrazzo.checkpoint.stores.base import Absent, Store, Version
+from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Version
 from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointError
 
@@ -314,16 +314,20 @@ def commit(
     *,
     replacing: Absent | Version,
     features: tuple[str, ...] = (),
-) -> Root:
-    """Commit the checkpoint that consists of these parts, unless another save has committed since this one began."""
+) -> tuple[Root, list[Entry]]:
+    """Commit the checkpoint that consists of these parts, unless another save has committed since this one began.
+
+    Returns its root, and the files that were in the store before.
+    """
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
     about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
     data = merge(parts, about)
     root = Root(data, store.location)
-    _check_files(store, root)
+    entries = store.list()
+    _check_files(store, root, entries)
     store.put(MANIFEST, data, only_if=replacing)
-    return root
+    return root, entries
 
 
 def _are_paths(planner_data: Any) -> bool:
@@ -334,10 +338,10 @@ def _are_paths(planner_data: Any) -> bool:
     )
 
 
-def _check_files(store: Store, root: Root) -> None:
+def _check_files(store: Store, root: Root, entries: Sequence[Entry]) -> None:
     """Raise unless all data files are in the store: ranks may have written to folders that only have the same path, or
     another program may have removed files."""
-    present = {entry.key for entry in store.list()}
+    present = {entry.key for entry in entries}
     for name in root.data_files:
         if name not in present:
             raise CheckpointError(

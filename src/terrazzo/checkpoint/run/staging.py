@@ -7,6 +7,7 @@ save, so that nothing is allocated again.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
@@ -29,6 +30,7 @@ from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _ALIGNMENT: Final = 64
+_LARGE: Final = 1 << 20  # bytes: for fewer, it does not matter how they are copied
 _SLAB: Final = 64 << 20  # bytes of pinned memory that are allocated at once
 
 
@@ -366,8 +368,8 @@ class HostMemory:
         with torch.no_grad():
             if from_devices:
                 copy_from_devices(self._views, sources, self.accelerator)
-            elif sources:
-                torch._foreach_copy_(self._views, list(sources))
+            else:
+                _copy_in_host_memory(self._views, sources)
         return list(self._views)
 
     def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
@@ -398,6 +400,35 @@ class HostMemory:
             end += room
         self._slabs = used or free[:1] or [self.accelerator.pinned(self.slab_bytes)]  # free the others
         return views
+
+
+def _copy_in_host_memory(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target.
+
+    One thread copies large tensors faster as bytes: from about 32 MB on, the C library writes past the cache, in two
+    thirds of the time. With several threads, PyTorch's copy is faster.
+    """
+    alone = torch.get_num_threads() == 1
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        if alone and source.nbytes >= _LARGE and _is_its_bytes(source):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            others.append((target, source))
+    if others:
+        torch._foreach_copy_([target for target, _ in others], [source for _, source in others])
+
+
+def _is_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are its memory, in row-major order."""
+    return (
+        type(tensor) in OWN_MEMORY
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
 
 
 def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
