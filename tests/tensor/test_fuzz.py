@@ -19,6 +19,13 @@ def test_programs_are_as_on_one_device(programs):
 
 
 WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    (
+        (2, 2),
+        (
+            "v4 = leaf((2, 4), 'float32', Shard(0), Shard(1), grad=True)",
+            "v6 = v4.contiguous(memory_format=torch.contiguous_format)",
+        ),
+    ),
     ((4,), ("v1 = leaf((8, 3), 'float32', Shard(1))", "torch.reshape(v1[:8, 0:0], (0,)).cumsum_(-1)")),
     (
         (2, 2),

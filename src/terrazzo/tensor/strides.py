@@ -56,7 +56,7 @@ def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, .
     if _lacks_strides(local):
         return dense_strides(shape, range(len(shape)))
     strides, sizes, given = [0] * len(shape), local.shape, local.stride()
-    step, expected = 1, {1}
+    step, expected, says_contiguous = 1, {1}, local.is_contiguous()
     # Of two dims with the same stride the inner one has a single row on this rank.
     for d in sorted(range(len(shape)), key=lambda d: (given[d], sizes[d], -d)):
         if given[d] == 0 or shape[d] == 1:
@@ -64,7 +64,7 @@ def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, .
         # In a slice of a tensor the rows are apart: here by twice what they need.
         strides[d] = step if given[d] in expected else 2 * step
         step, expected = strides[d] * max(shape[d], 1), {given[d] * max(sizes[d], 1)}
-        if not local.numel():  # it may be a slice of a whole tensor, since C++ calls every empty tensor contiguous
+        if says_contiguous:  # with what C++ looks at; it may be a slice of a whole tensor nevertheless
             expected.add(given[d] * shape[d])
     return tuple(strides)
 
