@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import msgspec
 
+from terrazzo._threads import Worker
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.stores import Absent, Entry, MemoryUpload, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
-from terrazzo.checkpoint.stores.threads import Worker
 
 PIECE: Final = 4 << 20  # bytes that are sent at once
 _LONGEST_FRAME: Final = 64 << 20

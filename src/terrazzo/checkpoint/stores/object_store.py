@@ -32,6 +32,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
     LEASE_SECONDS,
@@ -45,7 +46,6 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
-from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
