@@ -16,15 +16,17 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from terrazzo._threads import Worker
 from terrazzo._torch.groups import default_group, default_store
 
-_asking = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-comparison")
+_asking = Worker("terrazzo-comparison")
 
 
 class Difference(NamedTuple):
@@ -62,7 +64,7 @@ class Comparison:
         A new round starts a new count: ranks that made different numbers of comparisons in one round agree in the next.
         """
         self._number = (self._number[0] + 1, 0) if new_round else (self._number[0], self._number[1] + 1)
-        return _asking.submit(self._compare, self._number, value)
+        return _asking.submit(partial(self._compare, self._number, value))
 
     def _compare(self, number: tuple[int, int], value: int) -> Difference | None:
         try:

@@ -21,10 +21,12 @@ An observer may want to know why a collective happens.  In backward the reason l
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from terrazzo._torch.autograd import current_node
 from terrazzo.comm.axis import Axis
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,7 @@ def remove_observer(observer: Observer) -> None:
     """Undo one `add_observer`; an observer that is not there is a `ValueError`."""
     global observers
     with _lock:
-        remaining = list(observers)
-        remaining.remove(observer)
-        observers = tuple(remaining)
+        observers = _without(observers, observer)
 
 
 # Called with the kind and the axis of each collective whose result was waited for.
@@ -100,9 +100,13 @@ def remove_end_observer(observer: Callable[[str, Axis], None]) -> None:
     """Undo one `add_end_observer`."""
     global end_observers
     with _lock:
-        remaining = list(end_observers)
-        remaining.remove(observer)
-        end_observers = tuple(remaining)
+        end_observers = _without(end_observers, observer)
+
+
+def _without(those: tuple[T, ...], one: T) -> tuple[T, ...]:
+    """A tuple less the first element that is equal to `one`; a `ValueError` if there is none."""
+    place = those.index(one)
+    return those[:place] + those[place + 1 :]
 
 
 def report_end(kind: str, axis: Axis) -> None:
