@@ -1,12 +1,12 @@
 """Comparing numbers between ranks without waiting for other ranks.
 
-Each comparison has a number: that of its round, and that within the round.  The first rank to make it writes its value
-to the store of the default process group; every later rank reads that and compares.  So a rank that is late, or that
-never comes, delays nobody, and ranks that call different collectives cannot deadlock here.  The price is that the first
+Each comparison has a number: that of its round, and that within the round. The first rank to make it writes its value
+to the store of the default process group; every later rank reads that and compares. So a rank that is late, or that
+never comes, delays nobody, and ranks that call different collectives cannot deadlock here. The price is that the first
 rank does not see a difference at once: a later rank marks it in the store, and the first one reads that mark at its
 next comparison.
 
-The store is asked from a separate thread over a separate connection.  If the store is gone (the process that hosts it
+The store is asked from a separate thread over a separate connection. If the store is gone (the process that hosts it
 has ended, and so has the job), nothing is compared.
 """
 
@@ -59,7 +59,7 @@ class Comparison:
         return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
 
     def start(self, value: int, new_round: bool = False) -> Future[Difference | None]:
-        """Compare `value`.  The future waits for the store only, not for other ranks.
+        """Compare `value`. The future waits for the store only, not for other ranks.
 
         A new round starts a new count: ranks that made different numbers of comparisons in one round agree in the next.
         """

@@ -1,7 +1,7 @@
 """Observers of communication: counters, debug modes and policies.
 
 Every collective of `terrazzo.comm` calls the observers just before it starts, so that an observer can prevent it by
-raising.  Observers are process-wide, because backward runs on its own threads.  Without observers the cost is a check
+raising. Observers are process-wide, because backward runs on its own threads. Without observers the cost is a check
 of an empty tuple.
 
 `CommEvent.bytes` is what a rank sends with the best algorithm, on average over the ranks of the axis (N ranks, T the
@@ -14,7 +14,7 @@ bytes of the whole tensor), so that every rank reports the same number even wher
 
 An axis of one rank communicates nothing and reports nothing.
 
-An observer may want to know why a collective happens.  In backward the reason lies in the forward, so each node of
+An observer may want to know why a collective happens. In backward the reason lies in the forward, so each node of
 `differentiable` keeps the result of `origin.describe` from when it was made, as `node.origin`.
 """
 

@@ -1,6 +1,6 @@
 """The folder of another host as a store: a server on each host, for the ranks of the same run only.
 
-    request:  a frame (operation, folder, arguments, number of bytes that follow), and those bytes
+    request: a frame (operation, folder, arguments, number of bytes that follow), and those bytes
     answer:   frames with `working` while the operation runs, then a frame with its result, and its bytes
 
 A frame is four bytes of length and MessagePack. A connection begins with the run's secret, which ranks exchanged over

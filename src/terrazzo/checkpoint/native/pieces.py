@@ -1,6 +1,6 @@
 """From a box of a stored chunk to the bytes to read: pure arithmetic.
 
-Every item asks for a box of a stored chunk.  Its bytes are cut into *runs*, each of which is read as a whole:
+Every item asks for a box of a stored chunk. Its bytes are cut into *runs*, each of which is read as a whole:
 
     the box is one run of the chunk         it can be read straight into a destination of the same dtype
     its rows lie close together             windows of it, gaps included, pass through a buffer

@@ -1,6 +1,6 @@
 """Reading chunks: which bytes to ask a store for, together; and what to do with them when they are there.
 
-All that reads data files goes this way.  Runs that are near one another in a file become one request; requests are
+All that reads data files goes this way. Runs that are near one another in a file become one request; requests are
 made as the store can take them, so what is held at once is bounded; what has arrived is compared with its
 checksums while it is in the cache, and copied to where it belongs.
 """
@@ -94,7 +94,7 @@ class _Batch(msgspec.Struct, eq=False):
 
 
 class Requests:
-    """Reads chunks of one checkpoint.  Of each data file size and header are checked once, if `verify`."""
+    """Reads chunks of one checkpoint. Of each data file size and header are checked once, if `verify`."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
         self._store = store
