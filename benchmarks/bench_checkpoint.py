@@ -145,7 +145,10 @@ def load_large_unchecked(setting: Setting) -> Implementations:
     return _load_large(setting, verify=False)
 
 
-# PyTorch takes one of two times here, twice as long as each other; fewer samples would show one or the other.
+# PyTorch takes one of two times here, one more than twice the other: it reads each stored chunk into new memory, of
+# which malloc either keeps the pages from chunk to chunk or gives them back, as its heap happens to be. Then every
+# load has 262,144 page faults on each rank. MALLOC_MMAP_THRESHOLD_=1000000 forces the one, 1073741824 with
+# MALLOC_TRIM_THRESHOLD_=17179869184 the other. Fewer samples would show one or the other.
 @case(world=2, repetitions=15, budget=Budget("speed", 2))
 def load_large_other_dim(setting: Setting) -> Implementations:
     return _loads(_large(setting), 1)

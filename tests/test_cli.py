@@ -49,6 +49,15 @@ def test_ls(path: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_ls_of_names_that_are_not_there(path: str, options: list[str]) -> None:
+    found = run("ls", path, "layers.2", *options)
+    output = " ".join(found.output.split())
+    assert found.exit_code == 2 and "matches 'layers.2'" in output and "similar names are model.layers.2.w" in output
+    save({}, checkpoint_id=Path(path, "empty"), no_dist=True)
+    assert run("ls", str(Path(path, "empty")), *options).exit_code == 0
+
+
 def test_ls_of_a_run(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=KeepLast(1) | KeepEvery(20), best="loss") as manager:
         for step, loss in ((10, 0.5), (20, 0.25), (30, 4.0), (40, float("nan"))):

@@ -1,7 +1,7 @@
 """Every exception that terrazzo raises on purpose.
 
-All derive from `TerrazzoError`.  Each also derives from the built-in type that PyTorch raises for the same operation,
-so that existing `except` clauses keep working.  A message says what happened, to which name, on which rank, and what to
+All derive from `TerrazzoError`. Each also derives from the built-in type that PyTorch raises for the same operation,
+so that existing `except` clauses keep working. A message says what happened, to which name, on which rank, and what to
 do.
 """
 
@@ -42,7 +42,7 @@ class PlacementsError(LayoutError, RuntimeError, AssertionError):
 class CommError(TerrazzoError, RuntimeError):
     """Communication between ranks failed.
 
-    `missing` has the global ranks that did not answer, as far as that is known.  `reports` says, for each of them and
+    `missing` has the global ranks that did not answer, as far as that is known. `reports` says, for each of them and
     for each rank that gave up, what is known about it.
     """
 
@@ -66,7 +66,7 @@ class RankFailure:
 class RankError(CommError):
     """Work that ranks do together failed on some of them; every rank raises the same error.
 
-    `failures` has one entry per rank that failed.  On such a rank `__cause__` is its own exception.
+    `failures` has one entry per rank that failed. On such a rank `__cause__` is its own exception.
     """
 
     def __init__(self, failures: tuple[RankFailure, ...], what: str = "") -> None:
@@ -192,7 +192,7 @@ class CheckpointException(CheckpointError):
     """Ranks that save or load together failed; all of them raise it, with the same text.
 
     Where every rank that failed raised one of terrazzo's exceptions, this is an exception of that type, too:
-    `except CheckpointCorruptError` and `except CommTimeout` catch it.  It is also PyTorch's exception of this name, if
+    `except CheckpointCorruptError` and `except CommTimeout` catch it. It is also PyTorch's exception of this name, if
     `torch.distributed.checkpoint.api` has been imported.
     """
 

@@ -1,7 +1,7 @@
 """Distributed checkpoints: saved by any number of ranks, loaded by any other, safe against crashes and damage.
 
 `save`, `async_save` and `load` are the way in; planners say what is saved and loaded, storage says where and
-how.  Names are those of `torch.distributed.checkpoint`.
+how. Names are those of `torch.distributed.checkpoint`.
 """
 
 from typing import TYPE_CHECKING

@@ -91,7 +91,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 class _Ordered(dict[str, tuple[bool, int | str]]):
-    """Parts of names as what they are ordered by: numbers come first, by their size.  Names share most parts."""
+    """Parts of names as what they are ordered by: numbers come first, by their size. Names share most parts."""
 
     def __missing__(self, part: str) -> tuple[bool, int | str]:
         is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER

@@ -1,6 +1,6 @@
 """`terrazzo`: look at checkpoints, check them, compare them, convert them; start runs.
 
-The table below is what `terrazzo --help` shows.  A command's module, and PyTorch with it, is imported when the command
+The table below is what `terrazzo --help` shows. A command's module, and PyTorch with it, is imported when the command
 is used.
 The exit status is 0 if all is well, 1 if a check or comparison finds something, 2 if a command cannot be carried out.
 """

@@ -5,7 +5,9 @@ They answer without PyTorch where the checkpoint is of terrazzo's own format; `d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +47,8 @@ def list_values(
         listing = listing_of(checkpoint)
         entries = listing.entries
         names = in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern)))
+        if not names and pattern != "*":
+            raise typer.BadParameter(shown(f"no value of the checkpoint matches {pattern!r}{_hint(pattern, entries)}"))
         total = sum(entries[name].nbytes or 0 for name in names)
         if json:
             rows = [entries[name].row(name) for name in names]
@@ -76,9 +80,7 @@ def show(
         listing = listing_of(checkpoint)
         entry = listing.entry(name)
         if entry is None:
-            close = [known for known in listing.entries if name in known][:5]
-            hint = f"; similar names are {', '.join(close)}" if close else ""
-            raise typer.BadParameter(shown(f"the checkpoint has no value {name!r}{hint}"))
+            raise typer.BadParameter(shown(f"the checkpoint has no value {name!r}{_hint(name, listing.entries)}"))
         if entry.dtype is None or entry.shape is None or entry.nbytes is None:
             value = listing.value(name)
             if json:
@@ -146,6 +148,12 @@ def _known_to_be_equal(one: Listing, other: Listing) -> bool:
     """Whether checksums say that two checkpoints had the same values when they were saved."""
     digests = one.digests()
     return digests.keys() == one.entries.keys() == other.entries.keys() and digests == other.digests()
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Names of which `name` is a part, for an error message."""
+    close = list(islice((each for each in known if name in each), 5))
+    return f"; similar names are {', '.join(close)}" if close else ""
 
 
 def _cells(entry: Entry) -> list[str]:

@@ -21,7 +21,7 @@ def train(
 ) -> None:
     """Start or resume a run, and restart it when it crashes.
 
-    On several hosts, give the same command on each.  The exit status is that of the rank that failed.
+    On several hosts, give the same command on each. The exit status is that of the rank that failed.
     """
     from terrazzo.launch.config import Run, read_run
     from terrazzo.launch.history import History

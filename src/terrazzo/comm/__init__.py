@@ -1,7 +1,7 @@
 """Communication between ranks: axes of a mesh, collectives (plain and differentiable), and a control plane for bytes.
 
 `terrazzo.comm.collectives` works on plain tensors; `terrazzo.comm.differentiable` has the same operations typed for
-autograd.  Names are shared between the two, so they are used through their modules.
+autograd. Names are shared between the two, so they are used through their modules.
 """
 
 from terrazzo.comm import collectives, differentiable

@@ -175,9 +175,9 @@ def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
         if group is not None and is_alive(group):
             return group
         # dist.new_group either must be called by every rank of the world, or names the group by the number of groups
-        # that this process is in.  An axis is made by its own ranks only, and after groups of some ranks that number
-        # differs between them: they would wait for each other under different names.  So the name is made from what all
-        # of them know.  It includes a counter because a store remembers the names of old groups.
+        # that this process is in. An axis is made by its own ranks only, and after groups of some ranks that number
+        # differs between them: they would wait for each other under different names. So the name is made from what all
+        # of them know. It includes a counter because a store remembers the names of old groups.
         _made[key] += 1
         name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
         default = default_group()

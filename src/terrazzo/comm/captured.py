@@ -1,9 +1,9 @@
 """The primitives of `wire` while a program is captured as a graph: functional collectives of PyTorch.
 
-They become nodes of the graph, which can then be run, compiled and moved.  A direct call of a process group would not
+They become nodes of the graph, which can then be run, compiled and moved. A direct call of a process group would not
 be in the graph, and its result would be uninitialised memory.
 
-A program is captured either by `make_fx`, which is recognised by its mode, or by `terrazzo.compile`.  The latter also
+A program is captured either by `make_fx`, which is recognised by its mode, or by `terrazzo.compile`. The latter also
 provides the keys that random operations draw, because they are inputs of its graphs.
 """
 
@@ -27,7 +27,7 @@ class Recording(Protocol):
 recording: Recording | None = None
 """The capture that is running.
 
-Not thread-local, because autograd runs a part of the program on its own threads.  Use `recorder` to ask for it.
+Not thread-local, because autograd runs a part of the program on its own threads. Use `recorder` to ask for it.
 """
 
 

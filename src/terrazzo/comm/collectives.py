@@ -1,11 +1,11 @@
-"""The collectives on plain tensors, without autograd.  They return contiguous tensors and never modify their input.
+"""The collectives on plain tensors, without autograd. They return contiguous tensors and never modify their input.
 
-Any dtype, any device, uneven and empty parts.  Each comes in two forms: `all_gather(...)` returns the tensor, and
-`all_gather_start(...)` returns a `Pending` whose `wait()` returns it.  On an axis of one rank the result is the input
+Any dtype, any device, uneven and empty parts. Each comes in two forms: `all_gather(...)` returns the tensor, and
+`all_gather_start(...)` returns a `Pending` whose `wait()` returns it. On an axis of one rank the result is the input
 itself.
 
 Where a backend does not reduce exactly (see `wire`), the terms are sent to the rank that needs the result and torch
-reduces them there, in the order of the ranks.  So max and min propagate NaN, bool and int16 work, and all ranks get
+reduces them there, in the order of the ranks. So max and min propagate NaN, bool and int16 work, and all ranks get
 identical bits.
 """
 
@@ -31,7 +31,7 @@ _IRREDUCIBLE = frozenset(
 )
 
 # Up to this many bytes over all ranks, all-gather and all-reduce are one all-to-all on CPU: latency matters more than
-# bandwidth.  On any device, half types up to this size are gathered, too: torch then sums in float32 and rounds once.
+# bandwidth. On any device, half types up to this size are gathered, too: torch then sums in float32 and rounds once.
 _ONE_ROUND_BYTES = 1 << 18
 
 
@@ -235,7 +235,7 @@ def exchange(
 ) -> list[Tensor]:
     """Send `pieces[i]` to rank i, and return the tensors received from each rank, of the given shapes (None: nothing).
 
-    All ranks send tensors of the dtype of `like`.  Where nothing is received the result has an empty tensor.  The piece
+    All ranks send tensors of the dtype of `like`. Where nothing is received the result has an empty tensor. The piece
     of a rank for itself is returned as it is, not copied.
     """
     return _exchange(pieces, axis, recv_shapes, like, False).wait()

@@ -1,12 +1,12 @@
 """Comparing numbers between ranks without waiting for other ranks.
 
-Each comparison has a number: that of its round, and that within the round.  The first rank to make it writes its value
-to the store of the default process group; every later rank reads that and compares.  So a rank that is late, or that
-never comes, delays nobody, and ranks that call different collectives cannot deadlock here.  The price is that the first
+Each comparison has a number: that of its round, and that within the round. The first rank to make it writes its value
+to the store of the default process group; every later rank reads that and compares. So a rank that is late, or that
+never comes, delays nobody, and ranks that call different collectives cannot deadlock here. The price is that the first
 rank does not see a difference at once: a later rank marks it in the store, and the first one reads that mark at its
 next comparison.
 
-The store is asked from a separate thread over a separate connection.  If the store is gone (the process that hosts it
+The store is asked from a separate thread over a separate connection. If the store is gone (the process that hosts it
 has ended, and so has the job), nothing is compared.
 """
 
@@ -16,15 +16,17 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from terrazzo._threads import Worker
 from terrazzo._torch.groups import default_group, default_store
 
-_asking = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-comparison")
+_asking = Worker("terrazzo-comparison")
 
 
 class Difference(NamedTuple):
@@ -57,12 +59,12 @@ class Comparison:
         return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
 
     def start(self, value: int, new_round: bool = False) -> Future[Difference | None]:
-        """Compare `value`.  The future waits for the store only, not for other ranks.
+        """Compare `value`. The future waits for the store only, not for other ranks.
 
         A new round starts a new count: ranks that made different numbers of comparisons in one round agree in the next.
         """
         self._number = (self._number[0] + 1, 0) if new_round else (self._number[0], self._number[1] + 1)
-        return _asking.submit(self._compare, self._number, value)
+        return _asking.submit(partial(self._compare, self._number, value))
 
     def _compare(self, number: tuple[int, int], value: int) -> Difference | None:
         try:

@@ -1,10 +1,10 @@
 """The control plane: bytes that ranks exchange besides tensors, each operation within a time limit.
 
-It is there for common decisions.  `agree` turns an error on one rank into an error on all, so that no rank goes on
+It is there for common decisions. `agree` turns an error on one rank into an error on all, so that no rank goes on
 alone and none waits for one that gave up; `run_together` runs a function on every rank and then agrees.
 
-A plane has its own connections, so it never interferes with collectives that are running.  A background thread uses its
-own plane (`ControlPlane.create`).  As with collectives, all ranks call its operations in the same order.  Without a
+A plane has its own connections, so it never interferes with collectives that are running. A background thread uses its
+own plane (`ControlPlane.create`). As with collectives, all ranks call its operations in the same order. Without a
 process group it has one rank.
 """
 
@@ -53,7 +53,7 @@ class ControlPlane:
 
     @classmethod
     def for_group(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Self:
-        """The plane of a group (None: all ranks).  Its connections are made once and shared by later calls.
+        """The plane of a group (None: all ranks). Its connections are made once and shared by later calls.
 
         Without a `timeout`, that of the group is used.
         """
@@ -63,7 +63,7 @@ class ControlPlane:
     def create(cls, group: ProcessGroup | None = None, timeout: timedelta | None = None, name: str = "own") -> Self:
         """A plane with its own connections; close it after use.
 
-        All ranks create their planes in the same order.  Where threads make the order uncertain, give them names.
+        All ranks create their planes in the same order. Where threads make the order uncertain, give them names.
         """
         return cls._of(group, timeout, lambda group, ranks, timeout: _own_link(group, ranks, name, timeout))
 
@@ -108,7 +108,7 @@ class ControlPlane:
             self._link.abandon(why)
 
     def close(self) -> None:
-        """Close the connections.  Only for a plane from `create`; those of `for_group` are shared."""
+        """Close the connections. Only for a plane from `create`; those of `for_group` are shared."""
         if self._link is not None:
             self._link.close()
 
@@ -126,7 +126,7 @@ class ControlPlane:
         return self._link.broadcast(data, src, self.timeout)
 
     def gather(self, data: bytes, dst: int = 0) -> list[bytes] | None:
-        """The data of every rank on position `dst`, None elsewhere.  Only `dst` waits for others."""
+        """The data of every rank on position `dst`, None elsewhere. Only `dst` waits for others."""
         self._check_root("gather", dst, self.index == dst)
         return [data] if self._link is None else self._link.gather(data, dst, self.timeout)
 
@@ -154,7 +154,7 @@ class ControlPlane:
     def agree(self, error: BaseException | None, what: str = "") -> None:
         """Return if no rank has an error; else raise the same `RankError` on every rank.
 
-        On a rank with an error of its own that is the cause of the `RankError`.  `what` says in the message what was
+        On a rank with an error of its own that is the cause of the `RankError`. `what` says in the message what was
         being done.
         """
         report = b"" if error is None else msgspec.msgpack.encode(_failure_of(error, self.ranks[self.index]))
@@ -236,7 +236,7 @@ def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: tim
         if name not in begun:
             begun[name] = _new_link(group, ranks, f"plane/{name}/{numbers[name]}")
         link = begun[name]
-    # Outside the lock: connecting may take as long as the slowest rank.  Counted after it succeeded, because a rank
+    # Outside the lock: connecting may take as long as the slowest rank. Counted after it succeeded, because a rank
     # that could not connect tries again under the same name.
     link = link.connected(timeout)
     with _lock:

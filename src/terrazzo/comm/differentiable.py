@@ -1,9 +1,9 @@
 """Differentiable collectives, to any order: the gradient of each is another one of them.
 
-They are typed.  Each maps local tensors between three ways in which the ranks of an axis can hold a value:
+They are typed. Each maps local tensors between three ways in which the ranks of an axis can hold a value:
 
-    replicated   every rank holds the value, and computes the same with it.  Each rank has the whole gradient.
-    varying      each rank holds its own value, or uses a common value differently.  The terms of a partial sum are
+    replicated   every rank holds the value, and computes the same with it. Each rank has the whole gradient.
+    varying      each rank holds its own value, or uses a common value differently. The terms of a partial sum are
                  varying, and so is a copy of a value that every rank uses differently.
     sharded      each rank holds one part of the value.
 
@@ -20,14 +20,14 @@ They are typed.  Each maps local tensors between three ways in which the ranks o
     first_of                varying to replicated   nothing: all are equal   replicate_to_partial
     exchange                sharded to sharded      boxes to any rank        exchange, back
 
-Each row's gradient is its transpose, and the transposes are rows of the table, too.  If a `cast` is forgotten, the loss
+Each row's gradient is its transpose, and the transposes are rows of the table, too. If a `cast` is forgotten, the loss
 is right and the gradients are wrong.
 
 `replicate_to_partial` and `first_of` need no communication because the gradient of a partial sum is the gradient of the
 sum, which is equal on every rank.
 
-On an axis of one rank each returns its input; where no gradient is needed none makes an autograd node.  `pending` is a
-collective that was started before and only has to be waited for.  Each node has its `origin`; see `observe`.
+On an axis of one rank each returns its input; where no gradient is needed none makes an autograd node. `pending` is a
+collective that was started before and only has to be waited for. Each node has its `origin`; see `observe`.
 """
 
 from collections.abc import Callable, Sequence
@@ -314,7 +314,7 @@ def exchange(
 ) -> Tensor:
     """Box `send[i]` of `x` goes to rank i; box `receive[i]` of the result, of `shape`, comes from rank i.
 
-    None: nothing is sent or received.  Elements of the result that no rank sends are 0; those that several ranks send
+    None: nothing is sent or received. Elements of the result that no rank sends are 0; those that several ranks send
     are summed.
     `pending` may be a `collectives.exchange_start` of the same boxes.
     """

@@ -1,13 +1,13 @@
 """Bytes between the ranks of a group, over gloo connections that belong to the link; each operation has a time limit.
 
 A message travels in a frame of fixed size that says how long the message is, so that a short one, the usual case, takes
-one round; a long one follows its frame.  Operations with one sender or one receiver cost as many messages as there are
+one round; a long one follows its frame. Operations with one sender or one receiver cost as many messages as there are
 ranks; only `all_gather` costs their square.
 
 When an operation fails (a rank died, gave up, or was too late), the ranks that notice find out why through the group's
-store: each writes there what it saw, and reads what the others saw.  The first rank to know the reason writes it down,
-and all of them raise that same error.  A silent rank on the same host is looked up in the process table, which says
-whether it died, was stopped, or is only late.  The link stays broken, because gloo has closed its connections; `living`
+store: each writes there what it saw, and reads what the others saw. The first rank to know the reason writes it down,
+and all of them raise that same error. A silent rank on the same host is looked up in the process table, which says
+whether it died, was stopped, or is only late. The link stays broken, because gloo has closed its connections; `living`
 makes a new one on all ranks.
 
 A late rank, which starts an operation (connecting is one) that the others have given up, raises the same error once, at
@@ -52,7 +52,7 @@ class _Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Link:
-    """The connections.  All ranks of the group create it, and use it in the same order, as with collectives."""
+    """The connections. All ranks of the group create it, and use it in the same order, as with collectives."""
 
     def __init__(self, store: Store, index: int, ranks: Sequence[int], name: str, generation: int = 0) -> None:
         """`name` tells apart the links of one group; `index` is this rank's position in `ranks`, the global ranks.

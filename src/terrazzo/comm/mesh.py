@@ -1,7 +1,7 @@
 """One object for equal meshes, so that caches per mesh can look it up by identity.
 
 Slicing a mesh, or calling `init_device_mesh` twice, gives equal meshes that are different objects; tensors on them may
-be combined.  Destroying a process group leaves meshes with dead groups: these meshes, and what is cached for them, are
+be combined. Destroying a process group leaves meshes with dead groups: these meshes, and what is cached for them, are
 dropped.
 """
 
@@ -85,7 +85,7 @@ def _forget_dead() -> None:
 
 
 def mesh_as_data(mesh: DeviceMesh) -> MeshAsData:
-    """What identifies `mesh` in any process.  A pickled mesh would not do: its hash is salted per process."""
+    """What identifies `mesh` in any process. A pickled mesh would not do: its hash is salted per process."""
     with real_values():
         return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
 

@@ -1,7 +1,7 @@
 """Observers of communication: counters, debug modes and policies.
 
 Every collective of `terrazzo.comm` calls the observers just before it starts, so that an observer can prevent it by
-raising.  Observers are process-wide, because backward runs on its own threads.  Without observers the cost is a check
+raising. Observers are process-wide, because backward runs on its own threads. Without observers the cost is a check
 of an empty tuple.
 
 `CommEvent.bytes` is what a rank sends with the best algorithm, on average over the ranks of the axis (N ranks, T the
@@ -14,17 +14,19 @@ bytes of the whole tensor), so that every rank reports the same number even wher
 
 An axis of one rank communicates nothing and reports nothing.
 
-An observer may want to know why a collective happens.  In backward the reason lies in the forward, so each node of
+An observer may want to know why a collective happens. In backward the reason lies in the forward, so each node of
 `differentiable` keeps the result of `origin.describe` from when it was made, as `node.origin`.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from terrazzo._torch.autograd import current_node
 from terrazzo.comm.axis import Axis
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,7 @@ def remove_observer(observer: Observer) -> None:
     """Undo one `add_observer`; an observer that is not there is a `ValueError`."""
     global observers
     with _lock:
-        remaining = list(observers)
-        remaining.remove(observer)
-        observers = tuple(remaining)
+        observers = _without(observers, observer)
 
 
 # Called with the kind and the axis of each collective whose result was waited for.
@@ -100,9 +100,13 @@ def remove_end_observer(observer: Callable[[str, Axis], None]) -> None:
     """Undo one `add_end_observer`."""
     global end_observers
     with _lock:
-        remaining = list(end_observers)
-        remaining.remove(observer)
-        end_observers = tuple(remaining)
+        end_observers = _without(end_observers, observer)
+
+
+def _without(those: tuple[T, ...], one: T) -> tuple[T, ...]:
+    """A tuple less the first element that is equal to `one`; a `ValueError` if there is none."""
+    place = those.index(one)
+    return those[:place] + those[place + 1 :]
 
 
 def report_end(kind: str, axis: Axis) -> None:

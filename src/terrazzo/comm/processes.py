@@ -1,7 +1,7 @@
 """The state of another rank's process, if it runs on this host.
 
-A rank that does not answer may have died, be stopped, or be late; on one host the process table knows which.  An
-identity names a host and a process.  It includes the start time, because process numbers are reused.
+A rank that does not answer may have died, be stopped, or be late; on one host the process table knows which. An
+identity names a host and a process. It includes the start time, because process numbers are reused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ PyTorch has a process group for that (`init_process_group("fake", rank=..., worl
 at once without moving data, and `FakeTensorMode`, under which tensors have a shape and a device but no memory.
 Together they show the layouts, the communicated bytes and the memory of one rank of a job of any size, on any device.
 
-Values that terrazzo itself needs (the ranks of a mesh, keys of random tensors) stay real under that mode.  Where other
+Values that terrazzo itself needs (the ranks of a mesh, keys of random tensors) stay real under that mode. Where other
 ranks would send a message, this rank's own message stands in.
 """
 

@@ -3,9 +3,9 @@
 Process groups are called directly: the functions of `torch.distributed` around these calls take 20 to 70 microseconds,
 as long as a small collective as a whole.
 
-Gloo sends most dtypes and reduces some of them; a dtype that it cannot send is sent as bytes.  Three of its reductions
+Gloo sends most dtypes and reduces some of them; a dtype that it cannot send is sent as bytes. Three of its reductions
 are not good enough: its reduce-scatter is an all-reduce internally (it sends twice as much as needed), its max and min
-may lose a NaN depending on the order of the ranks, and its sums of half types round after each rank.  Its all-to-all
+may lose a NaN depending on the order of the ranks, and its sums of half types round after each rank. Its all-to-all
 has none of these problems and the lowest latency, so most reductions are built on it.
 """
 
@@ -109,8 +109,8 @@ def reduce_op(op: str | ScaledSum) -> Any:
 def reduces(x: Tensor, op: str) -> bool:
     """Whether the backend of this tensor reduces it as torch would on one device.
 
-    Gloo rounds half types after each rank, where torch accumulates in float32.  Other backends are used as they are:
-    there the number of bytes matters more.  Wrapper subclasses define what their sum is.
+    Gloo rounds half types after each rank, where torch accumulates in float32. Other backends are used as they are:
+    there the number of bytes matters more. Wrapper subclasses define what their sum is.
     """
     if (x.dtype in HALF and x.is_cpu) or is_wrapper(x):
         return False
@@ -149,7 +149,7 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str | ScaledSum)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor.  A single element may have any stride, which `view(dtype)` refuses."""
+    """The bytes of a contiguous tensor. A single element may have any stride, which `view(dtype)` refuses."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -177,7 +177,7 @@ def all_to_all(
 ) -> Work | None:
     """Send each rank its part of the flat `buffer`; concatenate the received parts in the flat `out`.
 
-    Without sizes, every rank sends every rank the same number of elements.  Then all ranks must leave the sizes out:
+    Without sizes, every rank sends every rank the same number of elements. Then all ranks must leave the sizes out:
     backends have another call for it, whose cost on the host does not grow with the number of ranks.
     """
     if is_wrapper(buffer):

@@ -1,7 +1,7 @@
 """Tensor subclasses that wrap other tensors (`__tensor_flatten__`): their inner tensors are sent one after another.
 
-All other work of a collective, such as cutting and adding, uses the subclass's own operations.  So a wrapper can be
-communicated if each of its inner tensors has its shape: the same elements then go the same way in all of them.  Others
+All other work of a collective, such as cutting and adding, uses the subclass's own operations. So a wrapper can be
+communicated if each of its inner tensors has its shape: the same elements then go the same way in all of them. Others
 (with one scale for many elements, or packed bits) are refused before anything is sent.
 """
 

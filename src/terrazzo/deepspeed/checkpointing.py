@@ -1,7 +1,7 @@
 """Activation checkpointing under DeepSpeed's names, based on `torch.utils.checkpoint`.
 
 The options of `configure` say where DeepSpeed keeps the inputs of a checkpointed function; here they stay where they
-are.  The recomputation draws the same random numbers as the forward.
+are. The recomputation draws the same random numbers as the forward.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed this rank.  Random numbers of DTensors depend only on the seed and the global index."""
+    """Seed this rank. Random numbers of DTensors depend only on the seed and the global index."""
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from terrazzo.errors import EngineError
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """A view of the engine's optimizer: the same param groups and state.  Call the engine's `step`, not this one's.
+    """A view of the engine's optimizer: the same param groups and state. Call the engine's `step`, not this one's.
 
     Attributes:
         optimizer: the engine's optimizer.

@@ -24,7 +24,7 @@ class Sizes:
 
 
 class Attention(nn.Module):
-    """Causal self-attention.  The projections' width says how many heads there are: a rank may have some of them."""
+    """Causal self-attention. The projections' width says how many heads there are: a rank may have some of them."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

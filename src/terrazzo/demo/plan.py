@@ -29,7 +29,7 @@ SECOND = Leg("2 ranks, tensor parallel", 2, 1, tensor_parallel=2)
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole demo.  The first leg is killed in a save at or after step `kill_from`."""
+    """The whole demo. The first leg is killed in a save at or after step `kill_from`."""
 
     folder: Path
     steps: int = 120

@@ -36,7 +36,7 @@ class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks.
 
     The optimizer works on shards of the parameters, so both offloads have the same effect here: with either, shards,
-    reduced gradients and the optimizer's state are in CPU memory, and the optimizer steps there.  The last two fields
+    reduced gradients and the optimizer's state are in CPU memory, and the optimizer steps there. The last two fields
     only say how DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
     """
 

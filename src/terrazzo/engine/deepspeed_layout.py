@@ -1,8 +1,8 @@
 """Saving a run in DeepSpeed's layout, in ZeRO stages 1, 2 and 3, for DeepSpeed to resume on as many ranks.
 
 Each rank writes its flat partitions, and in stage 3 its part of the model's states; in stages 1 and 2 the first rank
-writes the model.  Tensors are gathered one at a time, so a rank holds its partitions, which it writes, and one whole
-tensor; the first rank of stages 1 and 2 also holds the model, in the precision of forward.  The folder becomes a
+writes the model. Tensors are gathered one at a time, so a rank holds its partitions, which it writes, and one whole
+tensor; the first rank of stages 1 and 2 also holds the model, in the precision of forward. The folder becomes a
 checkpoint when every file in it is complete.
 """
 

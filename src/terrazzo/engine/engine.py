@@ -41,7 +41,7 @@ LOGGER = logging.getLogger("terrazzo.engine")
 
 
 class Engine:
-    """Trains a model.  Created by `terrazzo.engine.initialize`.
+    """Trains a model. Created by `terrazzo.engine.initialize`.
 
         for batch in engine.training_dataloader:
             loss = engine(batch)
@@ -234,7 +234,7 @@ class Engine:
         Args:
             args: the inputs of the first stage, with the samples of all micro-batches of this rank.
             target: the target of the loss, with the same samples.
-            kwargs: passed to every stage.  Tensors are cut into micro-batches, as `args` and `target` are.
+            kwargs: passed to every stage. Tensors are cut into micro-batches, as `args` and `target` are.
 
         Returns:
             The mean loss of the whole batch, on every rank.
@@ -344,7 +344,7 @@ class Engine:
         Args:
             tag: the checkpoint's name; None: `global_step` and the number of steps.
             client_state: further values to store, the same on all ranks (or wrapped in `terrazzo.checkpoint.PerRank`);
-                `load_checkpoint` returns them.  Names that the engine uses itself are an error.
+                `load_checkpoint` returns them. Names that the engine uses itself are an error.
             save_latest: whether `latest` is changed to name this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
             layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage, 1, 2 or 3.
@@ -435,7 +435,7 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[int | None, dict[str, Any]]:
-        """Resume from a manager's checkpoint: a step, "latest" or "best".  Other arguments as in `load_checkpoint`.
+        """Resume from a manager's checkpoint: a step, "latest" or "best". Other arguments as in `load_checkpoint`.
 
         Returns:
             The step and the client state; (None, {}) if "latest" was asked for and there is no checkpoint yet.
@@ -480,7 +480,7 @@ class Engine:
         return self.losses.gradient_scale(self.loss_scale.value, self.batch.accumulation)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not computed.  Waits for the device."""
+        """The norm of the last step's gradients before clipping; None if it was not computed. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:

@@ -1,7 +1,7 @@
 """Data loaders that save and restore their own position, such as torchdata's `StatefulDataLoader`.
 
-Every data-parallel rank has its own loader with its own position, so checkpoints hold one state per rank.  The same
-number of data-parallel ranks continues from these.  On another number it is unknown which rank takes which samples,
+Every data-parallel rank has its own loader with its own position, so checkpoints hold one state per rank. The same
+number of data-parallel ranks continues from these. On another number it is unknown which rank takes which samples,
 unless all states are equal, as those of a loader are that counts samples over all ranks.
 """
 

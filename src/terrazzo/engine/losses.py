@@ -1,7 +1,7 @@
 """The backward passes of a step, and the factor by which their gradients are too large.
 
-The engine's own `backward` divides the loss by the number of micro-batches and multiplies it by the loss scale.  A user
-may also call `loss.backward()`, which does neither; then the gradients are divided before the optimizer steps.  A step
+The engine's own `backward` divides the loss by the number of micro-batches and multiplies it by the loss scale. A user
+may also call `loss.backward()`, which does neither; then the gradients are divided before the optimizer steps. A step
 that mixes the two cannot be corrected, so it raises an error, and so does a float16 loss that was not scaled.
 """
 

@@ -1,7 +1,7 @@
-"""Monitors: they write learning rate, loss and loss scale after each step to where the config says.  The first rank
+"""Monitors: they write learning rate, loss and loss scale after each step to where the config says. The first rank
 writes.
 
-Events have DeepSpeed's names, and samples as their x axis.  For other events, append a function of the engine to
+Events have DeepSpeed's names, and samples as their x axis. For other events, append a function of the engine to
 `Engine.watchers`.
 """
 

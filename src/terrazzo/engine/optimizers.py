@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed has and PyTorch does not.  Their parameters may be DTensors."""
+"""Optimizers that DeepSpeed has and PyTorch does not. Their parameters may be DTensors."""
 
 from __future__ import annotations
 

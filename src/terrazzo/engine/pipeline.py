@@ -1,7 +1,7 @@
 """Models cut into stages with `torch.distributed.pipelining`, each trained by different ranks.
 
 PyTorch's schedule decides when a stage runs forward and backward of which micro-batch, and sends activations and
-gradients between the stages.  One run of the schedule is one step; this module does what is around it:
+gradients between the stages. One run of the schedule is one step; this module does what is around it:
 
     before    sets when gradients are reduced and parameters freed, as the ZeRO stage requires
     loss      scales it, and divides it by the number of micro-batches, where the last stage computes it

@@ -1,6 +1,6 @@
 """Random layer-token dropping: inner layers process a random subset of the tokens, which grows until it has all.
 
-The other tokens skip the layer.  The choice depends on seed, step and layer only, so a resumed run makes the same
+The other tokens skip the layer. The choice depends on seed, step and layer only, so a resumed run makes the same
 choices, on any number of ranks.
 """
 

@@ -1,7 +1,7 @@
 """The order in which a run sees its data: shuffled, divided among ranks, resumable on any number of ranks.
 
 Samples are taken in turn from one global order, which depends on the seed and the curriculum, not on the ranks: rank r
-of n takes the r-th part of each micro-batch.  The position in that order is the whole state, so a run continues with
+of n takes the r-th part of each micro-batch. The position in that order is the whole state, so a run continues with
 the same data on any number of ranks, as long as the number of samples per step is the same.
 
 With a curriculum, a pass over the data starts with the samples that are easy enough; samples that become so during the

@@ -1,7 +1,7 @@
 """Saving a run, and resuming it: on the same ranks or others, in the same ZeRO stage or another.
 
 A checkpoint is a folder `<dir>/<tag>`, in a file system or behind a URL; the file `<dir>/latest` contains the tag of
-the last one.  A folder is a checkpoint once its manifest is in it, and `latest` is changed after that, so whenever a
+the last one. A folder is a checkpoint once its manifest is in it, and `latest` is changed after that, so whenever a
 run dies there is a whole checkpoint.
 """
 

@@ -1,6 +1,6 @@
 """Embeddings with sparse gradients: replicated, and only the rows that some rank has used are communicated.
 
-Such a weight is left out of `fully_shard`.  Before each optimizer step the ranks gather all ranks' rows, and the
+Such a weight is left out of `fully_shard`. Before each optimizer step the ranks gather all ranks' rows, and the
 gradient becomes dense, so that any optimizer can use it.
 """
 

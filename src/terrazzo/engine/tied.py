@@ -1,7 +1,7 @@
 """Tied parameters: one parameter of the model that is on several stages of a pipeline, as in embedding and head.
 
-Each stage has its own copy.  The copies start with the same values and their gradients are summed, so that all take the
-same steps.  The copy with the first name is the one that counts in the norm and that checkpoints store.
+Each stage has its own copy. The copies start with the same values and their gradients are summed, so that all take the
+same steps. The copy with the first name is the one that counts in the norm and that checkpoints store.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from terrazzo.engine.sparse import SparseEmbeddings
 
 
 class Trained(Protocol):
-    """A run: its model, its optimizer and its counters.  `Engine` implements it."""
+    """A run: its model, its optimizer and its counters. `Engine` implements it."""
 
     module: Any
     optimizer: torch.optim.Optimizer

@@ -1,6 +1,6 @@
 """Hugging Face's Accelerate, and Transformers' `Trainer` on top of it.
 
-Both import PyTorch's names, so `terrazzo.install()` is enough to use them.  They accept FSDP settings on accelerators
+Both import PyTorch's names, so `terrazzo.install()` is enough to use them. They accept FSDP settings on accelerators
 only; with `fsdp_on_cpu` a test of a training script can use these settings on CPU.
 """
 

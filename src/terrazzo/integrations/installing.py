@@ -1,8 +1,8 @@
 """`terrazzo.install()`: libraries that import PyTorch's names get terrazzo's.
 
 In PyTorch's modules for distributed tensors, `fully_shard` and checkpoints, public names are replaced by terrazzo's
-objects of the same name, until `uninstall()`.  Names that have another meaning in terrazzo or are missing there stay
-PyTorch's, and `install` returns a list of them; private names are not replaced either.  Code that imported a name
+objects of the same name, until `uninstall()`. Names that have another meaning in terrazzo or are missing there stay
+PyTorch's, and `install` returns a list of them; private names are not replaced either. Code that imported a name
 before keeps what it imported, and a warning says where.
 """
 
@@ -83,7 +83,7 @@ _installed: Installed | None = None
 
 
 def install() -> Installed:
-    """Replace PyTorch's names by terrazzo's, for libraries that import them.  A second call does nothing.
+    """Replace PyTorch's names by terrazzo's, for libraries that import them. A second call does nothing.
 
     >>> import torch.distributed.fsdp, terrazzo
     >>> done = terrazzo.install()

@@ -50,7 +50,7 @@ _REST: Final = "lightning"  # the name under which everything else is stored, as
 class TerrazzoCheckpointIO(TorchCheckpointIO):
     """Reads and writes Lightning's checkpoints in terrazzo's format; it also reads files of `torch.save`.
 
-    For any strategy: `Trainer(plugins=[TerrazzoCheckpointIO()])`.  `FullyShardStrategy` has one already.
+    For any strategy: `Trainer(plugins=[TerrazzoCheckpointIO()])`. `FullyShardStrategy` has one already.
 
     Args:
         allow_pickle: pickle values that cannot be stored as typed data, such as instances of classes among the
@@ -101,7 +101,7 @@ class FullyShardStrategy(ModelParallelStrategy):
     """Shards the modules of a `LightningModule` over all ranks, and saves and resumes with `terrazzo.checkpoint`.
 
     A module that calls `terrazzo.fsdp.fully_shard` itself, in `configure_model` on `self.device_mesh["data_parallel"]`,
-    is left as it is.  All ranks start with the first one's values.
+    is left as it is. All ranks start with the first one's values.
 
     With `tensor_parallel_size`, that many neighbouring ranks see the same data, and the module divides its computation
     among them: call `terrazzo.tensor.parallel.parallelize_module` in `configure_model`, on

@@ -11,7 +11,7 @@ In the function of a `ray.train.torch.TorchTrainer`, where Ray has created the p
             if engine.global_steps % 100 == 0:
                 ray_train.report(engine, {"loss": loss.item()})
 
-Ray registers such a checkpoint without copying it.  Workers that are started after a failure resume from it, on any
+Ray registers such a checkpoint without copying it. Workers that are started after a failure resume from it, on any
 number of them, and so does a later run of the same name.
 """
 
@@ -57,7 +57,7 @@ def resume(engine: Engine) -> dict[str, Any] | None:
     """Resume from the run's last checkpoint, and return its client state; None if there is none yet.
 
     A worker may die after a checkpoint is committed and before it is reported to Ray, so the last one in the run's
-    folder is used.  A run without one starts from the checkpoint that Ray passes, of another run.
+    folder is used. A run without one starts from the checkpoint that Ray passes, of another run.
     """
     from ray import train
 

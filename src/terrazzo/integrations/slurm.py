@@ -21,7 +21,7 @@ class Training:
         executor.update_parameters(nodes=2, tasks_per_node=8, gpus_per_node=8, timeout_min=24 * 60)
         executor.submit(Training(main, "run.toml"))
 
-    The function checks a `terrazzo.launch.StopSignal`.  When it has saved and left, submitit queues the job again, and
+    The function checks a `terrazzo.launch.StopSignal`. When it has saved and left, submitit queues the job again, and
     the function starts anew and resumes from its checkpoint.
     """
 

@@ -111,7 +111,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Run:
-    """A run as its file describes it.  Paths in the file are relative to the file's folder.
+    """A run as its file describes it. Paths in the file are relative to the file's folder.
 
     Attributes:
         path: the path of the file.

@@ -1,6 +1,6 @@
 """`python -m terrazzo.launch.entry RUN.toml [ARGUMENTS]`: one rank of a run whose `entry` is a function.
 
-The function gets the `Run` and the arguments.  Modules are searched beside the run's file first.
+The function gets the `Run` and the arguments. Modules are searched beside the run's file first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which of this host's addresses to use; the kernel's routes decide.
 
-torchrun uses the host's name.  On hosts with several networks, and in containers, that may be another address than the
+torchrun uses the host's name. On hosts with several networks, and in containers, that may be another address than the
 one that other hosts reach.
 """
 

@@ -1,6 +1,6 @@
 """Ending a job when its cluster wants the machines back: all ranks save the same step, and exit.
 
-A signal reaches ranks in different steps, and perhaps only some of them.  They must agree on a step: in each step they
+A signal reaches ranks in different steps, and perhaps only some of them. They must agree on a step: in each step they
 exchange whether any rank was told to stop, in a message that is sent while the next step is computed.
 """
 
@@ -42,8 +42,8 @@ class StopSignal:
                 stop.leave()
 
     Args:
-        signals: the signals that mean stop.  Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
-        file: a path; when a file appears there the job ends, as after SIGTERM.  The first rank checks it in each step.
+        signals: the signals that mean stop. Slurm, Kubernetes and torchrun send SIGTERM; submitit sends SIGUSR2.
+        file: a path; when a file appears there the job ends, as after SIGTERM. The first rank checks it in each step.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StopSignal:
 
     @property
     def ending(self) -> bool:
-        """The last result of `agreed`, without communication.  For programs in which another part calls `agreed`."""
+        """The last result of `agreed`, without communication. For programs in which another part calls `agreed`."""
         return bool(self._agreed)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def torchrun_line(run: Run) -> str:
 def torchrun_arguments(run: Run, environment: Mapping[str, str] | None = None) -> list[str]:
     """The arguments of `torchrun` that start the run on this host.
 
-    The script gets the path of the run's file as its first argument.  If the file has no endpoint, the environment of
+    The script gets the path of the run's file as its first argument. If the file has no endpoint, the environment of
     the cluster says which hosts there are.
     """
     ranks = run.config.ranks

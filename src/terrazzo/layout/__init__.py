@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor, as pure data: boxes, placements, layouts, transitions.  No communication."""
+"""Which rank holds which part of a tensor, as pure data: boxes, placements, layouts, transitions. No communication."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Which ranks hold which part of a tensor, without looking at every rank.
 
-A layout cuts its tensor into cells: the boxes that its ranks hold.  Along one tensor dim the cells that intersect an
-interval are neighbours, and the chunks of one cut have at most three different lengths.  So planning an exchange costs
+A layout cuts its tensor into cells: the boxes that its ranks hold. Along one tensor dim the cells that intersect an
+interval are neighbours, and the chunks of one cut have at most three different lengths. So planning an exchange costs
 as much as this rank exchanges, and planning that depends on shapes alone costs the same for 8 ranks as for thousands.
 """
 
@@ -21,7 +21,7 @@ def cells_in(layout: Layout, box: Box) -> Iterator[tuple[int, Box]]:
     """The cells of `layout` that have elements in `box`, which lies within the tensor.
 
     For each: the row-major index in the mesh of the first rank that holds it, and the part of the cell that lies in
-    `box`, relative to `box`.  `replicas` gives the other ranks that hold the cell.
+    `box`, relative to `box`. `replicas` gives the other ranks that hold the cell.
     """
     if box.is_empty:
         return
@@ -98,7 +98,7 @@ def leaves_a_rank_empty(layout: Layout) -> bool:
 def coordinates_of_all_shapes(layouts: Sequence[Layout]) -> list[tuple[int, ...]]:
     """A few mesh coordinates whose local shapes under these layouts are all the local shapes that any rank has.
 
-    The layouts are on one mesh.  A check of every local shape then needs these coordinates only.
+    The layouts are on one mesh. A check of every local shape then needs these coordinates only.
     """
     firsts: list[set[int]] = [{0} for _ in layouts[0].mesh_shape]
     for layout in layouts:

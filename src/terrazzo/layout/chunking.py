@@ -1,7 +1,7 @@
-"""How a length is divided among parts: the rule of `torch.chunk`.  No other module repeats it.
+"""How a length is divided among parts: the rule of `torch.chunk`. No other module repeats it.
 
-Every part but the last non-empty one has `ceil(size / parts)` elements.  So parts may be uneven, and trailing parts may
-be empty: 5 over 4 is 2, 2, 1, 0.  Unlike `torch.chunk` itself, which returns fewer parts in that case, there are
+Every part but the last non-empty one has `ceil(size / parts)` elements. So parts may be uneven, and trailing parts may
+be empty: 5 over 4 is 2, 2, 1, 0. Unlike `torch.chunk` itself, which returns fewer parts in that case, there are
 always exactly as many parts as were asked for.
 """
 

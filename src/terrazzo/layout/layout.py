@@ -1,7 +1,7 @@
 """A layout: a global shape, a mesh, and one placement per mesh dimension.
 
-A `Layout` is immutable and interned, so that plans can be keyed by identity.  Nothing here communicates: the mesh is
-only asked for its shape and for this rank's coordinate.  When several mesh dimensions shard one tensor dimension,
+A `Layout` is immutable and interned, so that plans can be keyed by identity. Nothing here communicates: the mesh is
+only asked for its shape and for this rank's coordinate. When several mesh dimensions shard one tensor dimension,
 `order` says which of them cuts first; the default is the order of the mesh dims, as in PyTorch.
 """
 

@@ -1,7 +1,7 @@
 """The steps that take a tensor from one layout to another, as data.
 
 `plan_transition(src, dst)` returns the steps that turn this rank's part under `src` into its part under `dst`, for two
-layouts of one tensor on one mesh.  The order of the steps keeps the communicated bytes few: steps that shrink the data
+layouts of one tensor on one mesh. The order of the steps keeps the communicated bytes few: steps that shrink the data
 without communication come first, gathers come last.
 
     replicate -> shard      slice                       nothing moves

@@ -1,6 +1,6 @@
 """Messages that bring each tensor of a group on one mesh to its owner, a rank that then has it whole.
 
-Pure computation on layouts, without communication.  Owners are chosen so that all ranks have about the same work.
+Pure computation on layouts, without communication. Owners are chosen so that all ranks have about the same work.
 Where several ranks hold the same piece of a tensor, the one sends it that differs from the owner only along mesh dims
 that shard the tensor; on the way back every rank gets its piece from the owner.
 """

@@ -1,7 +1,7 @@
 """Copied views: results of view operations that needed a redistribution, which copied the data.
 
-On one device a view and its tensor share memory.  A copy made by a redistribution does not, so it could silently show
-old values, or a write to it could be lost.  Therefore using a copied view after its tensor was written raises an error.
+On one device a view and its tensor share memory. A copy made by a redistribution does not, so it could silently show
+old values, or a write to it could be lost. Therefore using a copied view after its tensor was written raises an error.
 A write to a copied view is also written to the tensor if the view was made by indexing, and raises an error otherwise.
 
 Copied views have their own class, so that ordinary tensors do not pay for these checks.

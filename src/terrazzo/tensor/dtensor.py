@@ -1,9 +1,9 @@
 """The distributed tensor: a plain local tensor with a layout.
 
-`DTensor` is a wrapper subclass with the global shape.  Its `_local` is an ordinary tensor that carries the autograd
-graph, and its `_layout` says which part of the global tensor that is.  `__torch_function__` below is the hot path of
+`DTensor` is a wrapper subclass with the global shape. Its `_local` is an ordinary tensor that carries the autograd
+graph, and its `_layout` says which part of the global tensor that is. `__torch_function__` below is the hot path of
 the whole package: it builds a key from the function, the layouts and the static arguments, looks up the route, and runs
-it on the local tensors.  What happens once per key is in `dispatch` and `ops`.
+it on the local tensors. What happens once per key is in `dispatch` and `ops`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     ours = interop.from_torch_dtensor(theirs)
 
 The order in which mesh dims cut one tensor dim is explicit in our layouts; PyTorch expresses an unusual order with
-`_StridedShard`.  The two agree where the dim divides evenly; a conversion that would change what a rank holds raises an
-error.  This is the only module of `terrazzo.tensor` that imports `torch.distributed.tensor`.
+`_StridedShard`. The two agree where the dim divides evenly; a conversion that would change what a rank holds raises an
+error. This is the only module of `terrazzo.tensor` that imports `torch.distributed.tensor`.
 """
 
 from __future__ import annotations

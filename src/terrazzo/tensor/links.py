@@ -1,6 +1,6 @@
 """Functions that `DTensor` calls in modules that import it, and settings per thread.
 
-`DTensor` cannot import these modules, as imports would be circular.  Each of them sets its own functions here when it
+`DTensor` cannot import these modules, as imports would be circular. Each of them sets its own functions here when it
 is imported.
 """
 

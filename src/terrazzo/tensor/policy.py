@@ -3,7 +3,7 @@
 Communication that the program asks for is never limited: `redistribute`, `full_tensor`, `from_local`,
 `distribute_tensor`, values (`item`), the layouts that parallel styles declare, and the gradients of all these.
 
-Each collective is checked just before it starts.  In forward the operation is known from `running`.  In backward it is
+Each collective is checked just before it starts. In forward the operation is known from `running`. In backward it is
 known from the autograd node, which keeps the cause under which it was made (`terrazzo.comm.observe.origin`), and with
 it the policy.
 """
@@ -45,7 +45,7 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
     """Limit what operations on DTensors communicate implicitly.
 
     A policy covers the operations that this thread calls in the block, the backward of these operations wherever and
-    whenever it runs, and every backward pass that this thread starts in the block.  Other threads are not affected.
+    whenever it runs, and every backward pass that this thread starts in the block. Other threads are not affected.
     Of nested policies only the innermost counts, so `"allow"` lifts an outer limit.
 
     The ranks of a collective must have the same policy, so that either all of them raise or none does.

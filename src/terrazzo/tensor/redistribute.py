@@ -1,8 +1,8 @@
 """Runs the steps of a planned transition on a local tensor, differentiably.
 
-The backward of a gather depends on who uses the result.  Where every rank computes the same with it, the gradient is
-replicated, and each rank keeps its slice.  Where ranks compute different things along a mesh dim, each has only a term
-of the gradient, and the terms are reduce-scattered.  `varying` lists the mesh dims of the second kind.
+The backward of a gather depends on who uses the result. Where every rank computes the same with it, the gradient is
+replicated, and each rank keeps its slice. Where ranks compute different things along a mesh dim, each has only a term
+of the gradient, and the terms are reduce-scattered. `varying` lists the mesh dims of the second kind.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 * A *fork server* imports torch and terrazzo once (`preloaded`), before it has any thread, and every rank is forked from
   it: so starting or replacing a rank imports nothing.
-* A function is sent by reference (module, file, qualified name), arguments and results by pickle.  A rank loads a test
+* A function is sent by reference (module, file, qualified name), arguments and results by pickle. A rank loads a test
   module from its file under the name that pytest gave it, with pytest's assertion rewriting.
 * This process hosts each world's store, as torchrun's agent does, so the store survives the death of a rank.
 * A rank runs one torch thread, has the default gloo group over loopback, and has RANK, WORLD_SIZE and the like in its
-  environment.  Between calls the seeds, default dtype, grad mode, environment and working directory are restored.
+  environment. Between calls the seeds, default dtype, grad mode, environment and working directory are restored.
 * Every call has a time limit. If it is exceeded, every rank writes the stacks of its Python threads and is killed.
 * The world is replaced after any failure, or once calls have left many threads behind (process groups have threads).
 * Ranks end with this process, however it ends: they are tied to the fork server, which is tied to this process.

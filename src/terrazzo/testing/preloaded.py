@@ -1,6 +1,6 @@
 """What the fork server of `pool` imports before it forks the first rank.
 
-Otherwise every rank would import them.  None of them may start a thread, because a fork does not copy threads.
+Otherwise every rank would import them. None of them may start a thread, because a fork does not copy threads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ if before:
 elif before is not None:
     del os.environ["PYTHONPATH"]
 
-# These objects stay forever.  Frozen, they are skipped by collections, and ranks need not copy their memory pages.
+# These objects stay forever. Frozen, they are skipped by collections, and ranks need not copy their memory pages.
 gc.collect()
 gc.freeze()

@@ -95,6 +95,24 @@ def test_many_requests_into_few_bytes_of_memory(store: Store) -> None:
     assert b"".join(buffers) == data[:200_000]
 
 
+def test_what_arrives_in_steps_is_there(store: Store) -> None:
+    """A store may read a request in steps, and say after each how much is there: no less, and in order."""
+    data = bytes(range(256)) * 3000
+    store.put("big", data)
+    buffers = [memoryview(bytearray(size)) for size in (10, 0, 300_000, 200_000, 7, 140_000)]
+    total = sum(map(len, buffers))
+    seen = [0]
+
+    def arrived(nbytes: int) -> None:
+        assert b"".join(buffers)[:nbytes] == data[5 : 5 + nbytes]
+        seen.append(nbytes)
+
+    list(store.read([Request("big", 5, buffers, arrived=arrived)]))
+    assert b"".join(buffers) == data[5 : 5 + total]
+    assert seen == sorted(set(seen))
+    assert seen[-1] == (total if isinstance(store, LocalStore) else 0)
+
+
 def test_an_aborted_upload_leaves_nothing(store: Store) -> None:
     upload = store.upload("data-1", 4)
     upload.write(0, [view(b"01")])

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from terrazzo.checkpoint.formats.torch_archive import replace_tensors
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveFile
@@ -21,12 +20,12 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.sharded import is_sharded
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.state_dict.broadcast import wire_device
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
@@ -34,7 +33,7 @@ from terrazzo.layout.box import Box
 _PIECE: Final = 64 << 20  # bytes that are broadcast at once
 
 
-class BroadcastingTorchSaveReader(StorageReader):
+class BroadcastingTorchSaveReader(PlainReader):
     """Reads a file of `torch.save` on one rank, which sends the other ranks what they need.
 
     Use it if only one rank can access the file, or if the file system is too slow for all ranks at once; otherwise
@@ -74,13 +73,7 @@ class BroadcastingTorchSaveReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Do nothing: the reading rank was passed to the constructor."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index.fqn, []).append(item)
@@ -94,9 +87,6 @@ class BroadcastingTorchSaveReader(StorageReader):
                 value = self._from_coordinator(lambda name=name: self._value(name))
                 for item in items.get(name, []):
                     planner.load_bytes(item, ObjectBytes(value))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

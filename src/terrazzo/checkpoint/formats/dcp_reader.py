@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch.futures import Future
-
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
@@ -17,15 +15,15 @@ from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, ReadFile, Store
 from terrazzo.checkpoint.stores.base import read_all
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 
-class DCPReader(StorageReader):
+class DCPReader(PlainReader):
     """Reads checkpoints of `torch.distributed.checkpoint.save`.
 
     No code in the checkpoint is run: its pickles are read as plain data, and a pickle that refers to anything else
@@ -77,13 +75,7 @@ class DCPReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         self._locations, self._entries = metadata.storage_data, metadata.state_dict_metadata
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[Location, ReadItem]]] = {}
         for item in plan.items:
             location = self._locations.get(item.storage_index)
@@ -102,9 +94,6 @@ class DCPReader(StorageReader):
                     self.bytes_read += reading.read(location, item, planner)
             finally:
                 file.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

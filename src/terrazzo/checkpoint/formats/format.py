@@ -1,6 +1,6 @@
 """What a format of checkpoints is: how it is recognised, read and written.
 
-A format is a subclass of `Format`, in one file.  `registry` knows those that come with terrazzo, and takes others.
+A format is a subclass of `Format`, in one file. `registry` knows those that come with terrazzo, and takes others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Format(abc.ABC):
     def find(self, found: Found) -> Place | None:
         """The place of the checkpoint of this format for a user's path: that place, or a folder that it names.
 
-        None if there is none.  Whether the checkpoint is whole is for the reader to say.
+        None if there is none. Whether the checkpoint is whole is for the reader to say.
         """
 
     @abc.abstractmethod

@@ -5,15 +5,13 @@ from __future__ import annotations
 import abc
 import os
 
-from torch.futures import Future
-
 from terrazzo.checkpoint.metadata import Metadata
+from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
 
 
-class ItemReader(StorageReader):
+class ItemReader(PlainReader):
     """A reader that reads one item after the other, on each rank what that rank needs.
 
     Subclasses say what there is (`read_metadata`) and read an item (`read_item`).
@@ -49,18 +47,9 @@ class ItemReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Nothing: each rank has read the metadata."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         for item in plan.items:
             self.bytes_read += self.read_item(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,6 +1,6 @@
 """NumPy arrays, scalars and dtypes in pickles, rebuilt from their raw bytes.
 
-NumPy's own `__setstate__` trusts what it is given; a crafted dtype can make it read memory that is not there.  Only
+NumPy's own `__setstate__` trusts what it is given; a crafted dtype can make it read memory that is not there. Only
 dtypes without fields and without Python objects are accepted here.
 """
 

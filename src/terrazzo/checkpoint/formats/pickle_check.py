@@ -1,7 +1,7 @@
 """Reading a pickle's opcodes before Python's unpickler does, to find what would exhaust it.
 
 The unpickler trusts a pickle in ways that cost more than the pickle's bytes: it makes room for a memo of any size, and
-it hashes keys, which takes time and stack for tuples of tuples, the more so if these share their parts.  Here the
+it hashes keys, which takes time and stack for tuples of tuples, the more so if these share their parts. Here the
 opcodes are followed with a size for each value instead of the value, so that such a pickle is refused.
 
     memo        a place beyond the number of bytes is asked for by no pickle that was written

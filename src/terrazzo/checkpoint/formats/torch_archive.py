@@ -1,7 +1,7 @@
 """Files of `torch.save`, opened without reading their tensors.
 
 The pickle is read (as plain data, `unpickle`); each tensor in it becomes a `StoredTensor`, which says where its bytes
-are.  Both forms are supported: the zip archive of PyTorch 1.6 and later, and the stream of pickles before it.
+are. Both forms are supported: the zip archive of PyTorch 1.6 and later, and the stream of pickles before it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class TorchSaveFile:
 class TorchSaveReader(ItemReader):
     """Reads a file of `torch.save` that holds a state dict, nested or flat.
 
-    Each rank reads the parts that it needs, as from any checkpoint.  The file's pickle is read as plain data; one that
+    Each rank reads the parts that it needs, as from any checkpoint. The file's pickle is read as plain data; one that
     refers to anything else (a whole module, say) raises `UnsafePickleError`.
 
     Args:

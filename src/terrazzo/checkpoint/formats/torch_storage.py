@@ -1,6 +1,6 @@
 """Storage classes that are built on PyTorch's `StorageWriter` and `StorageReader`, in the place of terrazzo's.
 
-They know PyTorch's plans, items and metadata.  These have the fields of ours, and are told apart by their classes
+They know PyTorch's plans, items and metadata. These have the fields of ours, and are told apart by their classes
 alone; so they are made anew, field by field, on their way in and out.
 """
 

@@ -1,6 +1,6 @@
 """Writing what `torch.load` reads, one tensor at a time.
 
-A value is pickled as `torch.save` does it.  Its tensors may be `PendingTensor`s, whose bytes are asked for only when
+A value is pickled as `torch.save` does it. Its tensors may be `PendingTensor`s, whose bytes are asked for only when
 their turn comes, so that a file larger than memory can be written.
 """
 

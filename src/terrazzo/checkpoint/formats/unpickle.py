@@ -1,12 +1,12 @@
 """Reading pickles without running them.
 
-A pickle is a program: it names classes and functions and calls them.  PyTorch's checkpoints are pickles, so unpickling
-one runs any code that its author put there.  Here names are looked up only in a table, which has stand-ins that
-build plain data, not the named classes and functions.  A name that is not in the table raises `UnsafePickleError`
+A pickle is a program: it names classes and functions and calls them. PyTorch's checkpoints are pickles, so unpickling
+one runs any code that its author put there. Here names are looked up only in a table, which has stand-ins that
+build plain data, not the named classes and functions. A name that is not in the table raises `UnsafePickleError`
 before anything is called.
 
-Python's C unpickler does the parsing.  Beside calling what `find_class` returned, it can set the state of an object
-(the BUILD opcode), also of classes and functions.  Therefore every stand-in is an immutable `Call`, an immutable
+Python's C unpickler does the parsing. Beside calling what `find_class` returned, it can set the state of an object
+(the BUILD opcode), also of classes and functions. Therefore every stand-in is an immutable `Call`, an immutable
 built-in type, or a `Record`, whose `__setstate__` has an effect on instances only.
 """
 

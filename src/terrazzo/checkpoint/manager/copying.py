@@ -10,6 +10,7 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from functools import partial
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
 from terrazzo.checkpoint.native.cleaning import decode_manifest, remove_leftovers
@@ -17,7 +18,6 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.checkpoint.stores.local import LocalStore
-from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointIOError
 
 

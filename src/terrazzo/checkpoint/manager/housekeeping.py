@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Final
 
+from terrazzo._threads import Worker
 from terrazzo.checkpoint.manager.copying import copy_checkpoint
 from terrazzo.checkpoint.manager.hosts import HostsStore
 from terrazzo.checkpoint.manager.keeping import UNTIL_COPIED
@@ -18,7 +19,6 @@ from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
-from terrazzo.checkpoint.stores.threads import Worker
 from terrazzo.errors import CheckpointError, CheckpointExistsError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")

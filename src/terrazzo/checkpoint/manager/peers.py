@@ -1,6 +1,6 @@
 """The folder of another host as a store: a server on each host, for the ranks of the same run only.
 
-    request:  a frame (operation, folder, arguments, number of bytes that follow), and those bytes
+    request: a frame (operation, folder, arguments, number of bytes that follow), and those bytes
     answer:   frames with `working` while the operation runs, then a frame with its result, and its bytes
 
 A frame is four bytes of length and MessagePack. A connection begins with the run's secret, which ranks exchanged over
@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import msgspec
 
+from terrazzo._threads import Worker
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.stores import Absent, Entry, MemoryUpload, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
-from terrazzo.checkpoint.stores.threads import Worker
 
 PIECE: Final = 4 << 20  # bytes that are sent at once
 _LONGEST_FRAME: Final = 64 << 20

@@ -1,6 +1,6 @@
 """Where the chunks of a checkpoint of format 1 lie: from names of tensors and places in them to bytes of files.
 
-A reader asks for all the chunks of its plan at once.  What the manifest keeps in columns is then looked up in a few
+A reader asks for all the chunks of its plan at once. What the manifest keeps in columns is then looked up in a few
 array operations, instead of number by number for each of thousands of small tensors.
 """
 

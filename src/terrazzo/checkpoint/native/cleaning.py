@@ -1,10 +1,10 @@
 """Which files of a folder are of no use any more: those of dead saves and of checkpoints that have been replaced.
 
-Several jobs may save to one place, and one of them may have been suspended for a day.  So a file is removed only if
+Several jobs may save to one place, and one of them may have been suspended for a day. So a file is removed only if
 - no committed checkpoint names it, and
 - the save that it belongs to has ended: its lease is gone, or nobody holds it.
 
-The order matters: first the files are listed, then the leases are read, then the manifest.  A save that commits in
+The order matters: first the files are listed, then the leases are read, then the manifest. A save that commits in
 between still has its lease, or its manifest is read.
 """
 

@@ -1,7 +1,7 @@
 """The codec of chunks that are stored compressed: bytes shuffled by significance, then zstd.
 
-Numbers of one tensor mostly agree in their high bytes (sign and exponent) and little in their low ones.  So the first
-bytes of all elements are put together, then the second ones, and so on, before zstd sees them.  A block that gets no
+Numbers of one tensor mostly agree in their high bytes (sign and exponent) and little in their low ones. So the first
+bytes of all elements are put together, then the second ones, and so on, before zstd sees them. A block that gets no
 smaller is stored as it is.
 """
 

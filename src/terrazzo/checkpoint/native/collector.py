@@ -1,8 +1,8 @@
 """A context manager that pauses Python's garbage collector.
 
-Planning makes many small objects that all live until the plan has been carried out.  Each time enough of them
+Planning makes many small objects that all live until the plan has been carried out. Each time enough of them
 have been made, the collector looks at every object of the process, finds nothing to collect, and has cost more
-than the planning.  It would do so as soon as it is enabled again, so the objects that exist then are moved to the
+than the planning. It would do so as soon as it is enabled again, so the objects that exist then are moved to the
 oldest generation, which is rarely collected.
 """
 
@@ -47,5 +47,5 @@ def paused_collector() -> Iterator[None]:
 
 @cache
 def _has_frozen() -> bool:
-    """Whether the user has frozen objects, which would be thawed.  Asked once: the answer counts them all."""
+    """Whether the user has frozen objects, which would be thawed. Asked once: the answer counts them all."""
     return gc.get_freeze_count() > 0

@@ -1,6 +1,6 @@
 """Whether the chunks of a checkpoint make up its tensors: every element once.
 
-A chunk that no rank wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid.  Tensors
+A chunk that no rank wrote, or that two ranks wrote, is found here, before the checkpoint becomes valid. Tensors
 with equally many dims and chunks are checked together, as one array, because there may be millions of chunks.
 """
 

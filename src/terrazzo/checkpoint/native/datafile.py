@@ -1,7 +1,7 @@
 """Data files: valid safetensors files whose data begins at a page boundary.
 
-A safetensors file is the length of a JSON header, the header, and the tensors' bytes without gaps.  The header
-is padded with spaces up to the page boundary.  Chunks that fill whole pages come first, so all of them lie on
+A safetensors file is the length of a JSON header, the header, and the tensors' bytes without gaps. The header
+is padded with spaces up to the page boundary. Chunks that fill whole pages come first, so all of them lie on
 page boundaries; the rest follow by falling item size, so that every chunk is aligned for its dtype.
 """
 
@@ -21,7 +21,7 @@ from terrazzo.layout.box import Box
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """What is to be written: a box of a tensor, or an object's bytes.  `work` gets the data for its `source`."""
+    """What is to be written: a box of a tensor, or an object's bytes. `work` gets the data for its `source`."""
 
     entry: TensorEntry
     dtype: torch.dtype

@@ -1,7 +1,7 @@
 """Dtypes by their stored names: what a table of contents says of them, without PyTorch.
 
 Two names per dtype: ours, PyTorch's own name, in manifests and typed objects; and the code of the safetensors format
-in data files.  A dtype that safetensors lacks is stored there as another one with the same bytes, with one more dim.
+in data files. A dtype that safetensors lacks is stored there as another one with the same bytes, with one more dim.
 """
 
 from __future__ import annotations

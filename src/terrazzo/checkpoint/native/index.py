@@ -1,7 +1,7 @@
 """The index of a part: where each chunk that one rank has written lies, and its checksums.
 
-A rank that loads reads the root and the indexes of those ranks whose chunks it needs.  An index has a row per chunk, in
-columns that are used where they lie, sorted by a hash of the tensor's name.  `docs/format.md` specifies every field.
+A rank that loads reads the root and the indexes of those ranks whose chunks it needs. An index has a row per chunk, in
+columns that are used where they lie, sorted by a hash of the tensor's name. `docs/format.md` specifies every field.
 """
 
 from __future__ import annotations

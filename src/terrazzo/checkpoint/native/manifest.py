@@ -1,8 +1,8 @@
 """The manifest of format 1, which is read for ever: what a checkpoint holds and where each byte of it is.
 
 On disk it is a preamble, a MessagePack head (files, tensors, objects), and columns of numbers (one row per
-chunk).  The columns are used where they lie, so opening a manifest of millions of chunks costs little more than
-reading it, and a rank that wants a few tensors of it pays for those.  `docs/format.md` specifies every field.
+chunk). The columns are used where they lie, so opening a manifest of millions of chunks costs little more than
+reading it, and a rank that wants a few tensors of it pays for those. `docs/format.md` specifies every field.
 """
 
 from __future__ import annotations

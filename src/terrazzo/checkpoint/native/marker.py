@@ -1,8 +1,8 @@
 """A file by which programs for PyTorch's checkpoints recognise one of terrazzo's.
 
 Some programs treat a folder as a checkpoint if it has a `.metadata`, which PyTorch writes last: torchtitan looks for
-the newest such folder, and silently begins anew if there is none.  After `terrazzo.install()` they save in terrazzo's
-format, whose folders then also get a file of that name, after the commit.  terrazzo does not read it.
+the newest such folder, and silently begins anew if there is none. After `terrazzo.install()` they save in terrazzo's
+format, whose folders then also get a file of that name, after the commit. terrazzo does not read it.
 """
 
 from __future__ import annotations

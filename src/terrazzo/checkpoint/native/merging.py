@@ -2,9 +2,9 @@
 
 The coordinator of a large save receives millions of chunks from thousands of ranks, and never lists those of one
 tensor. Tensors that are cut alike by all ranks are found first, by a few array operations for each set of ranks that
-sent the same columns, and one of them stands for all.  For these, for each rank in turn, array operations add to a few
+sent the same columns, and one of them stands for all. For these, for each rank in turn, array operations add to a few
 numbers per tensor, which say in the end whether every chunk of the tensor's grid was written once, and which tensors
-are distributed alike.  Only tensors that are not cut into a grid are looked at chunk by chunk.
+are distributed alike. Only tensors that are not cut into a grid are looked at chunk by chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Values that are not tensors, as typed data and never as code.
 
 `encode` writes a Python value as MessagePack; types that MessagePack lacks are extension records, one code
-each, whose payload is MessagePack again.  `decode` can therefore build values of the types listed here and
-nothing else.  What is not listed (instances of classes, functions) is refused, or pickled when the caller says
-`allow_pickle=True`, and unpickled only when the one who loads says so too.  `docs/format.md` lists the
+each, whose payload is MessagePack again. `decode` can therefore build values of the types listed here and
+nothing else. What is not listed (instances of classes, functions) is refused, or pickled when the caller says
+`allow_pickle=True`, and unpickled only when the one who loads says so too. `docs/format.md` lists the
 extension codes.
 
 `ObjectBytes` is how such a value passes through the planner interface, which speaks of `BytesIO`.
@@ -43,7 +43,7 @@ _OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `torch_objects`, which 
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
-# What building a value from bytes that do not describe one may raise.  SyntaxError: NumPy, of texts that are no dtype;
+# What building a value from bytes that do not describe one may raise. SyntaxError: NumPy, of texts that are no dtype;
 # RuntimeError: torch, of shapes and devices that are none.
 _NOT_A_VALUE = (
     msgspec.MsgspecError,
@@ -92,7 +92,7 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
 class ObjectBytes(io.BytesIO):
     """A value on its way between planner and storage, as the `BytesIO` that PyTorch's interfaces require.
 
-    terrazzo's planners and storage pass `value` and never make bytes of it.  Other code that reads this as a file gets
+    terrazzo's planners and storage pass `value` and never make bytes of it. Other code that reads this as a file gets
     the bytes that `torch.save` writes, made at the first access.
     """
 

@@ -22,10 +22,10 @@ Array = np.ndarray[Any, Any]
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """The chunks and objects that one rank has written.
 
-    `whole` are the tensors that it has written all of.  Of the others, `table` are the entries, in the order of names,
+    `whole` are the tensors that it has written all of. Of the others, `table` are the entries, in the order of names,
     and there is a row for each chunk: `rows` says which entry it is of, `forms` which of the boxes that occur it is,
-    and `boxes` has offsets and lengths of these.  A model has few different boxes, and most ranks have the same table,
-    rows and forms.  All are compressed: lists of `TensorEntry`, u4, u4, i8.
+    and `boxes` has offsets and lengths of these. A model has few different boxes, and most ranks have the same table,
+    rows and forms. All are compressed: lists of `TensorEntry`, u4, u4, i8.
     """
 
     whole: bytes

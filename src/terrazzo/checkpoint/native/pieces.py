@@ -1,6 +1,6 @@
 """From a box of a stored chunk to the bytes to read: pure arithmetic.
 
-Every item asks for a box of a stored chunk.  Its bytes are cut into *runs*, each of which is read as a whole:
+Every item asks for a box of a stored chunk. Its bytes are cut into *runs*, each of which is read as a whole:
 
     the box is one run of the chunk         it can be read straight into a destination of the same dtype
     its rows lie close together             windows of it, gaps included, pass through a buffer
@@ -47,6 +47,7 @@ class Span(msgspec.Struct, frozen=True):
     """Bytes `low` to `high` of a chunk, and where in them the elements of `box` are."""
 
     box: Box
+    inside: Box  # the same within the box that was asked for
     low: int
     high: int
     first: int  # byte of the box's first element, from `low` on
@@ -75,21 +76,23 @@ def spans(
     >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=8, gap=500, limit=1000)]
     [(0, 408)]
     """
-    whole = _span(box, shape, nbytes, itemsize, block)
+    whole = _span(box, box, shape, nbytes, itemsize, block)
     if whole.in_one_run and not bounded:
         return [whole]
     found = []
     for part in _rows_apart(box, shape, itemsize, gap + 2 * (block - 1)):
         for window in windows(part, shape, max(limit // itemsize, 1)):
-            found.append(_span(window, shape, nbytes, itemsize, block))
+            found.append(_span(window, box, shape, nbytes, itemsize, block))
     return found
 
 
-def _span(box: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> Span:
+def _span(box: Box, asked: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> Span:
     geometry = box_in_chunk(box, shape)
     start, stop = geometry.start * itemsize, geometry.stop * itemsize
     low, high = start - start % block, min(-(-stop // block) * block, nbytes)
-    return Span(box, low, high, start - low, geometry, geometry.one_run and (low, high) == (start, stop))
+    return Span(
+        box, box.relative_to(asked), low, high, start - low, geometry, geometry.one_run and (low, high) == (start, stop)
+    )
 
 
 def _rows_apart(box: Box, shape: tuple[int, ...], itemsize: int, gap: int) -> list[Box]:

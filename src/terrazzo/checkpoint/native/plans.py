@@ -21,7 +21,7 @@ from terrazzo.layout.box import Box
 class Target(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Memory of the state dict, `box` of the tensor stored as `source`, and what fills it.
 
-    `name` is the state dict's own, and `number` tells the boxes of one tensor apart.  Targets that are alike share
+    `name` is the state dict's own, and `number` tells the boxes of one tensor apart. Targets that are alike share
     their `parts`.
     """
 

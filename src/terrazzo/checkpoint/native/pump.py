@@ -1,6 +1,6 @@
 """Writing chunks into a data file: checksummed while they are in the cache, in few large writes, with little memory.
 
-CPU tensors are written from where they are.  What is not contiguous, or lives on an accelerator, passes through two
+CPU tensors are written from where they are. What is not contiguous, or lives on an accelerator, passes through two
 small buffers (pinned for an accelerator), of which one is filled while the other is written.
 """
 

@@ -1,13 +1,14 @@
 """Reading chunks: which bytes to ask a store for, together; and what to do with them when they are there.
 
-All that reads data files goes this way.  Runs that are near one another in a file become one request; requests are
+All that reads data files goes this way. Runs that are near one another in a file become one request; requests are
 made as the store can take them, so what is held at once is bounded; what has arrived is compared with its
 checksums while it is in the cache, and copied to where it belongs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -27,9 +28,9 @@ from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
-_WINDOW: Final = 4 << 20  # bytes with gaps that pass through a buffer at once
+_WINDOW: Final = 2 << 20  # bytes with gaps that pass through a buffer at once
 _BUFFERS: Final = 64 << 20  # bytes of all buffers of requests that are under way at once
-_UNCHECKED: Final = 16 << 20  # bytes that are read at once if they are not checked
+_AT_ONCE: Final = 16 << 20  # bytes of a tensor that one request reads
 _ALIGNMENT: Final = 64
 
 
@@ -68,15 +69,32 @@ class _Run(msgspec.Struct, eq=False):
     staged: torch.Tensor | None = None  # the elements, in a buffer
 
 
+class _Buffer:
+    """Memory that requests are read into, one after the other."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+        self._elements: dict[str, torch.Tensor] = {}
+        self.memory = bytes_of(self._bytes)
+
+    def elements(self, dtype: str) -> torch.Tensor:
+        """The memory as elements of a dtype."""
+        found = self._elements.get(dtype)
+        if found is None:
+            found = self._elements[dtype] = self._bytes.view(dtype_from_name(dtype))
+        return found
+
+
 class _Batch(msgspec.Struct, eq=False):
-    """What one request brings: its runs, and the buffer that some of them are read into."""
+    """What one request brings: its runs, the buffer that some of them are read into, and its checks, if any."""
 
     runs: list[_Run]
-    buffer: torch.Tensor | None
+    buffer: _Buffer | None
+    checks: Generator[bool, int, None] | None
 
 
 class Requests:
-    """Reads chunks of one checkpoint.  Of each data file size and header are checked once, if `verify`."""
+    """Reads chunks of one checkpoint. Of each data file size and header are checked once, if `verify`."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
         self._store = store
@@ -84,11 +102,10 @@ class Requests:
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
         self._staged_limit = min(self._limit, _BUFFERS // store.caps.depth)  # of requests that need a buffer
-        # A run that is no larger is read at once, and checked while it is in the cache.
-        self._step = self._limit if verify else max(self._limit, _UNCHECKED)
+        self._step = max(self._limit, _AT_ONCE)
         self._checked: set[str] = set()
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
-        self._spare: list[torch.Tensor] = []  # free buffers
+        self._spare: list[_Buffer] = []  # free buffers
         self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
         self.bytes_read = 0
 
@@ -99,9 +116,10 @@ class Requests:
             full: list[Filling] = []
             targets: list[torch.Tensor] = []
             staged: list[torch.Tensor] = []
+            if batch.checks is not None:
+                complete = batch.checks.send(request.size)
+                assert complete, "a request ends before its runs do"
             for run in batch.runs:
-                if self._verify:
-                    self._check(run)
                 if run.frames is not None:
                     _decompress(run)
                 filling = run.filling
@@ -179,8 +197,7 @@ class Requests:
             for span in places:
                 part = None
                 if not whole:
-                    part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
-                    part = part if want.part is None else part.shifted(want.part.offsets)
+                    part = span.inside if want.part is None else span.inside.shifted(want.part.offsets)
                 start, nbytes = chunk.start + span.low, span.high - span.low
                 yield _Run(file, start, nbytes, chunk, span.low, filling, None, span, part)
 
@@ -195,8 +212,7 @@ class Requests:
         for span in places:
             first, last = span.low // chunk.block, -(-span.high // chunk.block)
             begin = int(ends[first] - frames[first])
-            part = span.box.relative_to(Box(tuple(want.offsets), tuple(want.lengths)))
-            part = part if want.part is None else part.shifted(want.part.offsets)
+            part = span.inside if want.part is None else span.inside.shifted(want.part.offsets)
             size = int(ends[last - 1]) - begin
             stored = room_for(self._store, chunk.file.name, size)
             yield _Run(
@@ -213,7 +229,7 @@ class Requests:
             )
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
-        """Runs that are read where they belong; a large one in steps, each checked while it is in the cache."""
+        """Runs that are read where they belong; a large one in steps."""
         step = max(self._step // chunk.block, 1) * chunk.block
         starts = range(0, max(len(memory), 1), step)
         filling.left += len(starts) - 1
@@ -278,65 +294,71 @@ class Requests:
         buffers = []
         buffer, used = None, 0
         room = sum([run.nbytes + _ALIGNMENT for run in runs if run.memory is None])
-        views: dict[str, torch.Tensor] = {}  # the buffer as elements of a dtype
         if room:
             buffer = self._buffer(room)
-            memory = bytes_of(buffer)
         end = runs[0].start
         for run in runs:
             if run.start > end:
                 buffers.append(self._skipped[: run.start - end])
             end = run.start + run.nbytes
             if run.memory is None and buffer is not None and run.chunk is not None and run.span is not None:
-                run.memory = memory[used : used + run.nbytes]
-                view = views.get(run.chunk.dtype)
-                if view is None:
-                    view = views[run.chunk.dtype] = _as_elements(buffer, run.chunk.dtype)
-                run.staged = _elements(view, used, run.span, run.chunk.itemsize)
+                run.memory = buffer.memory[used : used + run.nbytes]
+                run.staged = _elements(buffer.elements(run.chunk.dtype), used, run.span, run.chunk.itemsize)
                 used += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
             assert run.memory is not None
             buffers.append(run.memory)
-        return Request(runs[0].file.name, runs[0].start, buffers, _Batch(runs, buffer))
+        if not self._verify:
+            return Request(runs[0].file.name, runs[0].start, buffers, _Batch(runs, buffer, None))
+        checks = self._checks(runs)
+        next(checks)
+        return Request(runs[0].file.name, runs[0].start, buffers, _Batch(runs, buffer, checks), checks.send)
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
+    def _buffer(self, nbytes: int) -> _Buffer:
         while self._spare:
             buffer = self._spare.pop()
-            if buffer.numel() >= nbytes:
+            if len(buffer.memory) >= nbytes:
                 return buffer
-        return torch.empty(max(nbytes, self._staged_limit + 64 * _ALIGNMENT), dtype=torch.uint8)
+        return _Buffer(max(nbytes, self._staged_limit + 64 * _ALIGNMENT))
 
     # ------------------------------------------------- when they are there
 
-    def _check(self, run: _Run) -> None:
-        """Compare whole blocks with their checksums; a run begins at a block and ends at one or at its chunk's end."""
-        memory, chunk = run.memory, run.chunk
-        assert memory is not None
-        if chunk is None:
-            if checksum(memory) != run.file.header_sum:
-                raise CheckpointCorruptError(
-                    f"{self._store.location}/{run.file.name}: the header is not what was saved; the file is damaged"
-                )
-            return
-        block, number = chunk.block, chunk.first_sum + run.low // chunk.block
-        if run.frames is not None:
-            self._check_frames(run, chunk, number)
-            return
-        if run.nbytes <= block:  # as of most small tensors
-            if run.nbytes and checksum(memory) != chunk.sums.item(number):
-                raise self._damage(run, chunk, 0, run.nbytes)
-            return
-        for start in range(0, run.nbytes, block):
-            if checksum(memory[start : start + block]) != chunk.sums.item(number):
-                raise self._damage(run, chunk, start, min(block, run.nbytes - start))
-            number += 1
+    def _checks(self, runs: list[_Run]) -> Generator[bool, int, None]:
+        """Compare the blocks of a request with their checksums, as they arrive.
 
-    def _check_frames(self, run: _Run, chunk: StoredChunk, number: int) -> None:
-        start = 0
-        for size in run.frames.tolist():
-            assert run.memory is not None
-            if checksum(run.memory[start : start + size]) != chunk.sums.item(number):
-                raise self._damage(run, chunk, start, size)
-            start, number = start + size, number + 1
+        `send` takes how many bytes are there, and returns whether all blocks have been compared. A run begins at a
+        block and ends at one or at its chunk's end.
+        """
+        there = yield False
+        begin = runs[0].start
+        for run in runs:
+            memory, chunk, at = run.memory, run.chunk, run.start - begin
+            assert memory is not None
+            if run.nbytes == 0:
+                continue
+            if chunk is None:
+                while there < at + run.nbytes:
+                    there = yield False
+                if checksum(memory) != run.file.header_sum:
+                    raise CheckpointCorruptError(
+                        f"{self._store.location}/{run.file.name}: the header is not what was saved; the file is damaged"
+                    )
+                continue
+            number = chunk.first_sum + run.low // chunk.block
+            if run.nbytes <= chunk.block and run.frames is None:  # as of most small tensors
+                while there < at + run.nbytes:
+                    there = yield False
+                if checksum(memory) != chunk.sums.item(number):
+                    raise self._damage(run, chunk, 0, run.nbytes)
+                continue
+            start = 0
+            for end in _ends_of_blocks(run, chunk):
+                while there < at + end:
+                    there = yield False
+                if checksum(memory[start:end]) != chunk.sums.item(number):
+                    raise self._damage(run, chunk, start, end - start)
+                start, number = end, number + 1
+        while True:
+            yield True
 
     def _damage(self, run: _Run, chunk: StoredChunk, start: int, nbytes: int) -> CheckpointCorruptError:
         begin = run.start + start
@@ -346,16 +368,24 @@ class Requests:
         )
 
 
+def _ends_of_blocks(run: _Run, chunk: StoredChunk) -> Iterable[int]:
+    """Where the blocks of a run end in its memory."""
+    if run.frames is not None:
+        ends: list[int] = np.cumsum(run.frames).tolist()
+        return ends
+    return chain(range(chunk.block, run.nbytes, chunk.block), (run.nbytes,))
+
+
 def _decompress(run: _Run) -> None:
     chunk, span, stored = run.chunk, run.span, run.memory
     assert chunk is not None and span is not None and stored is not None
-    raw = torch.empty(-(-(span.high - span.low) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
-    memory, at, position = bytes_of(raw), 0, 0
+    raw = _Buffer(span.high - span.low)
+    memory, at, position = raw.memory, 0, 0
     for size in run.frames.tolist():
         nbytes = min(chunk.block, span.high - span.low - position)
         memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes
-    run.staged = _elements(_as_elements(raw, chunk.dtype), 0, span, chunk.itemsize)
+    run.staged = _elements(raw.elements(chunk.dtype), 0, span, chunk.itemsize)
 
 
 def _of_one_kind(filling: Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,11 +394,6 @@ def _of_one_kind(filling: Filling, run: _Run, staged: torch.Tensor) -> tuple[tor
     if target.dtype in OPAQUE or staged.dtype in OPAQUE:
         return as_bytes(target), as_bytes(staged)
     return target, staged
-
-
-def _as_elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A buffer as elements of a dtype."""
-    return buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT].view(dtype_from_name(dtype))
 
 
 def _elements(whole: torch.Tensor, start: int, span: Span, itemsize: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Chunks that are stored already, in another checkpoint: they are referred to instead of being written again.
 
-A chunk that has the same name, box, dtype and checksums as one of the base is the same.  The data file that it lies in
+A chunk that has the same name, box, dtype and checksums as one of the base is the same. The data file that it lies in
 becomes a file of the new checkpoint too, under its own name and without moving its bytes (`Store.adopt`: a hard link,
-or a copy that an object store makes by itself).  So a checkpoint never refers to anything outside of its folder, and
+or a copy that an object store makes by itself). So a checkpoint never refers to anything outside of its folder, and
 its base may be removed.
 """
 

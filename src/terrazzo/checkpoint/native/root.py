@@ -1,8 +1,8 @@
 """The root of a checkpoint of format 2: what it holds, how each tensor is cut, and which part has each chunk.
 
-It is a preamble, as in format 1, and a MessagePack head.  A tensor that is cut into a grid is stored as the steps of
-that grid, and which ranks have its chunks once for all tensors that are distributed alike.  So the root grows with the
-number of tensors, not with ranks times tensors.  `docs/format.md` specifies every field.
+It is a preamble, as in format 1, and a MessagePack head. A tensor that is cut into a grid is stored as the steps of
+that grid, and which ranks have its chunks once for all tensors that are distributed alike. So the root grows with the
+number of tensors, not with ranks times tensors. `docs/format.md` specifies every field.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ from terrazzo.checkpoint.native.writer import (
     discard,
     write_part,
 )
+from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
@@ -210,7 +211,7 @@ class NativeWriter(StorageWriter):
         return StorageMeta(self.store.location, self._files.save_id if self._files is not None else None)
 
 
-class NativeReader(StorageReader):
+class NativeReader(PlainReader):
     """Reads the native format from a store.
 
     With `verify` (the default) every byte that is used is compared with its checksum.
@@ -272,13 +273,7 @@ class NativeReader(StorageReader):
         if isinstance(metadata.storage_data, (Manifest, Root)):
             self._manifest = metadata.storage_data
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         reading = self._open()
         before = reading.bytes_read
         tensors = []
@@ -290,9 +285,6 @@ class NativeReader(StorageReader):
                 tensors.append(item)
         reading.read_items(tensors, planner)
         self.bytes_read += reading.bytes_read - before
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def read(self, plan: ReadPlan, receiver: Receiver) -> None:
         """Carry out a plan in the library's own form."""

@@ -47,7 +47,7 @@ def verify_store(
 ) -> list[Damage]:
     """All damage of the checkpoint in a store; none if it is whole.
 
-    `progress` is called with numbers of bytes, as they are checked.  With `only`, just the data files of these names
+    `progress` is called with numbers of bytes, as they are checked. With `only`, just the data files of these names
     are read; the result says nothing about the others.
     """
     try:
@@ -87,7 +87,7 @@ class _Chunks(msgspec.Struct, frozen=True, eq=False):
 
 
 def _stored(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> dict[str, list[_Chunks]]:
-    """All chunks, by file; an index that cannot be read is damage.  Raises unless each tensor's chunks make it up."""
+    """All chunks, by file; an index that cannot be read is damage. Raises unless each tensor's chunks make it up."""
     found: dict[str, list[_Chunks]] = defaultdict(list)
     if isinstance(manifest, Manifest):
         boxes = [table.astype(np.int64) for table in manifest.box_tables]
@@ -162,7 +162,7 @@ class _Blocks(msgspec.Struct, frozen=True, eq=False):
 
 
 def _joined(stored: Sequence[_Chunks]) -> _Blocks:
-    """All chunks of a file.  Tensors that share one chunk have its blocks once."""
+    """All chunks of a file. Tensors that share one chunk have its blocks once."""
     none = np.empty(0, np.int64)
     counts = np.concatenate([none, *(each.counts for each in stored)])
     sizes = np.concatenate([none, *(each.sizes for each in stored)])

@@ -25,7 +25,7 @@ _WORTH_COMPRESSING: Final = 1024  # bytes
 
 
 class Work(Protocol):
-    """What a rank has to write.  A chunk's `source` is the plan's own key for its data."""
+    """What a rank has to write. A chunk's `source` is the plan's own key for its data."""
 
     def chunks(self, compression: bool) -> tuple[list[Chunk], list[ObjectEntry]]:
         """Chunks for data files, and the objects that are small enough for the root."""

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 import terrazzo
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
@@ -32,7 +33,6 @@ from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_nu
 from terrazzo.checkpoint.native.root import PartEntry, Root
 from terrazzo.checkpoint.native.work import Work
 from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Version
-from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4

@@ -1,7 +1,7 @@
 """What a rank reads of a checkpoint of format 2: straight from its root.
 
 Nearly every tensor has the shape and dtype that were saved, and mostly is cut as it was; then no more is made of it
-than the target itself.  What does not fit is left to the planner, which knows what to say of it.
+than the target itself. What does not fit is left to the planner, which knows what to say of it.
 """
 
 from __future__ import annotations

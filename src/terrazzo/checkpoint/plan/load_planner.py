@@ -1,7 +1,7 @@
 """The default load planner: which stored bytes fill which tensors of a state dict, planned by each rank alone.
 
 For every tensor of the state dict, the boxes that this rank holds are intersected with the boxes that are
-stored.  All mismatches (missing names, other shapes, dtypes that would lose digits) are collected and raised as
+stored. All mismatches (missing names, other shapes, dtypes that would lose digits) are collected and raised as
 one error, before anything is changed.
 """
 
@@ -68,10 +68,10 @@ class DefaultLoadPlanner(LoadPlanner):
     """Plans loading into nested state dicts of tensors, distributed tensors and other values, in place.
 
     Every name of the state dict must be in the checkpoint, with the same shape and with a dtype whose values the
-    state dict's dtype can all hold; all mismatches are raised as one error.  With `allow_partial_load`, names that
-    the checkpoint lacks keep their values, and are listed in `missing` afterwards.  `allow_lossy_dtype` permits
-    conversions that lose digits.  `allow_pickle` unpickles values that were stored as pickles: only for
-    checkpoints that you trust, since unpickling can run code.  `flatten_sharded_tensors` is accepted for
+    state dict's dtype can all hold; all mismatches are raised as one error. With `allow_partial_load`, names that
+    the checkpoint lacks keep their values, and are listed in `missing` afterwards. `allow_lossy_dtype` permits
+    conversions that lose digits. `allow_pickle` unpickles values that were stored as pickles: only for
+    checkpoints that you trust, since unpickling can run code. `flatten_sharded_tensors` is accepted for
     compatibility: sharded tensors of sharded tensors are always supported.
 
     Values that were saved per rank (see `PerRank`) are recognised, and each rank gets its own.

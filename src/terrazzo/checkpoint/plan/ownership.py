@@ -208,7 +208,7 @@ def _tell(names: Sequence[str]) -> None:
         return
     _told.update(new)
     warnings.warn(
-        f"ranks hold different values of {_listed(new)}: the lowest rank's is saved.  Wrap values that are each rank's "
+        f"ranks hold different values of {_listed(new)}: the lowest rank's is saved. Wrap values that are each rank's "
         f"own in terrazzo.checkpoint.PerRank, or name them in DefaultSavePlanner(per_rank=...); name them in "
         f"DefaultSavePlanner(lowest_rank_wins=...) if this is what you want, and nothing will be said",
         DivergentValueWarning,
@@ -246,10 +246,10 @@ def assign(
     lowest_rank: bool,
     ties: Mapping[int, int] | None = None,
 ) -> list[Share]:
-    """What this rank writes.  Every holder of a claim computes the same, without communication.
+    """What this rank writes. Every holder of a claim computes the same, without communication.
 
     Claims of at least `split_from` bytes are split among all holders; the others go, largest first, to the
-    holder that has least so far.  With `lowest_rank`, each goes to its lowest holder.  With `ties`, a claim goes where
+    holder that has least so far. With `lowest_rank`, each goes to its lowest holder. With `ties`, a claim goes where
     the one goes that it is tied to.
     """
     shares: list[Share] = []

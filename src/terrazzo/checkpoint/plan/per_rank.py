@@ -1,7 +1,7 @@
 """Values that every rank has its own of: random states, positions in a data set.
 
 A checkpoint holds one value per name, so a value that differs from rank to rank must be declared: either
-wrapped in `PerRank`, or named by the `per_rank` patterns of the save planner.  Rank r's value of `rng` is
+wrapped in `PerRank`, or named by the `per_rank` patterns of the save planner. Rank r's value of `rng` is
 stored under `rng@r`, and each rank gets its own back.
 """
 

@@ -1,6 +1,6 @@
 """The default save planner: what of a state dict this rank holds, and which of it this rank writes.
 
-`create_local_plan` lists everything that the rank holds.  Which part of it the rank writes is decided in one of
+`create_local_plan` lists everything that the rank holds. Which part of it the rank writes is decided in one of
 two ways:
 - by `share_plan`, on each rank by itself after one small message (`ownership`): the usual way;
 - by `create_global_plan`, on the coordinator, with the plans of all ranks: when a subclass overrides it, or when the
@@ -74,17 +74,17 @@ class DefaultSavePlanner(SavePlanner):
     """Plans the saving of nested state dicts of tensors, distributed tensors and other values.
 
     Replicated values are written once; large replicated tensors are split among the ranks that hold them, so
-    that bytes balance.  `dedup_save_to_lowest_rank` gives each to its lowest rank instead.
+    that bytes balance. `dedup_save_to_lowest_rank` gives each to its lowest rank instead.
     `enable_plan_caching` spares the ranks sending their plans again, and the coordinator making the global one,
     when nothing changed since the last save with this planner object (only where a global plan is made at all).
     `flatten_sharded_tensors` and `dedup_replicated_tensors` are accepted for compatibility: sharded tensors of
     sharded tensors are always seen through, replicated tensors are never written twice.
 
     `per_rank` names (shell-style patterns) values that each rank has its own of;  `lowest_rank_wins` names
-    replicated values that may differ, of which the lowest rank's is kept.  That is also done, with one
+    replicated values that may differ, of which the lowest rank's is kept. That is also done, with one
     `DivergentValueWarning`, for the running statistics of batch norm and for plain scalars (`loss.item()`), which
     commonly differ; values of all other names must be equal on all ranks that hold them, or `DivergentValueError` is
-    raised.  `allow_pickle` stores values that have no typed form as pickles.
+    raised. `allow_pickle` stores values that have no typed form as pickles.
     """
 
     def __init__(

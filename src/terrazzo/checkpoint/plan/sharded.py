@@ -1,7 +1,7 @@
 """How a checkpoint sees a distributed tensor.
 
-Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor.  Its data
-is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if there are more.  If it also has
+Anything with a method `__create_chunk_list__` is one: a list of this rank's chunks of the global tensor. Its data
+is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if there are more. If it also has
 `device_mesh` and `placements`, these say which other ranks hold the same chunk, so that one of them can write it
 without communication; if not, the ranks exchange what they hold (`ownership`).
 
@@ -40,7 +40,7 @@ class Holders:
 
 
 class ShardView(msgspec.Struct, frozen=True, eq=False):
-    """A rank's part of a distributed tensor.  `holders` is None if the tensor does not say who holds the same."""
+    """A rank's part of a distributed tensor. `holders` is None if the tensor does not say who holds the same."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Viewer:
         self._others: set[type[Any]] = set()  # kinds that are not PyTorch's ShardedTensor
 
     def view(self, name: str, value: Any) -> ShardView:
-        """This rank's part of the distributed tensor `value`.  For use under `torch.no_grad`."""
+        """This rank's part of the distributed tensor `value`. For use under `torch.no_grad`."""
         only = self.only_chunk(name, value)
         if only is not None:
             size, box, local, holders = only
@@ -217,7 +217,7 @@ def _has_memory(value: torch.Tensor) -> bool:
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of the state dict.
 
-    PyTorch's planners rewrite sharded tensors of sharded tensors at this point.  Here a `Viewer` handles them, and this
+    PyTorch's planners rewrite sharded tensors of sharded tensors at this point. Here a `Viewer` handles them, and this
     function remains for planners that call it.
     """
     return dict(state_dict)

@@ -1,7 +1,7 @@
 """Saving in the background: one save in flight per process group, on a thread or in a process.
 
-The state is copied first (`staging`); only the copy delays training.  The background has its own connections, so its
-messages are never mixed with those of training.  An error is raised by the future's `result()`, or, if that is not
+The state is copied first (`staging`); only the copy delays training. The background has its own connections, so its
+messages are never mixed with those of training. An error is raised by the future's `result()`, or, if that is not
 called, by the next save.
 """
 
@@ -104,7 +104,7 @@ class Background:
         return failed
 
     def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
-        """Connections for the background, with this time limit or the group's own.  Collective when they are made: at
+        """Connections for the background, with this time limit or the group's own. Collective when they are made: at
         the first call, and after they broke."""
         group = group if group is not None else dist.group.WORLD
         if self._plane is None:
@@ -113,7 +113,7 @@ class Background:
         return self._plane
 
     def process(self, team: Team, timeout: timedelta | None) -> ProcessSaver:
-        """The process that saves; started on all ranks if there is none or one has died.  Collective."""
+        """The process that saves; started on all ranks if there is none or one has died. Collective."""
         alive = self._process is not None and self._process.alive
         try:
             everyone = team.reduce(

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import msgspec
 import torch
 
+from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.memory import same_memory
@@ -25,7 +26,6 @@ from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
-from terrazzo.checkpoint.stores.threads import Worker
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 

@@ -40,7 +40,7 @@ def map_paths(value: Any, fn: Callable[[tuple[Any, ...], Any], Any], path: tuple
 
 
 def full(value: Any) -> Any:
-    """The whole tensor on every rank; anything that is not distributed unchanged.  Collective."""
+    """The whole tensor on every rank; anything that is not distributed unchanged. Collective."""
     if is_distributed(value):
         with torch.no_grad():
             return value.full_tensor()
@@ -53,7 +53,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def gathered(state: dict[str, Any], *, to_cpu: bool, keep: bool) -> dict[str, Any]:
-    """Every tensor of `state` in full.  With `keep` false this rank takes part in the gathering but keeps nothing."""
+    """Every tensor of `state` in full. With `keep` false this rank takes part in the gathering but keeps nothing."""
 
     def gather(_: tuple[Any, ...], value: Any) -> Any:
         whole = full(value)
@@ -83,7 +83,7 @@ def write_full(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
 def laid_out_like(value: Any, like: torch.Tensor, name: str) -> Any:
     """`value` with the layout of `like`: distributed the same way, or plain where `like` is plain.
 
-    Values of another shape (an optimizer's step counter, a factored moment) stay as they are.  Collective where both
+    Values of another shape (an optimizer's step counter, a factored moment) stay as they are. Collective where both
     are distributed, but differently.
     """
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(like.shape):

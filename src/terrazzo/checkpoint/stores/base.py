@@ -67,13 +67,16 @@ class Entry(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, eq=False):
     """Bytes to read: those of `key` from `start` on, into the buffers one after the other.
 
-    `owner` is for the caller.
+    `owner` is for the caller. A store that reads a request in several steps calls `arrived`, if there is one, after
+    each with the number of bytes that are there, so that the caller can use them while they are in the processor's
+    cache. A store need not call it; it must not be called by another thread than the one that iterates over `read`.
     """
 
     key: str
     start: int
     buffers: Sequence[memoryview]
     owner: Any = None
+    arrived: Callable[[int], object] | None = None
 
     @property
     def size(self) -> int:

@@ -47,6 +47,7 @@ from terrazzo.errors import CheckpointFormatError, ConflictError
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
 _WRITE_BEHIND: Final = 8 << 20
+_STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 _LOCK_SECONDS: Final = 60.0  # the lock is held for one rename
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
@@ -189,7 +190,10 @@ class LocalStore(Store):
                     if file is not None:
                         file.close()
                     file, name = self.open(request.key), request.key
-                file.read_into(request.start, request.buffers)
+                if request.arrived is None:
+                    file.read_into(request.start, request.buffers)
+                else:
+                    file.read_in_steps(request.start, request.buffers, request.arrived)
                 yield request
         finally:
             if file is not None:
@@ -509,23 +513,31 @@ class _LocalReadFile(ReadFile):
                 offset += got
                 group = _without_first(group, got)
 
+    def read_in_steps(self, offset: int, buffers: Sequence[memoryview], arrived: Callable[[int], object]) -> None:
+        """Like `read_into`, in steps that fit into the cache; calls `arrived` after each: see `Request`."""
+        done = 0
+        for group in _groups(buffers, _STEP):
+            self.read_into(offset + done, group)
+            done += sum([len(buffer) for buffer in group])
+            arrived(done)
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self._os.close(fd)
 
 
-def _groups(buffers: Sequence[memoryview]) -> list[Sequence[memoryview]]:
-    """The buffers in groups that one system call can take."""
-    if len(buffers) <= _MAX_BUFFERS and (together := sum(map(len, buffers))) <= _MAX_BYTES:
+def _groups(buffers: Sequence[memoryview], most: int = _MAX_BYTES) -> list[Sequence[memoryview]]:
+    """The buffers in groups that one system call can take, of at most `most` bytes."""
+    if len(buffers) <= _MAX_BUFFERS and (together := sum(map(len, buffers))) <= most:
         return [buffers] if together else []
     groups: list[Sequence[memoryview]] = []
     group: list[memoryview] = []
     total = 0
     for buffer in buffers:
-        for start in range(0, len(buffer), _MAX_BYTES):
-            piece = buffer[start : start + _MAX_BYTES]
-            if group and (total + len(piece) > _MAX_BYTES or len(group) == _MAX_BUFFERS):
+        for start in range(0, len(buffer), most):
+            piece = buffer[start : start + most]
+            if group and (total + len(piece) > most or len(group) == _MAX_BUFFERS):
                 groups.append(group)
                 group, total = [], 0
             group.append(piece)

@@ -4,11 +4,11 @@ Requests are made by `obstore`, which signs them, retries those that failed on t
 lock while it waits.
 
 Why it works as it does:
-- a data file is sent by one request when it is complete.  So a killed rank leaves whole files, which a later save finds
+- a data file is sent by one request when it is complete. So a killed rank leaves whole files, which a later save finds
   by their names and removes, and no half-sent uploads, which only a rule of the bucket could remove;
 - therefore data files are kept small here, and several are sent at once;
 - only a file that has to be large (of `torch.save` or DeepSpeed) is sent in parts, from 64 MiB on;
-- the root is put on condition that the present one has not changed.  If the store reports a change, the reply to an
+- the root is put on condition that the present one has not changed. If the store reports a change, the reply to an
   earlier try may have been lost: so the root is read back, and if it is the one that was put, the commit succeeded;
 - a lease has ended if the newest file of its save is older than `lease_seconds`, by the store's clock.
 """
@@ -32,6 +32,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
     LEASE_SECONDS,
@@ -45,7 +46,6 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
-from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")

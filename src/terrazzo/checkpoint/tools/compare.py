@@ -47,9 +47,9 @@ def compare(
     tolerance: float = 0.0,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[Difference]:
-    """All differences, in the order of names.  Numbers within `tolerance` are equal, and nan equals nan.
+    """All differences, in the order of names. Numbers within `tolerance` are equal, and nan equals nan.
 
-    `progress` is called with numbers of bytes of `one`, as they are compared.  In terrazzo's own format, values with
+    `progress` is called with numbers of bytes of `one`, as they are compared. In terrazzo's own format, values with
     equal checksums had the same bytes when they were saved, and are not read; `verify` checks whether they still have
     them.
 

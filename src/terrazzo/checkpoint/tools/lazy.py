@@ -36,7 +36,7 @@ _SHOWN: Final = 50  # values in a notebook
 class Checkpoint(Mapping[str, Any]):
     """The checkpoint at a path, a URL or in a store, of any format that terrazzo reads.
 
-    Tensors come as `LazyTensor`s, other values as themselves.  `allow_pickle` unpickles values that were stored
+    Tensors come as `LazyTensor`s, other values as themselves. `allow_pickle` unpickles values that were stored
     as pickles; only for checkpoints that you trust.
 
     >>> import tempfile
@@ -177,7 +177,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class LazyTensor:
-    """A stored tensor.  Indexing reads what the index selects: `t[2:4]`, `t[..., 0]`, `t[...]` for all of it."""
+    """A stored tensor. Indexing reads what the index selects: `t[2:4]`, `t[..., 0]`, `t[...]` for all of it."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, entry: TensorStorageMetadata) -> None:
         self._checkpoint = checkpoint

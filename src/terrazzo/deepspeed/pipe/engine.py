@@ -17,7 +17,7 @@ from terrazzo.errors import EngineError
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a `PipelineModule`.  Micro-batches are pairs of inputs and labels."""
+    """Trains a `PipelineModule`. Micro-batches are pairs of inputs and labels."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`PipelineModule`: a sequence of layers, of which each rank holds those of its stage.
 
-A layer has the name that it would have in an `nn.Sequential` of all layers: its number.  So the stages' state dicts
+A layer has the name that it would have in an `nn.Sequential` of all layers: its number. So the stages' state dicts
 together are the state dict of the whole model.
 """
 

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer states of a parameter: whole on every rank, or this rank's part.
 
-Functions for whole tensors must be called on all ranks.  Gradients exist between `backward` and `step`; they are
+Functions for whole tensors must be called on all ranks. Gradients exist between `backward` and `step`; they are
 returned as the step uses them, without the loss scale.
 """
 

@@ -1,6 +1,6 @@
 """Blocks in which parameters are whole, for reading and writing.
 
-Outside, a parameter is a DTensor of which each rank holds a part.  While it is gathered, every operation on it runs on
+Outside, a parameter is a DTensor of which each rank holds a part. While it is gathered, every operation on it runs on
 the whole tensor instead; afterwards each rank takes its part of one rank's whole tensor.
 """
 

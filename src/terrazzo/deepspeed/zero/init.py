@@ -12,8 +12,8 @@ from torch import nn
 class Init:
     """A context in which a model is created.
 
-    DeepSpeed shards every module as soon as it is created.  Here `initialize` shards the model; until then each rank
-    holds all of it in CPU memory.  Create a model that does not fit on the meta device, which `initialize` supports.
+    DeepSpeed shards every module as soon as it is created. Here `initialize` shards the model; until then each rank
+    holds all of it in CPU memory. Create a model that does not fit on the meta device, which `initialize` supports.
 
     >>> with Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
     ...     model = nn.Linear(2, 2)

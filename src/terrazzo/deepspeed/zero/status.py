@@ -1,6 +1,6 @@
 """Attributes that scripts read from a parameter: whether it is sharded, and its whole size.
 
-In DeepSpeed parameters have them in stage 3.  Here parameters are DTensors in every stage, so a script that gathers
+In DeepSpeed parameters have them in stage 3. Here parameters are DTensors in every stage, so a script that gathers
 parameters with these attributes works in all stages.
 """
 

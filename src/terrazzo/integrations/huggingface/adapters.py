@@ -43,7 +43,7 @@ def save_adapter(
 ) -> None:
     """Save an adapter as `PeftModel.from_pretrained` reads it: `adapter_model.safetensors` and `adapter_config.json`.
 
-    All ranks call it together, and each writes its part.  A trained parameter that would not be saved is an error.
+    All ranks call it together, and each writes its part. A trained parameter that would not be saved is an error.
 
     Args:
         model: A `PeftModel`, or a model of transformers that has adapters; sharded or not.
@@ -77,7 +77,7 @@ def load_adapter(
     """Load an adapter into a model that has one of the same kind, sharded or not.
 
     Create that adapter with `get_peft_model(model, PeftConfig.from_pretrained(path))`; if its config gives the weights
-    another meaning, that is an error.  Arguments and result are those of `load_model`.
+    another meaning, that is an error. Arguments and result are those of `load_model`.
     """
     place = path if isinstance(path, Place) else Place(path)
     state = state_of(model)

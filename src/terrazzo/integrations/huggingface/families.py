@@ -51,7 +51,7 @@ def llama(
 def qwen3(
     config: Any, *, qkv: str | None = "qkv_proj", gate_up: str | None = "gate_up_proj", grouped: bool = False
 ) -> Rename:
-    """Qwen3, for a model with fused projections: see `llama`.  The norms of queries and keys keep their names."""
+    """Qwen3, for a model with fused projections: see `llama`. The norms of queries and keys keep their names."""
     return llama(config, qkv=qkv, gate_up=gate_up, grouped=grouped)
 
 

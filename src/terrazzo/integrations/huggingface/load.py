@@ -35,8 +35,8 @@ def load_model(
     """Load `model.safetensors`, or the files that `model.safetensors.index.json` names, into a model.
 
     The model may be plain, tensor-parallel, under `fully_shard` or any of these together; each rank reads the bytes of
-    its own shards, and no rank waits for another.  Parameters and buffers on the meta device are allocated; others are
-    filled in place.  Buffers that are not persistent are not in the files: those with memory are left alone, and those
+    its own shards, and no rank waits for another. Parameters and buffers on the meta device are allocated; others are
+    filled in place. Buffers that are not persistent are not in the files: those with memory are left alone, and those
     on the meta device are created by the model's own `_init_weights`, if it has one (transformers' models do), or else
     stay on the meta device.
 
@@ -45,10 +45,10 @@ def load_model(
     Args:
         model: The model; not one under PyTorch's `FullyShardedDataParallel`.
         path: A folder, a URL, a store, or a single file.
-        rename: How names in the model correspond to names in the files, if they differ or layers are fused.  None: the
+        rename: How names in the model correspond to names in the files, if they differ or layers are fused. None: the
             rules of the model's family (`config.model_type`), or the same names.
         dtype: Floating-point tensors on the meta device get this dtype, and loading into tensors of this dtype may
-            round.  None: dtypes are kept, and a value that would be rounded is an error.
+            round. None: dtypes are kept, and a value that would be rounded is an error.
         strict: Raise if a name of the model is not in the files, or a name in the files not in the model.
 
     Returns:

@@ -1,7 +1,7 @@
 """Which tensors of a model correspond to which tensors in files, where names differ or several tensors are joined.
 
-A rule has patterns of names for the model and for the files.  A placeholder such as `{n}` stands for one part of a
-name, between dots; it must have the same value on both sides.  One side has one pattern.  If the other side has
+A rule has patterns of names for the model and for the files. A placeholder such as `{n}` stands for one part of a
+name, between dots; it must have the same value on both sides. One side has one pattern. If the other side has
 several, the tensor of the first is the concatenation of theirs along a dim:
 
     Rule("layers.{n}.norm.weight", "model.layers.{n}.input_layernorm.weight")
@@ -11,7 +11,7 @@ A placeholder on one side only is a number: the index along a first dim of the o
 
     Rule("layers.{n}.experts.down", "layers.{n}.experts.{e}.down.weight")
 
-All rules are reduced to links: a box of a tensor of the model is a box of a tensor in a file (`Link`).  Loading and
+All rules are reduced to links: a box of a tensor of the model is a box of a tensor in a file (`Link`). Loading and
 saving use only links, so every rule works in both directions.
 """
 

@@ -34,11 +34,11 @@ def save_model(
 ) -> None:
     """Save a model's weights as `from_pretrained` reads them: `model.safetensors`, or several files and their index.
 
-    All ranks call it together.  Each writes its own shards to their places in the files; in an object store one rank
-    uploads each file, and gets the others' parts a few MB at a time.  So no rank ever holds more of the model than it
-    did before.  An existing checkpoint stays whole until the new one is.
+    All ranks call it together. Each writes its own shards to their places in the files; in an object store one rank
+    uploads each file, and gets the others' parts a few MB at a time. So no rank ever holds more of the model than it
+    did before. An existing checkpoint stays whole until the new one is.
 
-    Tied parameters are written once, under the name that transformers expects.  `config.json` and the tokenizer are
+    Tied parameters are written once, under the name that transformers expects. `config.json` and the tokenizer are
     not weights: write them on rank 0 with `model.config.save_pretrained(path)`.
 
     Args:

@@ -1,6 +1,6 @@
 """How a call on DTensors becomes a call on local tensors.
 
-`DTensor.__torch_function__` makes a key (`keys`) and runs the route that is cached for it.  The first time:
+`DTensor.__torch_function__` makes a key (`keys`) and runs the route that is cached for it. The first time:
 
     calls       decides how a function runs for these layouts, and caches the route
     names       one name for the many functions that are one operation

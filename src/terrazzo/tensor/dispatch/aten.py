@@ -1,7 +1,7 @@
 """DTensors inside composites that PyTorch's C++ decomposes: they come back here as single aten operations.
 
-A DTensor's autograd graph is that of its local tensor.  C++ autograd has run before this point, but has recorded
-nothing for the DTensor.  The thread state from before is restored, so that operations on the local tensors are recorded
+A DTensor's autograd graph is that of its local tensor. C++ autograd has run before this point, but has recorded
+nothing for the DTensor. The thread state from before is restored, so that operations on the local tensors are recorded
 as usual.
 """
 

@@ -1,7 +1,7 @@
 """One name for the many functions that are one operation.
 
 `torch.add`, `Tensor.__add__`, `Tensor.add` and `aten.add.Tensor` are all `add`; `Tensor.add_` and `aten.add_.Tensor`
-are `add`, in place.  Rules are registered under these names.
+are `add`, in place. Rules are registered under these names.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -
 
 
 def _view_route(name: str, plan: CallPlan, run: Route, is_one: bool) -> Route:
-    """For views: a view of a copied view is a copied view.  `is_one`: the result is one tensor, not a tuple."""
+    """For views: a view of a copied view is a copied view. `is_one`: the result is one tensor, not a tuple."""
     positional = plan.operands[0].path[0] == 0
     if is_one and positional and not plan.copies_view and not any(o.cast for o in plan.operands):
         return _simple_view(name, plan)

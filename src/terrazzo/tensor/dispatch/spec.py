@@ -1,11 +1,11 @@
 """What a sharding rule says about one call, as data.
 
 A rule sees a `Call`: the function's canonical name, its arguments with every DTensor replaced by an `Operand` (shape
-and placements only: rules are the same on every rank and for every dtype).  It answers with a `Spec`, or None when
+and placements only: rules are the same on every rank and for every dtype). It answers with a `Spec`, or None when
 it does not cover the call.
 
 A `Spec` maps each dimension of each operand and output to a *factor*, a loop of the computation: `mm` is
-`ins=[(0, 1), (1, 2)], outs=[(0, 2)]`.  Sharding a factor shards every dimension that it names.
+`ins=[(0, 1), (1, 2)], outs=[(0, 2)]`. Sharding a factor shards every dimension that it names.
 
 - A factor in no output must be in `reduce`, with the reduction that joins the partial results.
 - A factor in `whole` cannot be sharded; None stands for a dimension with its own factor that cannot.

@@ -1,6 +1,6 @@
 """Windows that slide over a sharded dim: each rank fetches the rows beyond its own that its windows need.
 
-Inputs and outputs are both cut as `torch.chunk` does, so which rows a window needs is arithmetic.  The rows come from
+Inputs and outputs are both cut as `torch.chunk` does, so which rows a window needs is arithmetic. The rows come from
 the ranks that hold them (neighbours, except for tiny shards), and their gradients go back the same way.
 """
 

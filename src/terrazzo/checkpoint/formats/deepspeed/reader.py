@@ -1,6 +1,6 @@
 """Reading DeepSpeed's checkpoints, whatever the number of ranks that saved them and that read them.
 
-Tensors are found in the ranks' flat partitions and read from there: nothing is put together first.  What is held
+Tensors are found in the ranks' flat partitions and read from there: nothing is put together first. What is held
 besides the tensors that are read into is the table of contents and at most 8 MiB.
 """
 

@@ -1,6 +1,6 @@
 """What a save finds where it goes, and what it holds there until it ends; on the coordinator.
 
-A lease shows that the save is alive.  The mark is for one save at a time: who holds it may use the usual names of
+A lease shows that the save is alive. The mark is for one save at a time: who holds it may use the usual names of
 shards.
 """
 
@@ -132,7 +132,7 @@ class Claim:
     def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
         """After the commit: the checkpoint that was there, and shards that nothing names.
 
-        Without locks another save may have committed since `check_unchanged`.  Its files stay, and the save whose
+        Without locks another save may have committed since `check_unchanged`. Its files stay, and the save whose
         checkpoint is hidden by the other raises, so there is a checkpoint whatever the order.
 
         Args:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.futures import Future
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.formats.huggingface.files import SUFFIX, files_of
 from terrazzo.checkpoint.formats.huggingface.quantised import Quantised, dequantised, find_quantised
 from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
@@ -28,10 +28,9 @@ from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.manifest import FileEntry, check_shape
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
+from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Entry, Place, Store
-from terrazzo.checkpoint.stores.threads import results_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 
@@ -47,7 +46,7 @@ class _Part:
     stored: StoredChunk
 
 
-class HuggingFaceReader(StorageReader):
+class HuggingFaceReader(PlainReader):
     """Reads `model.safetensors`, or the files that `model.safetensors.index.json` names.
 
     Args:
@@ -105,13 +104,7 @@ class HuggingFaceReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         self.read_metadata()
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         self.read_metadata()
         self._used = True
         plain: list[tuple[StoredChunk, ReadItem]] = []
@@ -142,9 +135,6 @@ class HuggingFaceReader(StorageReader):
             planner.commit_tensor(item, target)
         self._check_unchanged({item.storage_index.fqn for item in plan.items})
         self.bytes_read += requests.bytes_read
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

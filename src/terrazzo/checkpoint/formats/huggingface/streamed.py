@@ -1,7 +1,7 @@
 """Files that cannot be written by several processes: each has one owner, to whom the others send their parts.
 
 A file is made window by window, each a few MB: all ranks send the owner what they have of the window, and the owner
-puts it together and sends it on.  Ranks do not wait for owners, so the owners of several files send at once.
+puts it together and sends it on. Ranks do not wait for owners, so the owners of several files send at once.
 
 A rank that fails goes on taking part, with nothing, so that no other waits for it; it raises when all is over.
 """

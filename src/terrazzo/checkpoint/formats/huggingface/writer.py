@@ -1,12 +1,12 @@
 """Writing safetensors files from sharded tensors: every rank its share, committed at once.
 
-In a folder each rank writes its byte ranges of the files, where they lie, under names of this save.  In stores that
+In a folder each rank writes its byte ranges of the files, where they lie, under names of this save. In stores that
 take a file only as a whole, each file has an owner (`streamed`).
 
 What each step is there for:
 - files get their final names when all ranks have written all of them; several are named by an index, which is put last
   and on condition that no other save has put one since: so a reader finds the old checkpoint or the new one;
-- `model.safetensors` is found before any index.  So a checkpoint of one file is there when the file takes that name,
+- `model.safetensors` is found before any index. So a checkpoint of one file is there when the file takes that name,
   and one of several files replaces one of one file when that is deleted, after the index is there;
 - the usual names of shards are used by the save that holds the mark, if no file has such a name; others have names with
   the save's id, so no save ever writes to a file of another checkpoint;
@@ -59,7 +59,7 @@ class HuggingFaceWriter(StorageWriter):
 
     Args:
         path: The folder, its URL or its store.
-        layout: Which tensor lies where; every rank gives the same.  None: made on the coordinator, from what all save.
+        layout: Which tensor lies where; every rank gives the same. None: made on the coordinator, from what all save.
         make_layout: How, then.
         stem: What file names begin with.
         beside: Small files that belong to the checkpoint; they are put at the commit.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import terrazzo
+from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -27,7 +28,6 @@ from terrazzo.checkpoint import (
 from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
 from terrazzo.checkpoint.stores import Capabilities, LocalStore
-from terrazzo.checkpoint.stores.threads import Worker, results_of
 
 
 def test_results_come_in_the_order_of_the_calls_and_threads_run_at_once() -> None:

@@ -57,7 +57,7 @@ def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> lis
 class Worker:
     """Makes calls one after the other, on a thread that exists while there are any.
 
-    A process that ends waits for them.  As a context manager, it waits for them at its end.
+    A process that ends waits for them. As a context manager, it waits for them at its end.
 
     >>> with Worker("example") as worker:
     ...     worker.submit(lambda: 3).result()
