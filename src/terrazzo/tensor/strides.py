@@ -24,7 +24,11 @@ Known = tuple[tuple[int, ...], tuple[int, ...]]
 
 def note_strides(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """`local`, of which it is known from now on that the global tensor of this shape has these strides."""
-    known: Known = (tuple(shape), tuple(strides))
+    return note_known(local, (tuple(shape), tuple(strides)))
+
+
+def note_known(local: torch.Tensor, known: Known) -> torch.Tensor:
+    """The same, with shape and strides in one."""
     setattr(local, _STRIDES, known)
     return local
 
@@ -32,7 +36,7 @@ def note_strides(local: torch.Tensor, shape: Sequence[int], strides: Sequence[in
 def keeping_strides(same: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`same`, which has the elements of `of` in the same order, with what is known of its strides."""
     known: Known | None = getattr(of, _STRIDES, None)
-    return same if known is None else note_strides(same, *known)
+    return same if known is None else note_known(same, known)
 
 
 def what_strides_say(local: torch.Tensor) -> tuple[bool, Any]:

@@ -18,7 +18,7 @@ from terrazzo.layout import Layout
 from terrazzo.tensor.dispatch.planner import OperandPlan
 from terrazzo.tensor.dispatch.spec import LocalFunction
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
-from terrazzo.tensor.strides import is_contiguous, is_thin, note_strides, strides_in_memory, what_strides_say
+from terrazzo.tensor.strides import Known, is_contiguous, is_thin, note_known, strides_in_memory, what_strides_say
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -41,7 +41,7 @@ def noting_strides(
 ) -> LocalFunction:
     """`local` (the caller's function if None), which notes the global strides of its results."""
     paths = [o.path for o in operands]
-    to_note: dict[tuple[Any, ...], Strides | None] = {}
+    to_note: dict[tuple[Any, ...], list[Known | None] | None] = {}
 
     def say_it(key: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
         """New results of contiguous tensors are contiguous, and C++'s strides say so if those of the tensors do."""
@@ -53,21 +53,28 @@ def noting_strides(
         given = [get_at(loc, kw, path) for path in paths]
         key = tuple([what_strides_say(t) for t in given])
         result = func(*loc, **kw) if local is None else local(func, loc, kw)
-        if key not in to_note:
-            to_note[key] = None if say_it(key, given) else _global_strides(name, func, loc, kw, operands, outs)
-        noted = to_note[key]
+        try:
+            noted = to_note[key]
+        except KeyError:
+            strides = None if say_it(key, given) else _global_strides(name, func, loc, kw, operands, outs)
+            noted = to_note[key] = None if strides is None else _known(outs, strides)
         if noted is None:
             return result
-        each = iter(zip(outs, noted, strict=True))
+        each = iter(noted)
 
         def note(t: torch.Tensor) -> torch.Tensor:
-            out, strides = next(each)
-            is_itself = any(t is g for g in given)
-            return t if is_itself or not strides_say_little(out) else note_strides(t, out.shape, strides)
+            known = next(each)
+            if known is not None and not any(t is g for g in given):  # a function may return its argument
+                note_known(t, known)
+            return t
 
-        return map_tensors(result, note)
+        return note(result) if isinstance(result, torch.Tensor) else map_tensors(result, note)
 
     return run
+
+
+def _known(outs: Sequence[Layout], strides: Strides) -> list[Known | None]:
+    return [(tuple(o.shape), s) if strides_say_little(o) else None for o, s in zip(outs, strides, strict=True)]
 
 
 def _global_strides(

@@ -18,7 +18,7 @@ from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.ops.table import decomposition, rule
-from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups
+from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups, what_strides_say
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -96,21 +96,30 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
         if layout is not input.layout:  # it was redistributed, so it is a copy and may have any strides
             return OneArgument(torch.Tensor.reshape, new_shape)
         if is_thin(layout.local_shape, layout.shape):
-            return lambda func, loc, kw: _thin_reshape(loc[0], layout.shape, shape, new_shape, copies is not None)
+            return _thin_reshape(layout.shape, shape, new_shape, copies is not None)
         return OneArgument(torch.Tensor.view, new_shape, copies)
 
     return moved(input, out, shape, localize=localize, even=even)
 
 
 def _thin_reshape(
-    local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int], copies: bool
-) -> torch.Tensor:
+    shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int], copies: bool
+) -> LocalFunction:
     """One row can be viewed as any shape; but all ranks must do the same, so the global strides decide."""
-    if has_view(local, shape, new_shape):
-        return local.view(new_local)
-    if not copies:
-        raise no_view(shape, new_shape)
-    return local.reshape(new_local).clone()
+    views: dict[Any, bool] = {}
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        local: torch.Tensor = loc[0]
+        key = what_strides_say(local)
+        if key not in views:
+            views[key] = has_view(local, shape, new_shape)
+        if views[key]:
+            return local.view(new_local)
+        if not copies:
+            raise no_view(shape, new_shape)
+        return local.reshape(new_local).clone()
+
+    return run
 
 
 @rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
