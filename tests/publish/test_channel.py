@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from publish import worlds
 from ranks import run_fresh, run_ranks
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
 from terrazzo.publish.exchange import Connections
@@ -204,6 +205,29 @@ def test_a_publisher_dies_and_another_goes_on(address):
     run_ranks(2, worlds.end_receiver)
     run_ranks(4, worlds.end_trainer)
     del store
+
+
+class LateTeam(Team):
+    """Its rank goes on late after each step."""
+
+    def reduce(self, *args, **kwargs):
+        found = super().reduce(*args, **kwargs)
+        time.sleep(0.5)
+        return found
+
+
+def close_late(address):
+    begin_trainer(address, torch.float32, 1 << 10, limit=timedelta(seconds=10))
+    worlds.publish(0, 1.0, wait=False)
+    publisher = worlds.KEPT["trainer"][1]
+    team = publisher._side.team()
+    if team.rank > 0:
+        publisher._side.team = lambda: LateTeam(team.rank, team.ranks, team.plane, team.doing)
+    worlds.end_trainer()
+
+
+def test_ranks_that_close_after_the_first_has_stopped_sending(address):
+    run_ranks(2, close_late, address)
 
 
 def receive_and_die(address):

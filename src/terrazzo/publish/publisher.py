@@ -174,9 +174,16 @@ class Publisher:
         running = self._side.running
         if isinstance(self._sender, ChannelSender) and running is not None:
             sender = self._sender
+
+            def look() -> bytes:
+                sender.wait_until_taken(running.done)
+                return b"" if running.done() else b"sending"
+
+            # Agreed on: the others may look when the first rank has closed its publisher already, which ends their
+            # sending, too.
             with raising_step_errors():
-                self._side.team().together(lambda: sender.wait_until_taken(running.done))
-            if not running.done():
+                sending = self._side.team().reduce(look, lambda said: b"sending" if all(said) else b"")
+            if sending:
                 self._last = sender.last
                 return self._last
         result, error = self._side.outcome()
