@@ -156,7 +156,7 @@ def test_a_peer_is_a_store(tmp_path: Path):
     for _ in step.read([Request("data-1", 3, [memoryview(end) for end in ends])]):
         pass
     assert bytes(ends[0] + ends[1]) == data[3:5_000_010]
-    assert peer.beneath("global_step2").adopt_from("global_step1", "data-1")
+    assert peer.beneath("global_step2").adopt_from("global_step1", "data-1", "data-2") == "data-2"
     with pytest.raises(FileNotFoundError):
         step.get("absent")
     with pytest.raises(OSError, match="ends"):
@@ -178,7 +178,8 @@ def test_a_peer_is_a_store(tmp_path: Path):
         ("", "get", ("../secret",)),
         ("global_step1", "get", ("../../secret",)),
         ("global_step1", "put", ("/tmp/x",)),
-        ("global_step1", "adopt", ("../..", "secret")),
+        ("global_step1", "adopt", ("../..", "secret", "mine")),
+        ("global_step1", "adopt", ("global_step2", "secret", "../mine")),
         ("", "remove_folder", (7,)),
         ("", "exec", ("ls",)),
         ("", "read", ("secret", "0", 5)),

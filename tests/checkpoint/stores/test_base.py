@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, async_save, load, save, verify
+from terrazzo.checkpoint.native.cleaning import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.verify import verify_store
-from terrazzo.checkpoint.stores import MemoryStore
+from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Version
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError, CheckpointValueError
 
 
@@ -69,6 +70,36 @@ def test_on_the_base_of_what_is_being_replaced(tmp_path: Path) -> None:
     assert len(os.listdir(path)) == 2
     async_save(state(10), checkpoint_id=path, no_dist=True, base=path).result()
     check(path, 10)
+
+
+class CleanedByAnother(LocalStore):
+    """A folder that another save cleans just before this one commits."""
+
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        if key == MANIFEST:
+            remove_leftovers(LocalStore(self.location))
+        return super().put(key, data, only_if=only_if)
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "the same"])
+def test_another_save_removes_no_file_of_the_base(tmp_path: Path, place: str) -> None:
+    base = tmp_path / "base"
+    path = base if place == "the same" else tmp_path / "run"
+    save(state(0), checkpoint_id=base, no_dist=True)
+    before = inodes(base)
+    save(state(1), store=CleanedByAnother(path), no_dist=True, base=base)
+    check(path, 1)
+    assert newly_written(path, before) < 40_000
+    check(base, 1 if path == base else 0)
+
+
+def test_a_save_that_fails_leaves_no_file_of_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(state(0), checkpoint_id=tmp_path / "0", no_dist=True)
+    monkeypatch.setattr(LocalStore, "upload", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(CheckpointError, match="full"):
+        save(state(1), checkpoint_id=tmp_path / "1", no_dist=True, base=tmp_path / "0")
+    assert list((tmp_path / "1").glob("data-*")) == []
+    check(tmp_path / "0", 0)
 
 
 def test_other_shapes_dtypes_and_compression_are_written(tmp_path: Path) -> None:

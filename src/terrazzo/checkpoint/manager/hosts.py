@@ -215,18 +215,18 @@ class HostsStore(Store):
     def lease_ended(self, key: str, last_sign: float) -> bool:
         return all(host.lease_ended(key, last_sign) for host in self.hosts.all if host.exists(key))
 
-    def adopt(self, other: Store, key: str) -> bool:
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
         if not isinstance(other, HostsStore):
-            return False
-        found = False
+            return None
+        found = None
         for here, there in zip(self.hosts.all, other.hosts.all, strict=True):
             if not there.exists(key):
                 continue
             if isinstance(here, PeerStore):
-                found = here.adopt_from(other._folder, key) or found
+                found = here.adopt_from(other._folder, key, name) or found
             else:
                 here.prepare()
-                found = here.adopt(there, key) or found
+                found = here.adopt(there, key, name) or found
         return found
 
 

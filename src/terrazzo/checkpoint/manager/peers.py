@@ -157,11 +157,11 @@ class PeerServer:
                     self._store.remove_folder(name)
             case "lease_ended", (str(key), float(sign)):
                 return store.lease_ended(_plain(key), sign)
-            case "adopt", (str(other), str(key)):
+            case "adopt", (str(other), str(key), str(name)):
                 if step_of_name(other) is None:
                     raise ValueError(f"{other!r} is not the folder of a step")
                 store.prepare()
-                return store.adopt(self._store.beneath(other), _plain(key))
+                return store.adopt(self._store.beneath(other), _plain(key), _plain(name))
             case "send_on", (str(key),):
                 self._send_on(call.folder, _plain(key))
             case _:
@@ -242,9 +242,10 @@ class PeerStore(Store):
     def lease_ended(self, key: str, last_sign: float) -> bool:
         return bool(self._call("lease_ended", key, last_sign))
 
-    def adopt_from(self, other: str, key: str) -> bool:
-        """Take over a file from another folder of that host."""
-        return bool(self._call("adopt", other, key))
+    def adopt_from(self, other: str, key: str, name: str) -> str | None:
+        """Take over a file from another folder of that host, under the key `name`."""
+        adopted = self._call("adopt", other, key, name)
+        return None if adopted is None else str(adopted)
 
 
 class _Pool:

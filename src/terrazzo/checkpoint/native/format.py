@@ -42,6 +42,15 @@ def data_name(save_id: str, rank: int, index: int | None = None) -> str:
     return f"data-{save_id}-{rank:05d}{suffix}.safetensors"
 
 
+def adopted_name(save_id: str, name: str) -> str:
+    """The name, in this save, of a data file of another one: the same on all ranks that use some of it.
+
+    >>> adopted_name("0123456789ab", "data-ba9876543210-00003.safetensors")
+    'data-0123456789ab-00000-8360246759084738366.safetensors'
+    """
+    return data_name(save_id, 0, checksum(name.encode()))
+
+
 def index_name(save_id: str, rank: int) -> str:
     """The name of the index of a rank.
 

@@ -1,9 +1,9 @@
 """Chunks that are stored already, in another checkpoint: they are referred to instead of being written again.
 
 A chunk that has the same name, box, dtype and checksums as one of the base is the same. The data file that it lies in
-becomes a file of the new checkpoint too, under its own name and without moving its bytes (`Store.adopt`: a hard link,
-or a copy that an object store makes by itself). So a checkpoint never refers to anything outside of its folder, and
-its base may be removed.
+becomes a file of the new checkpoint too, without moving its bytes (`Store.adopt`: a hard link, or a copy that an object
+store makes by itself). So a checkpoint never refers to anything outside of its folder, and its base may be removed. The
+file gets a name with the new save's id: under its old one, other saves to this place would take it for a leftover.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.datafile import Chunk
 from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.format import adopted_name
 from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.pump import Pump
@@ -26,11 +29,12 @@ _WORTH_KEEPING: Final = 0.25
 
 
 class Reused:
-    """A chunk, and where it is stored already."""
+    """A chunk, where it is stored already, and that file as one of the new checkpoint."""
 
-    def __init__(self, chunk: Chunk, stored: StoredChunk) -> None:
+    def __init__(self, chunk: Chunk, stored: StoredChunk, file: FileEntry) -> None:
         self.chunk = chunk
         self.stored = stored
+        self.file = file
 
 
 class _Nowhere(Upload):
@@ -47,9 +51,17 @@ class _Nowhere(Upload):
 
 
 def find_unchanged(
-    chunks: Sequence[Chunk], data_of: Callable[[Any], Any], store: Store, base: Store, buffer_bytes: int
+    chunks: Sequence[Chunk],
+    data_of: Callable[[Any], Any],
+    store: Store,
+    base: Store,
+    buffer_bytes: int,
+    save_id: str,
 ) -> tuple[list[Chunk], list[Reused]]:
-    """Which of the chunks have to be written, and which are in the base; the latter's files are adopted by `store`."""
+    """Which of the chunks have to be written, and which are in the base; the latter's files are adopted by `store`.
+
+    The save's id is for the adopted files' names.
+    """
     try:
         root = read_manifest(base)
     except FileNotFoundError as error:
@@ -57,13 +69,15 @@ def find_unchanged(
     if not isinstance(root, Root):  # format 1 has no part that could be referred to
         return list(chunks), []
     stored = PartIndexes(root, base).by_box()
-    candidates: list[Reused] = []
+    candidates: list[tuple[Chunk, StoredChunk]] = []
     for chunk in chunks:
         found = stored.get((chunk.entry.name, chunk.offsets, chunk.lengths))
         if found is not None and _is_same(chunk, found, data_of, buffer_bytes):
-            candidates.append(Reused(chunk, found))
-    kept = _adopted({each.stored.file.name: each.stored.file for each in candidates}, candidates, store, base)
-    reused = [each for each in candidates if each.stored.file.name in kept]
+            candidates.append((chunk, found))
+    adopted = _adopted([found for _, found in candidates], store, base, save_id)
+    reused = [
+        Reused(chunk, found, adopted[found.file.name]) for chunk, found in candidates if found.file.name in adopted
+    ]
     settled = {id(each.chunk) for each in reused}
     return [chunk for chunk in chunks if id(chunk) not in settled], reused
 
@@ -86,16 +100,19 @@ def _is_same(chunk: Chunk, stored: StoredChunk, data_of: Callable[[Any], Any], b
     return same
 
 
-def _adopted(files: dict[str, FileEntry], reused: list[Reused], store: Store, base: Store) -> set[str]:
-    """The names of the files that are worth keeping and that the store has adopted."""
+def _adopted(found: Sequence[StoredChunk], store: Store, base: Store, save_id: str) -> dict[str, FileEntry]:
+    """The files that are worth keeping and that the store has adopted, by their names in the base."""
+    files = {each.file.name: each.file for each in found}
     used = dict.fromkeys(files, 0)
-    for each in reused:
-        used[each.stored.file.name] += each.stored.nbytes
-    return {
-        name
-        for name, file in files.items()
-        if used[name] >= _WORTH_KEEPING * (file.size - file.header_size) and store.adopt(base, name)
-    }
+    for each in found:
+        used[each.file.name] += each.nbytes
+    adopted: dict[str, FileEntry] = {}
+    for name, file in files.items():
+        if used[name] >= _WORTH_KEEPING * (file.size - file.header_size):
+            key = store.adopt(base, name, adopted_name(save_id, name))
+            if key is not None:
+                adopted[name] = msgspec.structs.replace(file, name=key)
+    return adopted
 
 
 def stored_numbers(reused: Reused) -> tuple[list[Any], list[Any]]:

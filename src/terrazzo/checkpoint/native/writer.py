@@ -23,6 +23,7 @@ from terrazzo.checkpoint.native.format import (
     checksum,
     data_name,
     index_name,
+    save_of,
 )
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.manifest import FileEntry
@@ -76,10 +77,11 @@ def write_part(
         chunks, tied = _without_tied(chunks, work)
         reused: list[Reused] = []
         if base is not None:
-            chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes)
+            chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes, files.save_id)
         groups = _groups(chunks, options, store.caps.file_bytes)
         layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
+    adopted = {each.file.name for each in reused if save_of(each.file.name) == files.save_id}
     writes = [
         partial(_write_file, store, *named, work.tensor, options, files) for named in zip(names, layouts, strict=True)
     ]
@@ -89,7 +91,7 @@ def write_part(
         written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
     except BaseException:
-        discard(store, [*names, index_name(files.save_id, files.rank)])
+        discard(store, [*names, *adopted, index_name(files.save_id, files.rank)])
         raise
     stored = [chunk for file in written for chunk in file.chunks]
     boxes = [chunk.offsets + chunk.lengths for chunk in stored]
@@ -140,13 +142,13 @@ def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
     """What is stored already, as files of which only these chunks count."""
     by_file: dict[str, list[Reused]] = {}
     for each in reused:
-        by_file.setdefault(each.stored.file.name, []).append(each)
+        by_file.setdefault(each.file.name, []).append(each)
     found = []
     for group in by_file.values():
         numbers = [stored_numbers(each) for each in group]
         found.append(
             _WrittenFile(
-                group[0].stored.file,
+                group[0].file,
                 tuple(each.chunk for each in group),
                 [each.stored.start for each in group],
                 [value for sums, _ in numbers for value in sums],

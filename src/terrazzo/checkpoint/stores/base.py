@@ -351,9 +351,13 @@ class Store(abc.ABC):
                 return entry
         raise FileNotFoundError(f"there is no {key} in {self.location}")
 
-    def adopt(self, other: Store, key: str) -> bool:
-        """Have a file of another store, under the same key and without moving its bytes; False if that cannot be."""
-        return False
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
+        """Have a file of another store, under the key `name` and without moving its bytes.
+
+        Returns the file's key in this store: `name`, or `key` if both stores are one place and the file stays as it is.
+        None if that cannot be, or if the file is not there.
+        """
+        return None
 
     # ------------------------------------------------- what the rest is made of
 

@@ -299,17 +299,17 @@ class LocalStore(Store):
             with suppress(FileNotFoundError):
                 self._os.unlink(self._path / key)
 
-    def adopt(self, other: Store, key: str) -> bool:
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
         """Take over a file of another folder by a hard link: it exists as long as one of the folders has it."""
         if not isinstance(other, LocalStore):
-            return False
+            return None
         try:
-            os.link(other._path / key, self._path / key)
-        except FileExistsError:
-            return self._path.samefile(other._path)
-        except OSError:  # another disk, or a file system without hard links
-            return False
-        return True
+            os.link(other._path / key, self._path / name)
+        except FileExistsError:  # by another rank
+            return name if os.path.samefile(other._path / key, self._path / name) else None
+        except OSError:  # it is gone, or on another disk, or the file system has no hard links
+            return None
+        return name
 
     def lease(self, key: str) -> Lease:
         _, fd = self._create_locked(lambda: key)

@@ -262,19 +262,22 @@ class ObjectStore(Store):
         except exceptions.BaseError as error:
             self._fail(key, error)
 
-    def adopt(self, other: Store, key: str) -> bool:
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
         """Copy within one bucket, by the store itself."""
         if not isinstance(other, ObjectStore):
-            return False
+            return None
         here, there = urlsplit(self._url), urlsplit(other._url)
         if (here.scheme, here.netloc, self._settings) != (there.scheme, there.netloc, other._settings):
-            return False
-        if self._prefix != other._prefix:
-            try:
-                obstore.copy(self._bucket, other._path(key), self._path(key))
-            except exceptions.BaseError as error:
-                self._fail(key, error)
-        return True
+            return None
+        if self._prefix == other._prefix:  # no save removes a file of the checkpoint that is valid now
+            return key
+        try:
+            obstore.copy(self._bucket, other._path(key), self._path(name))
+        except FileNotFoundError:
+            return None
+        except exceptions.BaseError as error:
+            self._fail(key, error)
+        return name
 
     def _tried(self, key: str, read: Callable[[], T]) -> T:
         """The result of `read`, repeated if a reply breaks off while it is read: the client does not retry that."""
