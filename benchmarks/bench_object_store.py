@@ -47,7 +47,9 @@ class _Job:
         if setting.rank == 0:
             while _running:  # that of the case before; the last one ends with this process
                 _running.pop().stop()
-            _running.append(s3_server.S3Server().start())
+            folder = setting.folder / "server"  # which is removed when this process has ended
+            folder.mkdir()
+            _running.append(s3_server.S3Server(folder=str(folder)).start())
             self._settings.write_text(json.dumps(_running[0].environment()))
         dist.barrier()
         os.environ.update(json.loads(self._settings.read_text()))

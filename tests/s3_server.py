@@ -50,20 +50,21 @@ def _die_with_parent() -> None:
 
 @dataclass
 class S3Server:
-    """A running server with one empty bucket."""
+    """A running server with one empty bucket, whose files are in `folder`."""
 
     endpoint: str = ""
+    folder: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="s3-"))
     _process: subprocess.Popen[bytes] | None = None
-    _folder: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="s3-"))
+    _ports: list[int] = field(default_factory=list)
 
     def start(self) -> S3Server:
         """Start, and wait until it answers."""
-        folder = Path(self._folder)
+        folder = Path(self.folder)
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         parts = ["master", "volume", "filer", "s3"]
-        ports = free_ports(2 * len(parts) + 2)
+        self._ports = ports = free_ports(2 * len(parts) + 2)
         options = [f"-{part}.port={ports[2 * n]}" for n, part in enumerate(parts)]
         options += [f"-{part}.port.grpc={ports[2 * n + 1]}" for n, part in enumerate(parts)]
         command = [
@@ -140,5 +141,8 @@ class S3Server:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for port in self._ports:  # its sockets, most of which no option puts elsewhere
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                path.unlink(missing_ok=True)
         if not keep:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
