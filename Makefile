@@ -48,9 +48,9 @@ $(VENV)/.tried-%: $(READY)
 	    "skipped; 'make $*' tries again" >&2
 	touch $@
 
-# Two processes, each with ranks of its own, since much of the time one only waits; a file's tests stay together.
+# Three processes, each with ranks of its own, since a third of the time one only waits; a file's tests stay together.
 test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What says little more than a test, at length: on more ranks, through other people's programs (torchtitan, Lightning,
 # Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests.

@@ -56,8 +56,14 @@ def check(shape: tuple[int, ...], accumulate: int, half: bool) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "accumulate"),
+    [
+        ((2,), 2),
+        ((2, 2), 1),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [((2,), 1), ((4,), 1), ((4,), 2), ((2, 2), 2)]),
+    ],
+)
 def test_single_precision(shape, accumulate):
     run_ranks(torch.Size(shape).numel(), check, shape, accumulate, False)
 

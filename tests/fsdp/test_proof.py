@@ -492,11 +492,29 @@ def fewest(feature: Feature) -> int:
     return min((world for world in feature.worlds if world > 1), default=1)
 
 
+# What other tests look at, too, or a case that is like another one.
+LONG = {
+    "only the root",
+    "nested calls",
+    "reshard_after_forward=False",
+    "reshard_after_forward=None",
+    "explicit prefetch",
+    "accumulation without all-reduce",
+    "all-reduce hook",
+    "divide factor",
+    "post-optimizer event",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_forward_inputs=False",
+}
+
+
 def cases():
-    """Each feature on few ranks, and on the other worlds as long tests."""
+    """Each feature on few ranks; and as long tests on the other worlds, and those of `LONG`."""
     for name, feature in FEATURES.items():
         for world in feature.worlds:
-            yield pytest.param(name, world, marks=[] if world == fewest(feature) else pytest.mark.long)
+            is_short = world == fewest(feature) and name not in LONG
+            yield pytest.param(name, world, marks=[] if is_short else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("name", "world"), list(cases()))

@@ -44,6 +44,7 @@ def check_lightning(folder: str) -> None:
     assert any("net.0.weight" in name for name in state), "it is one of terrazzo's"
 
 
+@pytest.mark.long
 def test_lightning(tmp_path):
     outcomes = run_fresh(2, check_lightning, str(tmp_path / "saved"), timeout=300)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -151,8 +151,9 @@ LONG = (
 )
 
 
-def ways(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
+def ways(names: Iterable[str], short: Collection[str] = WAYS) -> list[Any]:
+    """The names, of which those in `LONG`, and those that are not in `short`, are for long tests."""
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG or name not in short else ()) for name in names]
 
 
 SHORT_RUNS = [(name, 4) for name in WAYS if name not in LONG]
@@ -181,7 +182,9 @@ def test_uneven_words_heads_and_samples(name):
             assert max(loss, gradient, norm) < TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", ways(list(WAYS)[1:]))
+@pytest.mark.parametrize(
+    "name", ways(list(WAYS)[1:], short=("sharded parameters x tensor parallel", "sequence parallel"))
+)
 def test_tied_weights(name):
     for rows in run_ranks(4, train_both, name, {"tied": True}, 3, timeout=120):
         for loss, gradient, where, norm in rows:

@@ -207,7 +207,7 @@ def check_bytes_and_a_network() -> None:
         torch.testing.assert_close(a.full_tensor(), b, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("n", CONVOLUTIONS)
+@pytest.mark.parametrize("n", [n if n == 2 else pytest.param(n, marks=pytest.mark.long) for n in CONVOLUTIONS])
 def test_convolutions(n):
     run_ranks(4, check_convolutions, n, timeout=240)
 

@@ -388,6 +388,7 @@ def find_extremes() -> list[str]:
     return problems
 
 
+@pytest.mark.long
 def test_ranks_exchange_what_each_has_found():
     for problems in run_ranks(4, find_extremes):
         assert not problems, "\n".join(problems)

@@ -296,10 +296,15 @@ def uninterrupted() -> list[list[float]]:
             "with tensor parallelism",
             [(1, "plain"), (1, "blocks"), (2, "torch's fully_shard"), (2, "last dim"), (4, "replicated shards")],
         ),
-        (4, "blocks", [(2, "root"), (3, "last dim"), (4, "with tensor parallelism")]),
         (2, "ddp", [(4, "replicated shards"), (2, "blocks")]),
-        (4, "replicated shards", [(2, "ddp"), (4, "torch's fully_shard")]),
-        (2, "torch's fully_shard", [(4, "with tensor parallelism"), (2, "blocks")]),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                (4, "blocks", [(2, "root"), (3, "last dim"), (4, "with tensor parallelism")]),
+                (4, "replicated shards", [(2, "ddp"), (4, "torch's fully_shard")]),
+                (2, "torch's fully_shard", [(4, "with tensor parallelism"), (2, "blocks")]),
+            ]
+        ),
     ],
 )
 def test_training_goes_on_under_another_parallelism(tmp_path, world, kind, others):

@@ -22,13 +22,13 @@ R = Replicate()
 # Shape of the logits, mesh, their placements, and how a target DTensor is placed (None: a plain tensor).
 LAYOUTS: list[tuple[Any, ...]] = [
     ((5, 3), (4,), [Shard(1)], None),  # the last rank has no class
-    ((9,), (4,), [Shard(0)], None),
     ((3, 7, 2, 5), (4,), [Shard(1)], [Shard(0)]),
     ((6, 8), (2, 2), [Shard(0), Shard(1)], [Shard(0), R]),
-    ((6, 9), (2, 2), [Shard(1), Shard(1)], None),
 ]
 # As some of the above, with other dims.
 MORE: list[tuple[Any, ...]] = [
+    ((9,), (4,), [Shard(0)], None),
+    ((6, 9), (2, 2), [Shard(1), Shard(1)], None),
     ((6, 8), (4,), [Shard(1)], None),
     ((4, 6, 5), (2, 2), [Shard(2), Shard(1)], [Shard(1), R]),
     ((6, 7), (4,), [Shard(-1)], [R]),
