@@ -8,7 +8,8 @@
 * A rank runs one torch thread, has the default gloo group over loopback, and has RANK, WORLD_SIZE and the like in its
   environment. Between calls the seeds, default dtype, grad mode, environment and working directory are restored.
 * Every call has a time limit. If it is exceeded, every rank writes the stacks of its Python threads and is killed.
-* The world is replaced after any failure, or once calls have left many threads behind (process groups have threads).
+* The world is replaced after any failure, or once calls have left many threads behind (process groups have threads);
+  not within a test of pytest's, whose calls may have left more than threads in the ranks.
 * Ranks end with this process, however it ends: they are tied to the fork server, which is tied to this process.
 """
 
@@ -38,7 +39,7 @@ _START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on 
 _GRACE = 10.0  # seconds for the other ranks once one has failed: they may be waiting for it forever
 _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
-_MAX_THREADS = 200  # a rank with more is replaced before the next test
+_MAX_THREADS = 200  # a rank with more is replaced
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
 
 
@@ -85,8 +86,9 @@ class Outcome:
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Call `fn(*args)` on each of `world` local ranks, and return their results in rank order.
 
-    The ranks are kept for later calls with this `world`, which then take milliseconds. If any rank does not return,
-    `RanksFailed` has the traceback, exit status or stacks of every rank, and the next call starts new processes.
+    The ranks are kept for later calls with this `world`, which then take milliseconds. What a call leaves in their
+    modules is kept until the test ends that pytest is running; then the ranks may be replaced. If any rank does not
+    return, `RanksFailed` has the traceback, exit status or stacks of every rank, and the next call starts new ranks.
 
     >>> import torch
     >>> run_ranks(2, torch.distributed.get_rank)
@@ -102,12 +104,17 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
         raise ValueError(f"world must be at least 1, not {world}")
     request = Request.of(fn, args)
     pool = _pools.get(world)
+    test = _present_test()
+    if pool is not None and pool.is_worn and (test is None or test != pool.last_test):
+        _pools.pop(world).close()
+        pool = None
     if pool is None:
         pool = _pools[world] = World(world, request)
+    pool.last_test = test
     intact = False
     try:
         outcomes = pool.call(request, timeout, grace=_GRACE)
-        intact = pool.reusable and all(outcome.ok for outcome in outcomes)
+        intact = all(outcome.ok for outcome in outcomes)
     finally:  # also when interrupted: ranks in the middle of a call cannot be used again
         if not intact:
             _pools.pop(world).close()
@@ -116,6 +123,12 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
             print(f"[rank {outcome.rank}]", outcome.output, end="")
     _raise_failures(request, outcomes)
     return [outcome.value for outcome in outcomes]
+
+
+def _present_test() -> str | None:
+    """The test that pytest is running, if it is running one."""
+    said = os.environ.get("PYTEST_CURRENT_TEST")  # and whether it is being set up, called or torn down
+    return None if said is None else said.rpartition(" ")[0]
 
 
 def run_fresh(
@@ -173,7 +186,8 @@ class World:
     """
 
     def __init__(self, size: int, first: Request) -> None:
-        self.reusable = True
+        self.is_worn = False  # has ranks with many threads
+        self.last_test: str | None = None  # of which a call was
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
@@ -230,7 +244,7 @@ class World:
                     continue
                 outcome, threads = rank.outcome()
                 outcomes[rank.index] = outcome
-                self.reusable = self.reusable and threads <= _MAX_THREADS
+                self.is_worn = self.is_worn or threads > _MAX_THREADS
                 if not outcome.ok:
                     deadline = min(deadline, time.monotonic() + grace)
         return [replace(outcomes[rank.index], output=rank.output()) for rank in self._ranks]
