@@ -326,6 +326,7 @@ def test_like_torchs_own_functions(tmp_path: Path) -> None:
     assert_same(state, expected)
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """A file of 160 MB passes through; the peak of resident memory rises by far less."""
     program = """

@@ -550,6 +550,7 @@ def load_and_go_on(parallelism: Any, path: str) -> list[float]:
     return train(model, optimizer, parallelism, steps=2, seed=2)
 
 
+@pytest.mark.long
 def test_what_one_parallelism_saves_another_loads(tmp_path: Any) -> None:
     """Sharded state goes through a checkpoint, before the loader's first step, and training goes on the same."""
     cases = [(1, plain), (2, ddp), (2, fsdp1), (2, fsdp2), (4, fsdp2_and_tensor_parallel), (4, hybrid_fsdp2)]

@@ -217,6 +217,7 @@ def check_overflow() -> None:
         close(train(static, STEPS), train_plainly(STEPS, torch.float16)[0], 2e-3)
 
 
+@pytest.mark.long
 def test_sixteen_bits_and_overflow_decided_by_all_stages():
     run_ranks(4, check_sixteen_bits, timeout=120)
     run_ranks(4, check_overflow, timeout=120)

@@ -68,6 +68,6 @@ def test_single_precision(shape, accumulate):
     run_ranks(torch.Size(shape).numel(), check, shape, accumulate, False)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_mixed_precision(world):
     run_ranks(world, check, (world,), 2, True)

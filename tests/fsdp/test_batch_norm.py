@@ -99,6 +99,7 @@ def check_own_statistics() -> tuple[list[float], Tensor]:
     return whole_state(ours)["resnet.embedder.embedder.normalization.running_mean"]
 
 
+@pytest.mark.long
 def test_each_rank_has_its_own_statistics_as_in_pytorch():
     first, second = run_ranks(2, check_own_statistics)
     assert not torch.allclose(first, second)

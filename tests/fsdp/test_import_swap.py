@@ -47,5 +47,6 @@ def check(folder: str) -> None:
         torch.testing.assert_close(ours["full"][name], value, rtol=2e-2, atol=2e-3, msg=name)
 
 
+@pytest.mark.long
 def test_a_program_of_torchs_runs_with_its_imports_changed(tmp_path):
     run_ranks(4, check, str(tmp_path), timeout=120)

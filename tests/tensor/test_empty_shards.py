@@ -105,12 +105,13 @@ def types_under_autocast(kind: str) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("convolutions", marks=pytest.mark.long), "others"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(kind):
     run_ranks(4, check_twice, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("convolutions", marks=pytest.mark.long), "others"])
 def test_types_under_autocast(kind):
     found = run_ranks(4, types_under_autocast, kind)
     assert all(of_rank == found[0] for of_rank in found)

@@ -423,6 +423,7 @@ def captured() -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.long
 def test_capture_of_forward_and_backward_on_locals():
     for operations in run_ranks(4, captured, timeout=120):
         assert "aten.mm.default" in operations

@@ -257,6 +257,7 @@ def test_the_page_of_a_step(browser, traces, tmp_path):
         assert texts(page, ".said") == [point] and point.startswith("rank 0: compute")
 
 
+@pytest.mark.long
 def test_the_page_of_a_tensor_parallel_step(browser, parallel_traces, tmp_path):
     pytest.importorskip("plotly")
     page_of(*map(read_timeline, parallel_traces)).save(tmp_path / "page.html")

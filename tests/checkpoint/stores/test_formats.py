@@ -274,6 +274,7 @@ def test_a_killed_conversion_to_deepspeed_is_no_checkpoint(s3: S3Server, proxy: 
     assert differences(tmp_path / "tag", store) == []
 
 
+@pytest.mark.long
 def test_a_killed_save_for_pytorch_leaves_nothing_that_the_next_does_not_remove(tmp_path: Path) -> None:
     save(state(), checkpoint_id=tmp_path / "native", no_dist=True)
     program = (
