@@ -29,12 +29,11 @@ _WORTH_KEEPING: Final = 0.25
 
 
 class Reused:
-    """A chunk, where it is stored already, and that file as one of the new checkpoint."""
+    """A chunk, and where it is stored already: in a file of the new checkpoint."""
 
-    def __init__(self, chunk: Chunk, stored: StoredChunk, file: FileEntry) -> None:
+    def __init__(self, chunk: Chunk, stored: StoredChunk) -> None:
         self.chunk = chunk
         self.stored = stored
-        self.file = file
 
 
 class _Nowhere(Upload):
@@ -76,7 +75,9 @@ def find_unchanged(
             candidates.append((chunk, found))
     adopted = _adopted([found for _, found in candidates], store, base, save_id)
     reused = [
-        Reused(chunk, found, adopted[found.file.name]) for chunk, found in candidates if found.file.name in adopted
+        Reused(chunk, msgspec.structs.replace(found, file=adopted[found.file.name]))
+        for chunk, found in candidates
+        if found.file.name in adopted
     ]
     settled = {id(each.chunk) for each in reused}
     return [chunk for chunk in chunks if id(chunk) not in settled], reused

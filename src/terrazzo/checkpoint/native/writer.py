@@ -81,7 +81,8 @@ def write_part(
         groups = _groups(chunks, options, store.caps.file_bytes)
         layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
-    adopted = {each.file.name for each in reused if save_of(each.file.name) == files.save_id}
+    # Not those that kept their names: they are the base's own, in this very place.
+    adopted = {each.stored.file.name for each in reused if save_of(each.stored.file.name) == files.save_id}
     writes = [
         partial(_write_file, store, *named, work.tensor, options, files) for named in zip(names, layouts, strict=True)
     ]
@@ -142,13 +143,13 @@ def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
     """What is stored already, as files of which only these chunks count."""
     by_file: dict[str, list[Reused]] = {}
     for each in reused:
-        by_file.setdefault(each.file.name, []).append(each)
+        by_file.setdefault(each.stored.file.name, []).append(each)
     found = []
     for group in by_file.values():
         numbers = [stored_numbers(each) for each in group]
         found.append(
             _WrittenFile(
-                group[0].file,
+                group[0].stored.file,
                 tuple(each.chunk for each in group),
                 [each.stored.start for each in group],
                 [value for sums, _ in numbers for value in sums],
