@@ -111,6 +111,8 @@ def recording() -> Iterator[Recorded]:
     ]
     streams.torch.get_device_module = lambda kind: recorded
     root.streams_for = lambda device: Streams(device)
+    before.append((Unit, "save_writes", Unit.save_writes))
+    setattr(Unit, "save_writes", logged_write(recorded, Unit.save_writes))  # noqa: B010
     for name in TOUCHED:
         before.append((Unit, name, getattr(Unit, name)))
         setattr(Unit, name, logged(recorded, name, getattr(Unit, name)))
@@ -133,6 +135,16 @@ def logged(recorded: Recorded, name: str, method: Any) -> Any:
     return call
 
 
+def logged_write(recorded: Recorded, method: Any) -> Any:
+    def call(self: Unit) -> list[str]:
+        written: list[str] = method(self)
+        if written:
+            recorded.log.append(("call", recorded.now, "write", self.index))
+        return written
+
+    return call
+
+
 def judge(log: list[Entry]) -> None:
     """Raise if what was recorded has a race."""
     checker = Checker()
@@ -146,8 +158,9 @@ def judge(log: list[Entry]) -> None:
 
 
 def access_of(name: str, unit: int) -> Operation:
-    if name in ("step", "forward", "backward"):  # of the user
+    if name in ("write", "step", "forward", "backward"):  # of the user
         touched = {
+            "write": ("unsharded", "shard", "", ""),
             "step": ("shard gradients", "shard", "", ""),
             "forward": ("unsharded", "", "", ""),
             "backward": ("unsharded", "gradients", "gradients", ""),
@@ -294,6 +307,40 @@ def check_event() -> None:
 
 def test_the_users_event_is_waited_for_once():
     run_ranks(2, check_event)
+
+
+def check_writes() -> None:
+    """What is written in a step to what is unsharded is in the shards before the next gather, on its other stream."""
+
+    def smaller(module: Any, args: Any) -> None:
+        module.weight.data.mul_(0.9)
+
+    def run() -> list[Entry]:
+        with recording() as recorded:
+            torch.manual_seed(0)
+            model: Any = Model()
+            shard_blocks(model)
+            watch_units(recorded, model)
+            for module in (model.head, *[block.down for block in model.blocks]):
+                module.register_forward_pre_hook(smaller)
+            for x, y in batches(2):
+                loss_of(model, mine(x), mine(y)).backward()
+        assert [entry[3] for entry in recorded.log if entry[2] == "write"] == [1, 2, 3, 0] * 2
+        return recorded.log
+
+    judge(run())
+    follow = Streams.follow
+    Streams.follow = lambda self: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises(PlanError, match="shard of . is read while"):
+            judge(run())
+    finally:
+        Streams.follow = follow  # type: ignore[method-assign]
+
+
+@pytest.mark.filterwarnings("ignore:.*were written to while their module ran")
+def test_gathers_wait_for_writes_in_a_step():
+    run_ranks(2, check_writes)
 
 
 def padded(self: Any, axis: Any, params: Any, extra: int = 0) -> FlatPlan:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.nn import Buffer, Parameter
 
+from terrazzo._torch.counting import CountingParameter
 from terrazzo.errors import CommError
 
-_PLAIN = frozenset([Tensor, Parameter, Buffer])
+_PLAIN = frozenset([Tensor, Parameter, Buffer, CountingParameter])
 
 
 def is_wrapper(x: Tensor) -> bool:

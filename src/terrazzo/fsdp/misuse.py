@@ -117,6 +117,22 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
                 written()
 
 
+def remark_on_writes(written: list[str], known: set[str]) -> set[str]:
+    """Warn about parameters that were written to while their module ran, unless they are `known`; returns the others.
+
+    The ranks do not compare what they wrote, which would take a message in every step.
+    """
+    new = [name for name in written if name not in known]
+    if new:
+        warnings.warn(
+            f"parameters ({_shown(new)}) were written to while their module ran, or before its backward ended: each "
+            "rank keeps of that what it wrote to its own rows. This is as on one device if all ranks write the same, "
+            "and not if it depends on the batch, as in nn.Embedding(max_norm=...)",
+            stacklevel=2,
+        )
+    return set(new)
+
+
 def remark_on_hooks(names: list[str]) -> None:
     """Warn about hooks that nobody will call, because the sharded parameter is another tensor."""
     if names:

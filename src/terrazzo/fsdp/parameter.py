@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.counting import OWN_ATTRIBUTES, CountingParameter
 from terrazzo._torch.modules import children_of, parameters_of
 from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.errors import FSDPError, FSDPValueError
@@ -103,12 +104,11 @@ class ShardedParameter:
         """Create the unsharded parameter from `local`. It has its own version counter, because for autograd gathering
         again must not count as a modification."""
         if self.within is not None:
-            self.unsharded = as_parameter(local.data, self.within, self.requires_grad, attributes)
+            self.unsharded = as_counting_parameter(local, self.within, self.requires_grad)
             self.unsharded_local = self.unsharded._local
         else:
-            self.unsharded = nn.Parameter(local.data, self.requires_grad)
-            self.unsharded.__dict__.update(attributes)
-            self.unsharded_local = self.unsharded
+            self.unsharded = self.unsharded_local = CountingParameter(local.data, self.requires_grad)
+        self.unsharded.__dict__.update(attributes)
 
     def make_unsharded_of(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """Create the unsharded parameter from a tensor that a subclass's hook made, with its own version counter."""
@@ -146,9 +146,16 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
     return result
 
 
+def as_counting_parameter(local: Tensor, layout: Layout, requires_grad: bool) -> Any:
+    """A DTensor that is an `nn.Parameter`, of whose memory `writes_to` its local tensor tells."""
+    result = wrap(CountingParameter(local.data, requires_grad), layout)
+    mark_as_parameter(result)
+    return result
+
+
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _SHARDED, WRITTEN)
+    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _SHARDED, WRITTEN, *OWN_ATTRIBUTES)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.counting import CountingParameter
 from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
 from terrazzo.errors import CaptureError
 from terrazzo.layout import Placement
@@ -20,7 +21,7 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum)
 # Types of objects that are compared by identity: another object is another argument, and the same one is unchanged.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, torch.Generator, Placement, DeviceMesh)
-_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter, CountingParameter])
 _SPECIAL = frozenset(
     [torch.complex32, torch.complex64, torch.complex128, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2]
 )

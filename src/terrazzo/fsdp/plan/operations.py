@@ -102,6 +102,14 @@ class Operation:
         return "; ".join(parts)
 
 
+WRITTEN = Mark("written", -1)
+
+# Gathers wait for everything that was queued before, such as the optimizer's writes to the shards.
+FOLLOWING = (
+    Operation(Kind.QUEUED, -1, records=WRITTEN),
+    Operation(Kind.FOLLOW, -1, Stream.GATHER, waits=(WRITTEN,)),
+)
+
 COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 

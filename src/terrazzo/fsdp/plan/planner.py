@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Mark, Operation, Stream
 from terrazzo.fsdp.plan.state import Phase, Reducing, State, Where
 from terrazzo.fsdp.plan.units import Sizes, Spec
 
@@ -211,11 +211,8 @@ class _Planner:
     # ------------------------------------------------------------------ gathers
 
     def _follow(self) -> None:
-        """Make gathers wait for everything that was queued before, such as the optimizer's writes to the shards."""
         if self.spec.streams:
-            written = Mark("written", -1)
-            self._emit(Kind.QUEUED, -1, records=written)
-            self._emit(Kind.FOLLOW, -1, Stream.GATHER, waits=(written,))
+            self.operations += FOLLOWING
 
     def _after(self, unit: int) -> tuple[int, ...]:
         """Units that are gathered together with it, and that run after it if this forward is like the last one."""

@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from terrazzo._torch.counting import writes_to
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
@@ -163,7 +164,7 @@ class Bucket:
             for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
                 param.make_unsharded(local, attributes)
             self._places = locals_
-            self._versions = [version_of(p.unsharded_local) for p in self.params]
+            self._versions = [writes_to(p.unsharded_local) for p in self.params]
             self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
             self.free()
 
@@ -183,23 +184,34 @@ class Bucket:
         """Whether the tensor is in memory that `free` frees."""
         return self._memory is not None and self._memory.owns(tensor)
 
-    def save_writes(self, current: bool) -> None:
+    def save_writes(self, current: bool) -> list[str]:
         """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that, or
-        where they have set `.data`. If the unsharded parameters are not `current`, their values are dropped."""
+        where they have set `.data`; returns these parameters' names.
+
+        If the unsharded parameters are not `current`, their values are dropped.
+        """
         if self._buffer is None:
-            return
+            return []
         moved = self._bring_back()
         if self.aliased:
             self._epochs_before += bool(moved)
-            return
-        versions = [version_of(p.unsharded_local) for p in self.params]
+            return []
+        versions = [writes_to(p.unsharded_local) for p in self.params]
+        if versions == self._versions and not moved:
+            return []
         written = [i for i, version in enumerate(versions) if version != self._versions[i] or i in moved]
         self._versions = versions
-        if written and current:
-            chunks = self.plan.own_chunks(self.unsharded_locals())
-            with torch.no_grad():
-                for i in written:
-                    self.params[i].sharded._local.copy_(chunks[i])
+        if not current:
+            return []
+        chunks = self.plan.own_chunks(self.unsharded_locals())
+        with torch.no_grad():
+            for i in written:
+                _write(self.params[i].sharded._local, chunks[i])
+        return [self.params[i].name for i in written]
+
+    def note_write(self, i: int) -> None:
+        """Note that users have written to a parameter where it was kept meanwhile."""
+        self._versions[i] = -1
 
     def _bring_back(self) -> list[int]:
         """Copy what users have set `.data` of unsharded parameters to into the memory that gathers fill; returns which
@@ -309,3 +321,11 @@ class Bucket:
         if self._buffer is not None and (self.aliased or changed or self.will_alias):
             self._buffer, self.aliased = None, False
             self.prepare()
+
+
+def _write(shard: Tensor, values: Tensor) -> None:
+    """Write values to a shard; where they are the shard's, rounded to another dtype, it keeps its own."""
+    if values.dtype is not shard.dtype:
+        rounded = shard.to(values.device, values.dtype)
+        values = torch.where(values == rounded, shard.to(values.device), values.to(shard.dtype))
+    shard.copy_(values)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
 from terrazzo.errors import CommError
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
+from terrazzo.fsdp.misuse import remark_on_writes
+from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
@@ -55,6 +57,7 @@ class Executor:
         self.watch = watch
         self.observers: tuple[Observer, ...] = ()
         self._bundles: dict[tuple[int, ...], Bundle] = {}
+        self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._spec: Spec | None = None
@@ -182,7 +185,22 @@ class Executor:
             Kind.FINISH: unit.finish,
             Kind.HAND_OVER: unit.hand_over,
         }
-        return calls[kind]
+        call = calls[kind]
+        return partial(self._end_use, unit, call) if kind in (Kind.FREE, Kind.KEEP) else call
+
+    def _end_use(self, unit: Unit, call: Call) -> None:
+        """Free a unit, when what users have written to its parameters in this step is in the shards."""
+        saved = unit.save_writes()
+        if saved:
+            if self.streams is not None:
+                self.streams.follow()
+            if self.observers:
+                self._observe_writes(unit)
+                for each in FOLLOWING if self.streams is not None else ():
+                    for observer in self.observers:
+                        observer.ran(each, perf_counter())
+            self._remarked |= remark_on_writes(saved, self._remarked)
+        call()
 
     def _call_of_several(self, operation: Operation) -> Call:
         """The call for an operation on several units together."""

@@ -133,8 +133,9 @@ class ExtendedBucket(Bucket):
     def epoch(self) -> int:
         return self._epochs_before + version_of(self.params[0].sharded._local)
 
-    def save_writes(self, current: bool) -> None:
+    def save_writes(self, current: bool) -> list[str]:
         """What is written to such a parameter while it is unsharded is lost: only its class knows what that means."""
+        return []
 
     def put_back(self) -> None:
         """Do nothing, as above."""

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo._torch.counting import writes_to
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.meshes import InnerMesh
-from terrazzo.fsdp.parameter import as_parameter
+from terrazzo.fsdp.parameter import as_counting_parameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 
@@ -28,6 +29,8 @@ class Kept:
         # Through .data, so that writes do not change the parameters' version counters.
         self._pieces = self._plan.pieces([t.data for t in bucket.unsharded_locals()])
         self._buffer: Tensor | None = None
+        self._faces: list[Any] = []
+        self._versions: list[int] = []  # of the faces, when nobody but us had written there
 
     @torch.no_grad()
     def take(self) -> dict[int, Any]:
@@ -36,10 +39,13 @@ class Kept:
         self._buffer = values[0].new_zeros(plan.own_size) if plan.padded else values[0].new_empty(plan.own_size)
         views = plan.own_views(self._buffer)
         torch._foreach_copy_(views, plan.own_chunks(values))
-        return {
-            id(param): as_parameter(view, layout, param.requires_grad, {})
-            for param, view, layout in zip(self._bucket.params, views, self._layouts, strict=True)
-        }
+        params = self._bucket.params
+        self._faces = [
+            as_counting_parameter(view, layout, param.requires_grad)
+            for param, view, layout in zip(params, views, self._layouts, strict=True)
+        ]
+        self._versions = [writes_to(face._local) for face in self._faces]
+        return {id(param): face for param, face in zip(params, self._faces, strict=True)}
 
     def gather(self, comm: Comm) -> Pending[Tensor]:
         """Start to gather the parts of the smaller mesh's ranks."""
@@ -49,10 +55,15 @@ class Kept:
     def receive(self, pending: Pending[Tensor]) -> None:
         """Wait for that gather, and fill the unsharded parameters."""
         self._bucket.fill(pending.wait(), self._plan, self._pieces)
+        for i, (face, version) in enumerate(zip(self._faces, self._versions, strict=True)):
+            if writes_to(face._local) != version:
+                self._bucket.note_write(i)
 
     def drop(self) -> None:
         """Free the kept part."""
         self._buffer = None
+        self._faces = []
+        self._versions = []
 
 
 def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.fsdp.plan.operations import Kind, Mark, Operation, Stream
-
-_WRITTEN = Mark("written", -1)
+from terrazzo.fsdp.plan.operations import WRITTEN, Kind, Mark, Operation, Stream
 
 
 class Streams:
@@ -48,10 +46,16 @@ class Streams:
 
         return self._queued if operation.kind is Kind.QUEUED else run
 
+    def follow(self) -> None:
+        """Let gathers wait for everything that is queued on the current stream."""
+        event = self._device.Event()
+        event.record(self._device.current_stream())
+        self._beside[Stream.GATHER].wait_event(event)
+
     def _queued(self) -> None:
         """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
         event, self.post_optim_event = self.post_optim_event, None
         if event is None:
             event = self._device.Event()
             event.record(self._device.current_stream())
-        self._marks[_WRITTEN] = event
+        self._marks[WRITTEN] = event

@@ -66,6 +66,7 @@ class Unit:
         self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
         self._pending: list[Pending[Tensor]] = []
         self.gathered_epoch = -1  # the shards' epoch at the last gather
+        self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
         self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
         slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
@@ -221,15 +222,19 @@ class Unit:
             changed |= param.follow_flag()
         return changed
 
-    def save_writes(self) -> None:
-        """Copy to the shards what users have written to unsharded parameters between steps.
+    def save_writes(self) -> list[str]:
+        """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
 
         Shards that were written after they were gathered are newer, and stay as they are.
         """
-        if self._registered is self._unsharded:
-            current = self.epoch == self.gathered_epoch
-            for bucket in self.buckets:
-                bucket.save_writes(current)
+        if self._registered is not self._unsharded:
+            return []
+        before = self.epoch
+        current = before in (self.gathered_epoch, self._saved_epoch)
+        saved = [name for bucket in self.buckets for name in bucket.save_writes(current)]
+        if saved:
+            self._saved_epoch = self.epoch
+        return saved
 
     def _adopt_one(self, param: ShardedParameter, found: Any) -> None:
         if found is param.sharded:
