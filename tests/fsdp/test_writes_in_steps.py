@@ -229,6 +229,13 @@ def check_faces() -> None:
         assert other.__dict__ in ({"note": "of the user"}, {})
     assert type(pickle.loads(pickle.dumps(parameter))) is nn.Parameter
     assert type(parameter + 1) is Tensor and type(parameter.data) is Tensor and not parameter.data.requires_grad
+    before = parameter.detach().clone()
+    with torch.inference_mode():
+        parameter.data = parameter.data * 2
+        parameter.data.mul_(2)
+        model(torch.ones(1, 3))
+    model.reshard()
+    torch.testing.assert_close(model.weight.full_tensor(), before * 4)
 
 
 def test_what_an_unsharded_parameter_is():

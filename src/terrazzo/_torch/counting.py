@@ -30,7 +30,7 @@ class CountingParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         alias = self.__dict__.pop(_ALIAS, None)
         if alias is not None:
-            self.__dict__[_COUNT] = self.__dict__.get(_COUNT, 0) + version_of(alias)
+            self.__dict__[_COUNT] = self.__dict__.get(_COUNT, 0) + _writes_through(alias)
         _DATA.__set__(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -52,4 +52,8 @@ def writes_to(parameter: Tensor) -> int:
     more = parameter.__dict__
     alias = more.get(_ALIAS)
     own: int = version_of(parameter) + more.get(_COUNT, 0)
-    return own if alias is None else own + version_of(alias)
+    return own if alias is None else own + _writes_through(alias)
+
+
+def _writes_through(alias: Tensor) -> int:
+    return 1 if alias.is_inference() else version_of(alias)  # what torch.inference_mode has made counts nothing
