@@ -5,6 +5,7 @@ have it; the rest of terrazzo uses it through a plain name. Importing the packag
 some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints the table.
 
     tensors, storages, modules      attributes of tensors, memory and modules
+    counting                        a parameter whose `.data` counts writes
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
     groups, saving                  process groups and meshes; what torch.save writes
     compiling                       marks for Dynamo
@@ -22,6 +23,7 @@ from terrazzo._torch import (
     autograd,
     clipping,
     compiling,
+    counting,
     dispatching,
     exporting,
     function_apply,
@@ -44,6 +46,7 @@ __all__ = [
     "autograd",
     "clipping",
     "compiling",
+    "counting",
     "dispatching",
     "exporting",
     "function_apply",
