@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from terrazzo.checkpoint import (
     AsyncCheckpointerType,
     BlockingAsyncStager,
     Checkpoint,
+    DefaultSavePlanner,
     FileSystemWriter,
     PerRank,
     async_save,
@@ -314,3 +318,94 @@ def test_a_staged_tensor_is_its_boxes_and_their_elements(kind: AsyncCheckpointer
     assert torch.equal(found["cut"][...], torch.full((6, 4), 1.0)) and found["step"] == 3
     assert torch.equal(found["nested.0.cut"][...], torch.full((6, 4), 2.0))
     assert torch.equal(found["nested.0.tied"][...], weight)
+
+
+def test_several_threads_save_in_the_background(tmp_path: Path) -> None:
+    """They take turns: what one stages is not overwritten by another before it is saved."""
+    wrong: list[object] = []
+
+    def save_own(number: int) -> None:
+        for round_number in range(5):
+            state = {"a": torch.full((20_000,), float(10 * number + round_number))}
+            future = async_save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
+            state["a"].fill_(-1)
+            future.result(60)
+            found = {"a": torch.zeros(20_000)}
+            load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
+            if not found["a"].eq(10 * number + round_number).all():
+                wrong.append((number, round_number, found["a"].unique()))
+
+    threads = [threading.Thread(target=save_own, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_a_save_in_flight_cannot_be_cancelled(tmp_path: Path) -> None:
+    future = async_save({"w": torch.ones(10)}, storage_writer=SlowWriter(tmp_path), no_dist=True)
+    assert not future.cancel()
+    assert list(future.result(30).state_dict_metadata) == ["w"]
+
+
+def test_what_is_called_when_a_save_has_ended_may_begin_the_next(tmp_path: Path) -> None:
+    """On the thread of the save, while another thread waits for it to end."""
+    chained: list[Future] = []
+
+    def next_one(_: Future) -> None:
+        save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "b", no_dist=True)
+        chained.append(async_save({"w": torch.ones(10) * 2}, checkpoint_id=tmp_path / "c", no_dist=True))
+
+    first = async_save({"w": torch.zeros(10)}, storage_writer=SlowWriter(tmp_path / "a"), no_dist=True)
+    first.add_done_callback(next_one)
+    last = async_save({"w": torch.ones(10) * 3}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert last.result(30) and chained[0].result(30)
+    for name, value in (("a", 0), ("b", 1), ("c", 2), ("d", 3)):
+        found = {"w": torch.full((10,), -1.0)}
+        load(found, checkpoint_id=tmp_path / name, no_dist=True)
+        assert found["w"].eq(value).all(), name
+
+
+@pytest.mark.parametrize("planning", [False, True])
+def test_a_process_forked_during_a_save_can_save(planning: bool, tmp_path: Path) -> None:
+    """As the workers of a data loader are: they do not wait for the parent's save, and collect garbage."""
+
+    class Planning(DefaultSavePlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            assert inside.set() is None and go_on.wait(30)
+            return plan
+
+    class Writing(FileSystemWriter):
+        def write_data(self, plan, planner):
+            assert inside.set() is None and go_on.wait(30)
+            return super().write_data(plan, planner)
+
+    inside, go_on = threading.Event(), threading.Event()
+    future = async_save(
+        {"w": torch.ones(10)},
+        storage_writer=FileSystemWriter(tmp_path / "a") if planning else Writing(tmp_path / "a"),
+        planner=Planning() if planning else None,
+        no_dist=True,
+    )
+    assert inside.wait(30) and gc.isenabled() != planning
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            assert gc.isenabled()
+            save({"z": torch.ones(2)}, checkpoint_id=tmp_path / "b", no_dist=True)
+            async_save({"z": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True).result(30)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    go_on.set()
+    future.result(30)
+    assert gc.isenabled()
+    for name in "bc":
+        found = {"z": torch.zeros(2)}
+        load(found, checkpoint_id=tmp_path / name, no_dist=True)
+        assert found["z"].eq(1).all()

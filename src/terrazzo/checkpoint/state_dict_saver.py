@@ -129,33 +129,34 @@ def async_save(
     # A thread of this process gets connections of its own here; a saving process makes its own.
     team = find_team(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
     background = background_of(process_group, no_dist)
-    earlier = background.earlier_error()
-    process = background.process(team, timeout) if in_process else None
-    if process is None and len(team.ranks) > 1:
-        team = with_plane(team, lambda: background.plane(process_group, timeout))
     session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
-    try:
-        if earlier is not None:
-            raise earlier
-        stager = async_stager or _stager_of(storage_writer, background, in_process)
-        with operation("stage", checkpoint_id, team.global_rank):
-            staging = Staging(stager, resolve_stateful(state_dict))
-            parcel = process.stage(staging.result()) if process is not None else None
-            if staging.waits:
-                staging.wait()
-    except BaseException as error:
-        told = background.start(_failing(session, process, error)).exception()  # other ranks wait for this one
-        if isinstance(error, Exception) and told is not None:
-            raise told from error
-        raise
-    if process is not None and parcel is not None:
-        future = background.start(partial(process.save, session, parcel))
-    elif staging.future is not None:
-        future = background.start(partial(_beside_training, session, staging), AsyncSaveResponse(staging.future))
-    else:
-        future = background.start(partial(_beside_training, session, staging))
-    staging.in_use_until(future)
-    return future
+    with background.turn():
+        earlier = background.earlier_error()
+        process = background.process(team, timeout) if in_process else None
+        if process is None and len(team.ranks) > 1:
+            session.team = with_plane(team, lambda: background.plane(process_group, timeout))
+        try:
+            if earlier is not None:
+                raise earlier
+            stager = async_stager or _stager_of(storage_writer, background, in_process)
+            with operation("stage", checkpoint_id, team.global_rank):
+                staging = Staging(stager, resolve_stateful(state_dict))
+                parcel = process.stage(staging.result()) if process is not None else None
+                if staging.waits:
+                    staging.wait()
+        except BaseException as error:
+            told = background.start(_failing(session, process, error)).exception()  # other ranks wait for this one
+            if isinstance(error, Exception) and told is not None:
+                raise told from error
+            raise
+        if process is not None and parcel is not None:
+            future = background.start(partial(process.save, session, parcel))
+        elif staging.future is not None:
+            future = background.start(partial(_beside_training, session, staging), AsyncSaveResponse(staging.future))
+        else:
+            future = background.start(partial(_beside_training, session, staging))
+        staging.in_use_until(future)
+        return future
 
 
 def _beside_training(session: SaveSession, staging: Staging) -> Metadata:

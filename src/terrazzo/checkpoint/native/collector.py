@@ -9,13 +9,13 @@ oldest generation, which is rarely collected.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Final
 
-_lock = threading.Lock()
-_pauses = 0
+from terrazzo._threads import WhileInside
+
 _was_enabled = False
 
 
@@ -27,25 +27,30 @@ def paused_collector() -> Iterator[None]:
     ...     gc.isenabled()
     False
     """
-    global _pauses, _was_enabled
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-    try:
+    with _paused.inside():
         yield
-    finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
-                if not _has_frozen():
-                    gc.freeze()
-                    gc.unfreeze()
-                gc.enable()
+
+
+def _pause() -> None:
+    global _was_enabled
+    _was_enabled = _was_enabled or gc.isenabled()
+    gc.disable()
+
+
+def _go_on() -> None:
+    global _was_enabled
+    was_enabled, _was_enabled = _was_enabled, False
+    if was_enabled:
+        if not _has_frozen():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 @cache
 def _has_frozen() -> bool:
     """Whether the user has frozen objects, which would be thawed. Asked once: the answer counts them all."""
     return gc.get_freeze_count() > 0
+
+
+_paused: Final = WhileInside(_pause, _go_on)

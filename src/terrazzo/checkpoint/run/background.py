@@ -7,10 +7,12 @@ called, by the next save.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,7 @@ class SaveFuture(Future[Metadata]):
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled: other ranks take part
 
     def result(self, timeout: float | None = None) -> Metadata:
         try:
@@ -74,17 +77,36 @@ class Background:
     """The save in flight of one process group on this rank, and what is kept between saves."""
 
     def __init__(self) -> None:
+        self._beginning = threading.Lock()
         self._future: SaveFuture | None = None
         self._thread: threading.Thread | None = None
         self._plane: ControlPlane | None = None
         self._process: ProcessSaver | None = None
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While the context lasts no other thread begins a save, and none is in flight.
+
+        Not while waiting: what is called when a save has ended, on its thread, may begin the next one.
+        """
+        while True:
+            self.wait()
+            with self._beginning:
+                if self._in_flight() is None:
+                    yield
+                    return
+
     def wait(self) -> None:
         """Wait for the save in flight, if any."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread = self._in_flight()
+        if thread is not None:
+            thread.join()
+
+    def _in_flight(self) -> threading.Thread | None:
+        """The thread of the save in flight; a callback of its future, which has its result, does not see it."""
+        thread = self._thread
+        return thread if thread is not None and thread.is_alive() and thread is not threading.current_thread() else None
 
     def earlier_error(self) -> CheckpointError | None:
         """The error of the last save, if the caller on this rank has not seen it; then this save fails with it.
@@ -141,9 +163,10 @@ class Background:
             future.settle(work)
 
         # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=run, name="terrazzo-save")
+        thread = threading.Thread(target=run, name="terrazzo-save")
         try:
-            self._thread.start()
+            thread.start()
+            self._thread = thread
         finally:
             may_begin.set()
         return future
@@ -162,6 +185,17 @@ class Background:
 
 _by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
 _without_group = Background()
+_of_parent: list[object] = []
+
+
+def _in_forked_process() -> None:
+    """Begin anew: the threads and connections are the parent's. They are kept, because to end them means to wait."""
+    global _by_group, _without_group
+    _of_parent.append((_without_group, dict(_by_group)))
+    _by_group, _without_group = weakref.WeakKeyDictionary(), Background()
+
+
+os.register_at_fork(after_in_child=_in_forked_process)
 
 
 def background_of(process_group: Any, no_dist: bool) -> Background:
