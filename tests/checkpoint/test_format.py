@@ -17,7 +17,17 @@ import zstandard
 from safetensors.torch import load_file
 
 from checkpoint.golden_state import golden_state
-from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, load, save, verify
+from terrazzo.checkpoint import (
+    Checkpoint,
+    DefaultLoadPlanner,
+    DefaultStager,
+    FileSystemWriter,
+    LazyTensor,
+    async_save,
+    load,
+    save,
+    verify,
+)
 from terrazzo.checkpoint.native.root import Root, encode_root
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError
 
@@ -250,6 +260,30 @@ def test_every_dtype_of_torch(tmp_path: Path) -> None:
         assert len(load_file(file)) == len(state)
     with pytest.raises(CheckpointMismatchError, match="int4"):
         load({"torch.int4": torch.zeros(4, 6)}, checkpoint_id=tmp_path, no_dist=True)
+    turned = {name: value.t() for name, value in state.items()}
+    for stager in (None, DefaultStager()):
+        async_save(turned, checkpoint_id=tmp_path, async_stager=stager, no_dist=True).result()
+        found = {name: value.reshape(6, 4) for name, value in target.items()}
+        load(found, checkpoint_id=tmp_path, no_dist=True)
+        for name, value in state.items():
+            assert torch.equal(bits_of(found[name]), bits_of(value).t()), name
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_what_torch_cannot_convert_is_not_loaded_as_other_numbers(lossy: bool, tmp_path: Path) -> None:
+    raw = torch.arange(12, dtype=torch.uint8)
+    save({"f": torch.arange(12.0), "u": raw.view(torch.uint4)}, checkpoint_id=tmp_path, no_dist=True)
+    target = torch.full((12,), 7, dtype=torch.uint8)
+    for name, asked in (
+        ("f", target.view(torch.uint4)),
+        ("f", target.view(torch.float4_e2m1fn_x2)),
+        ("u", target),
+        ("u", target.view(torch.int4)),
+    ):
+        with pytest.raises(CheckpointMismatchError, match="torch cannot convert"):
+            planner = DefaultLoadPlanner(allow_lossy_dtype=lossy)
+            load({name: asked}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert target.eq(7).all()
 
 
 def bits_of(value: torch.Tensor) -> torch.Tensor:

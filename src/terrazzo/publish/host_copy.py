@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from terrazzo.checkpoint.native.dtypes import as_bytes, is_lossless
+from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.errors import CheckpointMismatchError, PublishError
@@ -56,6 +56,8 @@ def sources_of(
         offered = published[source]
         if offered.shape != info.shape:
             wrong.append(f"{name}: the published shape is {list(offered.shape)}, the receiver's {list(info.shape)}")
+        elif not can_convert(offered.dtype, info.dtype):
+            wrong.append(f"{name}: the published dtype is {offered.dtype}, which torch cannot convert to {info.dtype}")
         elif not is_lossless(offered.dtype, info.dtype) and not (
             allow_lossy_dtype and offered.dtype.is_floating_point and info.dtype.is_floating_point
         ):

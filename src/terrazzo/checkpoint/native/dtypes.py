@@ -52,6 +52,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
 
 
+def can_convert(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch can make elements of `target` from those of `source`, with or without loss.
+
+    >>> can_convert(torch.float64, torch.int8), can_convert(torch.float32, torch.uint4)
+    (True, False)
+    """
+    return source == target or not (source in OPAQUE or target in OPAQUE)
+
+
 @cache
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of `source` is a value of `target`.
@@ -61,7 +70,7 @@ def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """
     if source == target:
         return True
-    if source in OPAQUE or target in OPAQUE:
+    if not can_convert(source, target):
         return False
     if source == torch.bool:
         return True

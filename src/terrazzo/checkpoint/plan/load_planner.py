@@ -27,7 +27,7 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.chunk_list import table_of
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.contents import ManifestEntries
-from terrazzo.checkpoint.native.dtypes import is_lossless
+from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
@@ -214,6 +214,8 @@ class DefaultLoadPlanner(LoadPlanner):
         if size != entry.size:
             return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(size)}"
         stored = entry.properties.dtype
+        if not can_convert(stored, dtype):
+            return f"torch cannot convert the checkpoint's {stored} to {dtype}; load it as {stored}"
         if stored != dtype and not self.allow_lossy_dtype and not is_lossless(stored, dtype):
             return f"{dtype} does not hold every value of the checkpoint's {stored} (see allow_lossy_dtype)"
         return None

@@ -21,6 +21,7 @@ import torch
 from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
@@ -355,6 +356,7 @@ class HostMemory:
     _slabs: list[torch.Tensor] = field(default_factory=list)
     _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     _views: list[torch.Tensor] = field(default_factory=list)
+    _opaque: list[int] = field(default_factory=list)  # which torch can copy only as plain bytes
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and valid until the next call."""
@@ -365,11 +367,15 @@ class HostMemory:
             self._views = []
             self._views = self._in_slabs(specs) if pinned else self._in_buffer(specs)
             self._specs = specs
+            self._opaque = [number for number, (_, dtype) in enumerate(specs) if dtype in OPAQUE]
+        targets, sources = list(self._views), list(sources)
         with torch.no_grad():
+            for number in self._opaque:
+                targets[number], sources[number] = as_bytes(targets[number]), as_bytes(sources[number])
             if from_devices:
-                copy_from_devices(self._views, sources, self.accelerator)
+                copy_from_devices(targets, sources, self.accelerator)
             else:
-                _copy_in_host_memory(self._views, sources)
+                _copy_in_host_memory(targets, sources)
         return list(self._views)
 
     def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.native.dtypes import is_lossless
+from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError
@@ -181,7 +181,7 @@ def _dtype_fault(
         final = asked
     else:
         final = target.dtype
-    both_float = source.is_floating_point and final.is_floating_point
+    both_float = source.is_floating_point and final.is_floating_point and can_convert(source, final)
     if is_lossless(source, final) or (both_float and (final == asked or is_quantised)):
         return None
     return f"{final} cannot represent every value of the checkpoint's {source}" + (
