@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.futures import Future
@@ -32,9 +35,10 @@ from terrazzo.checkpoint import (
     save,
 )
 from terrazzo.checkpoint.default_planner import _flatten_sharded_tensors, flatten_state_dict
+from terrazzo.checkpoint.format_utils import BroadcastingTorchSaveReader
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.planner import LoadItemType
-from terrazzo.errors import CheckpointError
+from terrazzo.checkpoint.planner import LoadItemType, ReadItem
+from terrazzo.errors import CheckpointError, CheckpointException
 
 # ------------------------------------------------------------------ the documented examples
 
@@ -172,6 +176,77 @@ def save_balanced(path: str) -> None:
     save(plain_state(), checkpoint_id=path + "/ddp", planner=DDPLoadBalancingPlanner())
     metadata = save(plain_state(), checkpoint_id=path + "/extra", planner=SaveExtraDataPlanner())
     assert metadata.planner_data == ["per-rank-data"] * 2
+
+
+class Keeping(DefaultLoadPlanner):
+    """Keeps the target between its two calls, and post-processes what was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: str | None = None
+        self.seen: list[str] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert self.open is None, f"{self.open} has not been committed"
+        self.open = read_item.dest_index.fqn
+        self.seen.append(self.open)
+        self.target = super().resolve_tensor(read_item)
+        self.given = torch.empty(self.target.shape, dtype=torch.float64)
+        return self.given
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        assert self.open == read_item.dest_index.fqn and tensor.data_ptr() == self.given.data_ptr()
+        self.open = None
+        self.target.copy_(tensor * 2)
+
+
+def _in_dcp(state: dict, path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _in_safetensors(state: dict, path: Path) -> Path:
+    path.mkdir()
+    save_file(state, path / "model.safetensors")
+    return path
+
+
+def _in_torch_save(state: dict, path: Path) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def _in_our_own(state: dict, path: Path) -> Path:
+    save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("stored", [_in_our_own, _in_dcp, _in_safetensors, _in_torch_save])
+def test_the_two_calls_for_a_tensor_follow_each_other(stored: Callable[[dict, Path], Path], tmp_path: Path) -> None:
+    """However many tensors are read at once."""
+    state = {f"t{n}": torch.randn(3 + n, 5) for n in range(40)} | {"large": torch.randn(3000, 3000)}
+    planner = Keeping()
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    path = stored(state, tmp_path / "it")
+    load(target, checkpoint_id=path, planner=planner, no_dist=True)
+    assert sorted(planner.seen) == sorted(state) and planner.open is None
+    assert all(torch.equal(target[name], value * 2) for name, value in state.items())
+    if stored is _in_torch_save:
+        target, planner = {name: torch.zeros_like(value) for name, value in state.items()}, Keeping()
+        load(target, storage_reader=BroadcastingTorchSaveReader(path), planner=planner, no_dist=True)
+        assert all(torch.equal(target[name], value * 2) for name, value in state.items())
+
+
+def test_a_target_that_does_not_fit_what_is_read_is_an_error(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    for wrong, match in ((torch.zeros(3), "shape"), (torch.zeros(4, device="meta"), "meta device")):
+
+        class Wrong(DefaultLoadPlanner):
+            def resolve_tensor(self, read_item: ReadItem, wrong: torch.Tensor = wrong) -> torch.Tensor:
+                return wrong
+
+        with pytest.raises(CheckpointException, match=match):
+            load({"w": torch.zeros(4)}, checkpoint_id=tmp_path, planner=Wrong(), no_dist=True)
 
 
 def test_global_steps(tmp_path: Path) -> None:

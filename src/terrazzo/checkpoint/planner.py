@@ -220,3 +220,7 @@ class ReadingPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing: the tensor is the target itself."""
+
+    def fills_in_any_order(self) -> bool:
+        """True: nothing is kept between `resolve_tensor` and `commit_tensor`."""
+        return True

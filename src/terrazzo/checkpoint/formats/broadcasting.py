@@ -19,6 +19,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.native.in_pairs import InPairs
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
@@ -114,12 +115,13 @@ class BroadcastingTorchSaveReader(PlainReader):
     def _send_tensor(
         self, name: str, entry: TensorStorageMetadata, items: list[ReadItem], planner: LoadPlanner
     ) -> None:
+        dtype = entry.properties.dtype
+        calls = InPairs(planner, lambda item: dtype)
         targets = [
-            (item, Box(tuple(item.storage_offsets), tuple(item.lengths)), planner.resolve_tensor(item).detach())
+            (item, Box(tuple(item.storage_offsets), tuple(item.lengths)), calls.target(item))
             for item in items
             if item.type is LoadItemType.TENSOR
         ]
-        dtype = entry.properties.dtype
         device = wire_device() if _together() else torch.device("cpu")
         for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
             piece = torch.empty(window.lengths, dtype=dtype, device=device)
@@ -132,7 +134,7 @@ class BroadcastingTorchSaveReader(PlainReader):
                     part = piece[common.relative_to(window).slices()]
                     target[common.relative_to(box).slices()].copy_(part)
         for item, _, target in targets:
-            planner.commit_tensor(item, target)
+            calls.filled(item, target)
 
     def _is_reader(self) -> bool:
         return not _together() or dist.get_rank() == self.coordinator_rank

@@ -11,7 +11,9 @@ import torch
 from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.collector import paused_collector
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.in_pairs import InPairs, on_meta
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
@@ -20,7 +22,6 @@ from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
-from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 _NO_BOX: Final = Box((), ())
@@ -56,6 +57,11 @@ class Reading:
 
     def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Fill what a planner hands out for each tensor item."""
+        calls = InPairs(planner, self._dtype_of)
+        for group in calls.groups(items):
+            self._read_group(group, calls)
+
+    def _read_group(self, items: Sequence[ReadItem], calls: InPairs) -> None:
         nothing = torch.empty(0)
         asked = [
             Target(item.dest_index.fqn, item.storage_index.fqn, nothing, _NO_BOX, (self._overlap_of(item),))
@@ -63,9 +69,12 @@ class Reading:
         ]
         self._read(
             asked,
-            lambda number, overlap: planner.resolve_tensor(items[number]),
-            lambda number, tensor: planner.commit_tensor(items[number], tensor),
+            lambda number, overlap: calls.target(items[number]),
+            lambda number, tensor: calls.filled(items[number], tensor),
         )
+
+    def _dtype_of(self, item: ReadItem) -> torch.dtype:
+        return dtype_from_name(self.manifest.describe(item.storage_index.fqn)[0])
 
     def _overlap_of(self, item: ReadItem) -> Overlap:
         index = item.storage_index
@@ -93,10 +102,7 @@ class Reading:
                 if filling is None:
                     tensor = resolve(number, overlap)
                     if tensor.is_meta:
-                        raise CheckpointError(
-                            f"{targets[number].name!r} is on the meta device, which holds no values; give it memory "
-                            f"first, or load with a planner whose resolve_tensor does"
-                        )
+                        raise on_meta(targets[number].name)
                     filling = Filling(tensor, number)
                     if hit.part is not None:
                         filling.left = pieces[number, id(overlap)]

@@ -40,6 +40,8 @@ from terrazzo.errors import CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
 
 _NAMED = 50
+# A subclass that changes one of these sees what items are read into.
+_TARGETS: Final = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 # A subclass that changes one of these sees items, or makes other ones.
 _SEES_ITEMS: Final = (
     "create_local_plan",
@@ -47,10 +49,7 @@ _SEES_ITEMS: Final = (
     "finish_plan",
     "load_bytes",
     "resolve_bytes",
-    "resolve_tensor",
-    "lookup_tensor",
-    "transform_tensor",
-    "commit_tensor",
+    *_TARGETS,
 )
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -142,12 +141,12 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def read_plan(self) -> ReadPlan | None:
         """The local plan in the library's own form; None if a subclass makes, sees or changes items."""
-        return self._planned() if self._is_plain else None
+        return self._planned() if self._has_kept(_SEES_ITEMS) else None
 
-    @property
-    def _is_plain(self) -> bool:
+    def _has_kept(self, names: Sequence[str]) -> bool:
+        """Whether these methods are those of this class: no subclass has changed them."""
         kind, own = type(self), vars(self)
-        return all(getattr(kind, name) is getattr(DefaultLoadPlanner, name) and name not in own for name in _SEES_ITEMS)
+        return all(getattr(kind, name) is getattr(DefaultLoadPlanner, name) and name not in own for name in names)
 
     @torch.no_grad()
     def _planned(self) -> ReadPlan:
@@ -276,6 +275,10 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor was the state dict's own memory."""
+
+    def fills_in_any_order(self) -> bool:
+        """Whether targets may be asked for and filled in any order: not if a subclass sees them."""
+        return self._has_kept(_TARGETS)
 
     def forget(self) -> None:
         """Drop the references to the state dict, which a planner that is kept would keep alive."""

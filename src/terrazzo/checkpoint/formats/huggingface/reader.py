@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,6 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.in_pairs import InPairs
 from terrazzo.checkpoint.native.manifest import FileEntry, check_shape
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
@@ -107,28 +108,23 @@ class HuggingFaceReader(PlainReader):
     def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         self.read_metadata()
         self._used = True
-        plain: list[tuple[StoredChunk, ReadItem]] = []
+        plain: list[ReadItem] = []
         packed: list[ReadItem] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO or name not in self._parts:
                 raise CheckpointFormatError(f"{self.place} has no {name!r}: safetensors files hold tensors only")
-            if name in self._quantised:
-                packed.append(item)
-            else:
-                plain.append((self._part_of(item), item))
-        plain.sort(key=lambda pair: (pair[0].file.name, pair[0].start, pair[1].storage_offsets))
+            (packed if name in self._quantised else plain).append(item)
+        plain.sort(key=self._place_of)
         requests = Requests(self._store, verify=False)
-
-        def wanted() -> Iterator[Wanted]:
-            for stored, item in plain:
-                target = planner.resolve_tensor(item).detach()
-                if target.is_meta:
-                    raise CheckpointFormatError(f"{item.dest_index.fqn!r} is on the meta device, which holds no values")
-                yield Wanted(stored, tuple(item.storage_offsets), tuple(item.lengths), Filling(target, item))
-
-        for filling in requests.read(wanted()):
-            planner.commit_tensor(filling.key, filling.target)
+        calls = InPairs(planner, lambda item: dtype_from_name(self._part_of(item).dtype))
+        for group in calls.groups(plain):
+            wanted = (
+                Wanted(self._part_of(item), tuple(item.storage_offsets), tuple(item.lengths), Filling(target, item))
+                for item, target in ((item, calls.target(item)) for item in group)
+            )
+            for filling in requests.read(wanted):
+                calls.filled(filling.key, filling.target)
         for item in packed:
             target = planner.resolve_tensor(item).detach()
             self._read_quantised(requests, item, target)
@@ -226,6 +222,11 @@ class HuggingFaceReader(PlainReader):
         return TensorStorageMetadata(TensorProperties(dtype_from_name(first.dtype)), torch.Size(size), chunks)
 
     # -------------------------------------------------------------- reading it
+
+    def _place_of(self, item: ReadItem) -> tuple[Any, ...]:
+        """By which items are in the order of the files."""
+        stored = self._part_of(item)
+        return stored.file.name, stored.start, item.storage_offsets
 
     def _part_of(self, item: ReadItem) -> StoredChunk:
         index = item.storage_index
