@@ -203,7 +203,8 @@ def load_small_other_dim(setting: Setting) -> Implementations:
     return _loads(_small(setting), 1)
 
 
-@case(world=2, repetitions=9, budget=Budget("time", 1, "copy"))
+# Tensors of 8 MiB are copied no faster than a copy copies them; what is done beside that takes a millisecond or two.
+@case(world=2, repetitions=9, budget=Budget("time", 1.2, "copy"))
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
     job = _large(setting)

@@ -88,6 +88,26 @@ def test_neighbours_are_read_together(tmp_path: Path) -> None:
     assert sum(request.size for request in store.requests) <= total + 200_000  # the header
 
 
+def test_what_needs_no_buffer_is_read_in_larger_requests_if_the_store_says_so() -> None:
+    """Neighbours that are read where they belong come together; what passes through a buffer does not."""
+    state = {str(n): torch.randn(64, 64) for n in range(40)}  # 16 KiB each
+    for caps, at_once in (
+        (Capabilities(request_bytes=16 << 10), 1),
+        (Capabilities(request_bytes=16 << 10, direct_bytes=160 << 10), 10),
+    ):
+        store = Recording(caps)
+        save(state, storage_writer=NativeWriter(store), no_dist=True)
+        target = {name: torch.zeros_like(value) for name, value in state.items()}
+        load(target, storage_reader=NativeReader(store, verify=False), no_dist=True)
+        assert all(torch.equal(target[name], value) for name, value in state.items())
+        assert len(store.requests) == 40 // at_once
+        store.requests.clear()
+        target = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items()}
+        load(target, storage_reader=NativeReader(store, verify=False), no_dist=True)
+        assert all(torch.equal(target[name], value.double()) for name, value in state.items())
+        assert len(store.requests) == 40
+
+
 def test_a_header_is_read_once_however_often_one_reads(tmp_path: Path) -> None:
     state = {f"a long name to make the header large {n}": torch.randn(16) for n in range(2000)}
     save(state, checkpoint_id=tmp_path, no_dist=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from terrazzo.checkpoint import NativeReader, NativeWriter, async_save, load, save
+from terrazzo.checkpoint.native import writer
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.writer import WriteOptions
 from terrazzo.checkpoint.stores import MemoryStore, Request, ScatteredUpload, Upload
 from terrazzo.checkpoint.stores.object_store import ObjectStore
+from terrazzo.errors import CheckpointException
 
 
 def sent(write: Any) -> list[memoryview]:
@@ -157,3 +161,25 @@ class Recorded(ScatteredStore):
         for request in super().read(requests, in_flight_bytes=in_flight_bytes):
             self.requests.append(request)
             yield request
+
+
+def test_a_file_whose_part_cannot_be_described_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a single file is left to the disk while the part is described; if that fails nothing of it stays."""
+    save({"w": torch.zeros(100)}, checkpoint_id=tmp_path, no_dist=True)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    seen: list[str] = []
+
+    def fails(*_: object) -> None:
+        seen.extend(path.name for path in tmp_path.glob("data-*"))
+        raise RuntimeError("no part")
+
+    monkeypatch.setattr(writer, "make_part", fails)
+    with pytest.raises(CheckpointException, match="no part"):
+        save({"w": torch.ones(100)}, checkpoint_id=tmp_path, no_dist=True)
+    assert len(seen) == 2  # it was there
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    target = {"w": torch.full((100,), 5.0)}
+    load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert not target["w"].any()

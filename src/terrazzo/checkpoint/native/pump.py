@@ -55,14 +55,16 @@ class Pump:
 
     def write(self, chunks: Sequence[Chunk], data_of: Callable[[Any], Any]) -> None:
         """Write the chunks one after the other; `data_of` has the tensors behind their sources."""
+        start = self._written + self._waiting_bytes
         for chunk in chunks:
-            start = self._written + self._waiting_bytes
             self.starts.append(start)
             if chunk.payload is not None:
                 self._add(memoryview(chunk.payload), chunk.payload, chunk)
             else:
                 self._add_tensor(chunk, data_of(chunk.source))
-            self.stored.append(self._written + self._waiting_bytes - start)
+            end = self._written + self._waiting_bytes
+            self.stored.append(end - start)
+            start = end
         self.flush()
 
     def _add_tensor(self, chunk: Chunk, tensor: Any) -> None:
@@ -80,9 +82,11 @@ class Pump:
         if chunk.codec:
             for start in range(0, nbytes, block):
                 self._add_frame(data[start : start + block], chunk)
-            return
-        for start in range(0, nbytes, self._piece):
-            self._queue(data[start : start + self._piece], owner, block)
+        elif 0 < nbytes <= self._piece:
+            self._queue(data, owner, block)
+        else:
+            for start in range(0, nbytes, self._piece):
+                self._queue(data[start : start + self._piece], owner, block)
 
     def _add_frame(self, data: memoryview, chunk: Chunk) -> None:
         frame = encode_frame(data, chunk.dtype.itemsize)

@@ -101,6 +101,7 @@ class Requests:
         self._verify = verify
         self._limit = store.caps.request_bytes
         self._gap = store.caps.gap
+        self._direct_limit = max(self._limit, store.caps.direct_bytes or 0)
         self._staged_limit = min(self._limit, _BUFFERS // store.caps.depth)  # of requests that need a buffer
         self._step = max(self._limit, _AT_ONCE)
         self._checked: set[str] = set()
@@ -269,10 +270,10 @@ class Requests:
     def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
         """Runs that are near one another in a file, together."""
         batch: list[_Run] = []
-        end, limit = 0, self._limit
+        end, limit = 0, self._direct_limit
         for run in runs:
             in_place = run.memory is not None and run.frames is None
-            own_limit = self._limit if in_place else self._staged_limit
+            own_limit = self._direct_limit if in_place else self._staged_limit
             if batch:
                 between = run.start - end
                 together = run.start + run.nbytes - batch[0].start
@@ -283,7 +284,7 @@ class Requests:
                     or len(batch) == _MOST_RUNS
                 ):
                     yield self._request(batch)
-                    batch, limit = [], self._limit
+                    batch, limit = [], self._direct_limit
             batch.append(run)
             limit = min(limit, own_limit)
             end = run.start + run.nbytes

@@ -33,7 +33,7 @@ from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import PartEntry, Root
 from terrazzo.checkpoint.native.work import Work
-from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Version
+from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Upload, Version
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
@@ -83,20 +83,28 @@ def write_part(
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     # Not those that kept their names: they are the base's own, in this very place.
     adopted = {each.stored.file.name for each in reused if save_of(each.stored.file.name) == files.save_id}
+    # Of a single file, the end is left to the disk while the part is described.
+    unfinished: list[Upload] | None = [] if len(layouts) == 1 else None
     writes = [
-        partial(_write_file, store, *named, work.tensor, options, files) for named in zip(names, layouts, strict=True)
+        partial(_write_file, store, *named, work.tensor, options, files, unfinished)
+        for named in zip(names, layouts, strict=True)
     ]
     try:
         # Of files that are sent as a whole, several are under way.
         written = results_of(writes, 1 if store.caps.in_place else _FILES_AT_ONCE, "terrazzo-write")
         written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
+        stored = [chunk for file in written for chunk in file.chunks]
+        boxes = [chunk.offsets + chunk.lengths for chunk in stored]
+        part = make_part([chunk.entry for chunk in stored], boxes, entry, inline)
+        for upload in unfinished or ():
+            upload.finish()
+        return part
     except BaseException:
+        for upload in unfinished or ():
+            upload.abort()
         discard(store, [*names, *adopted, index_name(files.save_id, files.rank)])
         raise
-    stored = [chunk for file in written for chunk in file.chunks]
-    boxes = [chunk.offsets + chunk.lengths for chunk in stored]
-    return make_part([chunk.entry for chunk in stored], boxes, entry, inline)
 
 
 def _without_tied(chunks: list[Chunk], work: Work) -> tuple[list[Chunk], dict[int, list[Chunk]]]:
@@ -236,7 +244,9 @@ def _write_file(
     data_of: Callable[[Any], Any],
     options: WriteOptions,
     files: FilesOfRank,
+    unfinished: list[Upload] | None = None,
 ) -> _WrittenFile:
+    """Write a data file; if there is a list for it, the upload is only begun to be finished, and added to that."""
     header = layout.header
     upload = store.upload(name, layout.size)
     try:
@@ -270,7 +280,11 @@ def _write_file(
     except BaseException:
         upload.abort()
         raise
-    upload.finish()
+    if unfinished is None:
+        upload.finish()
+    else:
+        upload.begin_finish()
+        unfinished.append(upload)
     return written
 
 

@@ -10,7 +10,7 @@ two ways:
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
+from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
@@ -39,7 +40,6 @@ from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
     Holders,
-    ShardView,
     Viewer,
     check_storable,
     is_sharded,
@@ -187,8 +187,9 @@ class DefaultSavePlanner(SavePlanner):
         """Everything that this rank could write; which of it is the same memory as something before it; and the paths
         of all names."""
         self._translated = {}
-        view = Viewer().view
+        viewer = Viewer()
         forms: dict[tuple[int, torch.dtype, bool], Form] = {}
+        form: Form | None = None
         at: dict[int, int] = {}  # by address: the first chunk that is there
         holdings: list[Holding] = []
         ties: dict[int, int] = {}
@@ -208,32 +209,39 @@ class DefaultSavePlanner(SavePlanner):
                     encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
                     holdings.append(Holding(stored, None, encoded, (self.rank,) if own else self._in_group(None)))
                     continue
-                check_storable(value)
-                size, chunks, holders = self._seen(stored, value, view, own)
+                size, chunks, holders = self._seen(stored, value, viewer, own)
+                for box, data in chunks:
+                    dtype, requires_grad = data.dtype, data.requires_grad
+                    if (
+                        form is None  # most tensors have the form of the one before them
+                        or form.box is not box
+                        or form.dtype is not dtype
+                        or form.requires_grad is not requires_grad
+                        or form.shape != size
+                    ):
+                        form = _form(forms, size, box, dtype, requires_grad)
+                    if type(data) in OWN_MEMORY and (address := data.data_ptr()):
+                        first = at.setdefault(address, len(holdings))
+                        if first != len(holdings) and holdings[first].form == form:
+                            if same_memory(holdings[first].value, data):
+                                ties[len(holdings)] = first
+                    holdings.append(Holding(stored, form, data, holders))
             except UnsupportedValueError as error:
                 unsupported.append(f"{name}: {error}")
-                continue
-            for box, data in chunks:
-                key = (id(box), data.dtype, data.requires_grad)
-                form = forms.get(key)
-                if form is None or form.shape != size:
-                    nbytes = box.numel * data.dtype.itemsize
-                    form = forms[key] = Form(data.dtype, tuple(size), box, nbytes, data.requires_grad)
-                if type(data) in OWN_MEMORY and (address := data.data_ptr()):
-                    first = at.setdefault(address, len(holdings))
-                    if first != len(holdings) and holdings[first].form == form:
-                        if same_memory(holdings[first].value, data):
-                            ties[len(holdings)] = first
-                holdings.append(Holding(stored, form, data, holders))
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
         return holdings, ties, paths or None
 
     def _seen(
-        self, name: str, value: Any, view: Callable[[str, Any], ShardView], own: bool
+        self, name: str, value: Any, viewer: Viewer, own: bool
     ) -> tuple[torch.Size, Sequence[tuple[Box, torch.Tensor]], tuple[int, ...] | None]:
         """A tensor's shape, this rank's chunks of it, and the ranks of the group that hold the same."""
-        seen = local_chunks(name, value, view)
+        only = viewer.only_chunk(name, value) if is_sharded(value) else None
+        if only is not None:
+            size, box, local, holding = only
+            return size, ((box, local),), (self.rank,) if own else self._in_group(holding)
+        check_storable(value)
+        seen = local_chunks(name, value, viewer.view)
         holders = (self.rank,) if own else self._in_group(seen.holders)
         if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
             nothing = torch.empty(seen.size, dtype=seen.dtype)
@@ -387,6 +395,22 @@ class DefaultSavePlanner(SavePlanner):
         if holding is not None and isinstance(holding.value, ObjectBytes) and holding.value.value is object:
             return holding.value
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
+
+
+def _form(
+    forms: dict[tuple[int, torch.dtype, bool], Form],
+    size: torch.Size,
+    box: Box,
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> Form:
+    """The form of a chunk: one object for all chunks that have the same."""
+    key = (id(box), dtype, requires_grad)
+    form = forms.get(key)
+    if form is None or form.shape != size:
+        dtype_name(dtype)  # raises if it cannot be stored
+        form = forms[key] = Form(dtype, tuple(size), box, box.numel * dtype.itemsize, requires_grad)
+    return form
 
 
 def _item_of(holding: Holding, described: dict[int, TensorWriteData]) -> WriteItem:

@@ -45,6 +45,7 @@ class Capabilities:
             and should not have more than `file_bytes`.
         file_bytes: the most bytes that a data file should have; None: any number.
         request_bytes: about how many bytes one request should read.
+        direct_bytes: the same, if all of them go where they belong and need no buffer; None: as many.
         gap: the most bytes between two ranges that are read along instead of making another request.
         depth: the number of requests at a time.
     """
@@ -54,6 +55,7 @@ class Capabilities:
     request_bytes: int = 1 << 20
     gap: int = 16 << 10
     depth: int = 1
+    direct_bytes: int | None = None
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -100,6 +102,9 @@ class Upload(abc.ABC):
 
     def truncate(self, size: int) -> None:  # noqa: B027  # most files end where the last write did
         """Make the file `size` bytes long, fewer than `upload` was called with."""
+
+    def begin_finish(self) -> None:  # noqa: B027  # most have nothing to begin
+        """Begin what `finish` will wait for, if that can go on beside other work. Nothing is written any more."""
 
     @abc.abstractmethod
     def finish(self) -> None:

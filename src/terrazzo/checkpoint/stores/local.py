@@ -61,7 +61,8 @@ class LocalStore(Store):
     `flock`; tests replace it to make calls fail.
     """
 
-    caps = Capabilities()
+    # Between two requests, what prepares the next one has to be brought back into the processor's cache.
+    caps = Capabilities(direct_bytes=256 << 20)
 
     def __init__(self, path: str | os.PathLike[str], system: Any = os, *, durable: bool = True) -> None:
         self._path = Path(path)
@@ -427,6 +428,10 @@ class LocalUpload(Upload):
         if os.fstat(self._fd).st_size > size:
             os.ftruncate(self._fd, size)
 
+    def begin_finish(self) -> None:
+        if self._durable:
+            _start_writing_back(self._fd)
+
     def sync(self) -> None:
         """Make what is written survive a power failure."""
         if self._durable:
@@ -468,6 +473,9 @@ class _Replacing(Upload):
 
     def truncate(self, size: int) -> None:
         self._file.truncate(size)
+
+    def begin_finish(self) -> None:
+        self._file.begin_finish()
 
     def finish(self) -> None:
         try:
