@@ -97,8 +97,8 @@ def write_part(
         stored = [chunk for file in written for chunk in file.chunks]
         boxes = [chunk.offsets + chunk.lengths for chunk in stored]
         part = make_part([chunk.entry for chunk in stored], boxes, entry, inline)
-        for upload in unfinished or ():
-            upload.finish()
+        while unfinished:
+            unfinished.pop().finish()  # one that fails here is not aborted after it
         return part
     except BaseException:
         for upload in unfinished or ():
