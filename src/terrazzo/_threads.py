@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -71,6 +72,7 @@ class Worker:
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        _workers.add(self)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """The future of a call, which is made when those before it have ended."""
@@ -111,6 +113,23 @@ class Worker:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+    def _in_forked_process(self) -> None:
+        """Have no calls: those of the parent are made there, on a thread that does not exist here."""
+        self._lock = threading.Lock()
+        self._calls.clear()
+        self._thread = None
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _reset_workers() -> None:
+    for worker in _workers:
+        worker._in_forked_process()
+
+
+os.register_at_fork(after_in_child=_reset_workers)
 
 
 class WhileInside:

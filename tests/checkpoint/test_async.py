@@ -23,6 +23,7 @@ from terrazzo.checkpoint import (
     BlockingAsyncStager,
     Checkpoint,
     DefaultSavePlanner,
+    DefaultStager,
     FileSystemWriter,
     PerRank,
     async_save,
@@ -352,20 +353,161 @@ def test_a_save_in_flight_cannot_be_cancelled(tmp_path: Path) -> None:
 
 def test_what_is_called_when_a_save_has_ended_may_begin_the_next(tmp_path: Path) -> None:
     """On the thread of the save, while another thread waits for it to end."""
-    chained: list[Future] = []
+    chained: Future = Future()
 
     def next_one(_: Future) -> None:
         save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "b", no_dist=True)
-        chained.append(async_save({"w": torch.ones(10) * 2}, checkpoint_id=tmp_path / "c", no_dist=True))
+        chained.set_result(async_save({"w": torch.ones(10) * 2}, checkpoint_id=tmp_path / "c", no_dist=True))
 
     first = async_save({"w": torch.zeros(10)}, storage_writer=SlowWriter(tmp_path / "a"), no_dist=True)
     first.add_done_callback(next_one)
     last = async_save({"w": torch.ones(10) * 3}, checkpoint_id=tmp_path / "d", no_dist=True)
-    assert last.result(30) and chained[0].result(30)
+    assert last.result(30) and chained.result(30).result(30)
     for name, value in (("a", 0), ("b", 1), ("c", 2), ("d", 3)):
         found = {"w": torch.full((10,), -1.0)}
         load(found, checkpoint_id=tmp_path / name, no_dist=True)
         assert found["w"].eq(value).all(), name
+
+
+class Slow(BlockingAsyncStager):
+    """Takes its time after it has copied."""
+
+    def stage(self, state_dict):
+        staged = super().stage(state_dict)
+        time.sleep(0.1)
+        return staged
+
+
+def two_groups_and_threads(path: str) -> None:
+    """Each thread saves for a group of its own, with one stager that keeps its memory."""
+    stager, other = Slow(cache_staged_state_dict=True), dist.new_group([0])
+
+    def save_for(name: str, group: dist.ProcessGroup | None, value: float) -> None:
+        state = {"w": torch.full((1000,), value)}
+        async_save(state, checkpoint_id=f"{path}/{name}", async_stager=stager, process_group=group).result(30)
+
+    threads = [threading.Thread(target=save_for, args=each) for each in (("a", None, 1.0), ("b", other, 2.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        assert Checkpoint(f"{path}/{name}")["w"][...].eq(value).all()
+
+
+def test_a_stager_of_several_groups_copies_for_one_at_a_time(tmp_path: Path) -> None:
+    run_ranks(1, two_groups_and_threads, str(tmp_path))
+
+
+def test_an_error_that_a_thread_waits_for_does_not_fail_another_threads_save(tmp_path: Path) -> None:
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self):
+            assert go_on.wait(30)
+            raise OSError("no plan")
+
+    go_on = threading.Event()
+    failing = async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "bad", planner=Failing(), no_dist=True)
+    errors: list[BaseException | None] = []
+    thread = threading.Thread(target=lambda: errors.append(failing.exception(30)))
+    thread.start()
+    while not failing.asked:
+        time.sleep(0.001)
+    go_on.set()
+    assert async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "good", no_dist=True).result(30)
+    thread.join(30)
+    assert isinstance(errors[0], CheckpointError)
+    # One whose time runs out has not seen the error.
+    go_on.clear()
+    failing = async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "bad", planner=Failing(), no_dist=True)
+    with pytest.raises(TimeoutError):
+        failing.result(0.01)
+    go_on.set()
+    with pytest.raises(CheckpointError, match="before this one failed"):
+        save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "good", no_dist=True)
+
+
+class Saving:
+    """Saves when it is asked for its state."""
+
+    def __init__(self, path: Path, kind: AsyncCheckpointerType) -> None:
+        self.path, self.kind, self.futures = path, kind, []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {"w": torch.full((9,), 2.0)}
+        self.futures.append(async_save(state, checkpoint_id=self.path, async_checkpointer_type=self.kind, no_dist=True))
+        return {"w": torch.ones(9)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.found = state_dict["w"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_may_begin_inside_another(kind: AsyncCheckpointerType, tmp_path: Path) -> None:
+    """As one in a signal handler does."""
+    for _ in range(2):
+        saving = Saving(tmp_path / "inner", kind)
+        outer = async_save({"s": saving}, checkpoint_id=tmp_path / "outer", async_checkpointer_type=kind, no_dist=True)
+        assert outer.result(30) and saving.futures[0].result(30)
+        for name, key, value in (("inner", "w", 2.0), ("outer", "s.w", 1.0)):
+            assert Checkpoint(tmp_path / name)[key][...].eq(value).all()
+
+
+def test_a_signal_in_the_middle_of_a_copy_may_save(tmp_path: Path) -> None:
+    class Interrupted(BlockingAsyncStager):
+        def stage(self, state_dict):
+            staged = super().stage(state_dict)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+            return staged
+
+    def emergency(*_: object) -> None:
+        future = async_save({"w": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "b", async_stager=own, no_dist=True)
+        assert future.result(30)
+
+    stager: BlockingAsyncStager = Interrupted(cache_staged_state_dict=True)
+    own: BlockingAsyncStager | None = None
+    before = signal.signal(signal.SIGUSR1, emergency)
+    try:
+        state = {"w": torch.ones(9)}
+        assert async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager, no_dist=True).result(30)
+        assert Checkpoint(tmp_path / "a")["w"][...].eq(1).all() and Checkpoint(tmp_path / "b")["w"][...].eq(2).all()
+        own = stager  # its memory is in use
+        with pytest.raises(CheckpointError, match="pass another async_stager"):
+            async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager, no_dist=True)
+        own = None
+        assert async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager, no_dist=True).result(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("kind", [BlockingAsyncStager, DefaultStager])
+def test_a_forked_process_has_its_own_use_of_a_stager(kind: type, tmp_path: Path) -> None:
+    """Also of its thread, and of memory that the processes would share."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Writing(FileSystemWriter):
+        def write_data(self, plan, planner):
+            assert writing.set() is None and go_on.wait(30)
+            return super().write_data(plan, planner)
+
+    stager = kind(cache_staged_state_dict=True) if kind is BlockingAsyncStager else kind()
+    state = {"w": torch.ones(1000)}
+    future = async_save(state, storage_writer=Writing(tmp_path / "a"), async_stager=stager, no_dist=True)
+    assert writing.wait(30)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            state["w"].fill_(2)
+            async_save(state, checkpoint_id=tmp_path / "b", async_stager=stager, no_dist=True).result(30)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    go_on.set()
+    future.result(30)
+    assert Checkpoint(tmp_path / "a")["w"][...].eq(1).all() and Checkpoint(tmp_path / "b")["w"][...].eq(2).all()
 
 
 @pytest.mark.parametrize("planning", [False, True])

@@ -15,7 +15,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.run.argument_order import storage_may_be_second
-from terrazzo.checkpoint.run.background import AsyncSaveResponse, Background, background_of
+from terrazzo.checkpoint.run.background import AsyncSaveResponse, Background, SaveFuture, background_of
 from terrazzo.checkpoint.run.coordination import find_team, with_plane
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import failure_of
@@ -128,9 +128,9 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     # A thread of this process gets connections of its own here; a saving process makes its own.
     team = find_team(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
-    background = background_of(process_group, no_dist)
     session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
-    with background.turn():
+    with background_of(process_group, no_dist).turn() as background:
+        staging: Staging | None = None
         earlier = background.earlier_error()
         process = background.process(team, timeout) if in_process else None
         if process is None and len(team.ranks) > 1:
@@ -145,17 +145,18 @@ def async_save(
                 if staging.waits:
                     staging.wait()
         except BaseException as error:
+            if staging is not None:
+                staging.abandon()
             told = background.start(_failing(session, process, error)).exception()  # other ranks wait for this one
             if isinstance(error, Exception) and told is not None:
                 raise told from error
             raise
+        work = partial(_beside_training, session, staging)
         if process is not None and parcel is not None:
-            future = background.start(partial(process.save, session, parcel))
-        elif staging.future is not None:
-            future = background.start(partial(_beside_training, session, staging), AsyncSaveResponse(staging.future))
-        else:
-            future = background.start(partial(_beside_training, session, staging))
+            work = partial(process.save, session, parcel)
+        future = SaveFuture() if staging.future is None else AsyncSaveResponse(staging.future)
         staging.in_use_until(future)
+        background.start(work, future)
         return future
 
 

@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,33 +28,49 @@ from terrazzo.errors import CheckpointError
 
 
 class SaveFuture(Future[Metadata]):
-    """The result of a save in the background; `asked` is whether the caller has seen it."""
+    """The result of a save in the background."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self._lock = threading.RLock()
+        self._waiting = 0  # callers that are in `result` or `exception`
+        self._returned = False  # one of these has returned the outcome
         self.set_running_or_notify_cancel()  # a save cannot be cancelled: other ranks take part
 
+    @property
+    def asked(self) -> bool:
+        """Whether a caller has seen the outcome, or waits for it."""
+        return self._returned or self._waiting > 0
+
     def result(self, timeout: float | None = None) -> Metadata:
-        try:
+        with self._asking():
             return super().result(timeout)
-        finally:
-            self.asked = self.asked or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
+        with self._asking():
             return super().exception(timeout)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
         finally:
-            self.asked = self.asked or self.done()
+            with self._lock:
+                self._waiting -= 1
+                self._returned = self._returned or self.done()
 
     def settle(self, work: Callable[[], Metadata]) -> None:
         """Do the work, and set its result or its error."""
         try:
             value = work()
         except BaseException as error:  # noqa: B036  # raised by `result`
-            self.set_exception(error)
+            if not self.done():  # it is, if what started the thread was interrupted
+                self.set_exception(error)
         else:
-            self.set_result(value)
+            if not self.done():
+                self.set_result(value)
 
 
 class AsyncSaveResponse(SaveFuture):
@@ -76,53 +93,66 @@ class AsyncSaveResponse(SaveFuture):
 class Background:
     """The save in flight of one process group on this rank, and what is kept between saves."""
 
-    def __init__(self) -> None:
-        self._beginning = threading.Lock()
-        self._future: SaveFuture | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, name: str = "checkpoint") -> None:
+        self._name = name  # of its connections
+        self._turns = threading.RLock()
+        self._owner: int | None = None  # the thread whose turn it is
+        self._nested: Background | None = None
+        self._last: SaveFuture | None = None
+        self._unseen: list[SaveFuture] = []  # saves whose errors the caller may not have seen
         self._plane: ControlPlane | None = None
         self._process: ProcessSaver | None = None
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """While the context lasts no other thread begins a save, and none is in flight.
+    def turn(self) -> Iterator[Background]:
+        """While the context lasts no other thread begins a save, and none is in flight. Gives what to begin it with.
 
-        Not while waiting: what is called when a save has ended, on its thread, may begin the next one.
+        A thread that begins a save inside its own turn (in a signal handler, or in a `state_dict()` that saves) gets
+        another background, with memory and connections of its own.
         """
+        if self._owner == threading.get_ident():
+            if self._nested is None:
+                self._nested = Background(f"{self._name}, nested")
+            with self._nested.turn() as nested:
+                yield nested
+            return
         while True:
             self.wait()
-            with self._beginning:
-                if self._in_flight() is None:
-                    yield
+            with self._turns:
+                if self._last is None or self._last.done():
+                    self._owner = threading.get_ident()
+                    try:
+                        yield self
+                    finally:
+                        self._owner = None
                     return
 
     def wait(self) -> None:
         """Wait for the save in flight, if any."""
-        thread = self._in_flight()
-        if thread is not None:
-            thread.join()
-
-    def _in_flight(self) -> threading.Thread | None:
-        """The thread of the save in flight; a callback of its future, which has its result, does not see it."""
-        thread = self._thread
-        return thread if thread is not None and thread.is_alive() and thread is not threading.current_thread() else None
+        if self._nested is not None:
+            self._nested.wait()
+        last = self._last
+        if last is not None:
+            wait_for((last,))
 
     def earlier_error(self) -> CheckpointError | None:
-        """The error of the last save, if the caller on this rank has not seen it; then this save fails with it.
+        """The error of an earlier save, if the caller on this rank has not seen it; then this save fails with it.
 
         This rank takes part in the save and fails, so that the save fails on all ranks. This needs no communication
         here; other ranks may have seen their error, or had none.
         """
         self.wait()
-        future, self._future = self._future, None
-        if future is None or future.asked:
-            return None
-        error = future.exception()
-        if error is None:
-            return None
-        failed = CheckpointError(f"the save in the background before this one failed: {error}")
-        failed.__cause__ = error
+        nested = self._nested.earlier_error() if self._nested is not None else None
+        done = [future for future in self._unseen if future.done()]
+        for future in done:
+            with suppress(ValueError):  # another thread may have removed it
+                self._unseen.remove(future)
+        errors = [error for future in done if not future.asked and (error := future.exception()) is not None]
+        if not errors:
+            return nested
+        failed = CheckpointError(f"the save in the background before this one failed: {errors[-1]}")
+        failed.__cause__ = errors[-1]
         return failed
 
     def plane(self, group: Any, timeout: timedelta | None) -> ControlPlane:
@@ -130,7 +160,7 @@ class Background:
         the first call, and after they broke."""
         group = group if group is not None else dist.group.WORLD
         if self._plane is None:
-            self._plane = ControlPlane.create(group, timeout, name="checkpoint")
+            self._plane = ControlPlane.create(group, timeout, name=self._name)
         self._plane = self._plane.renewed(timeout or time_limit_of(group))
         return self._plane
 
@@ -153,7 +183,6 @@ class Background:
     def start(self, work: Callable[[], Metadata], future: SaveFuture | None = None) -> SaveFuture:
         """Do the work on a thread."""
         future = future or SaveFuture()
-        self._future = future
         # The thread waits for this event. Otherwise it would take the interpreter's lock, which this thread needs to
         # return, and keep it for 5 ms or longer.
         may_begin = threading.Event()
@@ -165,8 +194,13 @@ class Background:
         # Not a daemon: a process that ends waits for its checkpoint.
         thread = threading.Thread(target=run, name="terrazzo-save")
         try:
+            self._last = future
+            self._unseen.append(future)
             thread.start()
-            self._thread = thread
+        except BaseException as error:
+            if thread.ident is None:
+                future.set_exception(error)
+            raise
         finally:
             may_begin.set()
         return future
@@ -174,6 +208,8 @@ class Background:
     def close(self) -> None:
         """Wait for the save in flight and release everything."""
         self.wait()
+        if self._nested is not None:
+            self._nested.close()
         self.stager.close()
         if self._process is not None:
             self._process.close()
@@ -185,14 +221,15 @@ class Background:
 
 _by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
 _without_group = Background()
+_finding = threading.RLock()
 _of_parent: list[object] = []
 
 
 def _in_forked_process() -> None:
     """Begin anew: the threads and connections are the parent's. They are kept, because to end them means to wait."""
-    global _by_group, _without_group
+    global _by_group, _without_group, _finding
     _of_parent.append((_without_group, dict(_by_group)))
-    _by_group, _without_group = weakref.WeakKeyDictionary(), Background()
+    _by_group, _without_group, _finding = weakref.WeakKeyDictionary(), Background(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_forked_process)
@@ -203,7 +240,8 @@ def background_of(process_group: Any, no_dist: bool) -> Background:
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return _without_group
     group = process_group if process_group is not None else dist.group.WORLD
-    background = _by_group.get(group)
-    if background is None:
-        background = _by_group[group] = Background()
+    with _finding:
+        background = _by_group.get(group)
+        if background is None:
+            background = _by_group[group] = Background()
     return background

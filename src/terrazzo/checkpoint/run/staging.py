@@ -8,6 +8,8 @@ save, so that nothing is allocated again.
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
@@ -27,7 +29,7 @@ from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.per_rank import PerRank
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
-from terrazzo.errors import UnsupportedValueError
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _ALIGNMENT: Final = 64
@@ -72,11 +74,14 @@ class Staging:
         self._stager = stager
         self._complete = stager is None
         self._staged: Any = state_dict
+        self._use: _Use | None = None
         if stager is not None:
-            _, last = _in_use.pop(id(stager), (None, None))
-            if last is not None:
-                last.exception()  # wait: the stager may use that save's memory again
-            self._staged = stager.stage(state_dict)
+            self._use = _Use.of(stager)
+            try:
+                self._staged = stager.stage(state_dict)
+            except BaseException:
+                self._use.end()
+                raise
 
     @property
     def waits(self) -> bool:
@@ -104,12 +109,49 @@ class Staging:
 
     def in_use_until(self, saved: Future[Any]) -> None:
         """Keep the stager from using its memory again until the save is done."""
-        if self._stager is not None:
-            _in_use[id(self._stager)] = (self._stager, saved)
+        if self._use is not None:
+            self._use.thread = None
+            use = self._use
+            saved.add_done_callback(lambda _: use.end())
+
+    def abandon(self) -> None:
+        """The copy will not be saved: the stager may use its memory again."""
+        if self._use is not None:
+            self._use.end()
 
 
-# By the id of a stager: the stager, and the save that reads its last copy.
-_in_use: dict[int, tuple[AsyncStager, Future[Any]]] = {}
+class _Use:
+    """A stager's memory is in use, from the start of a copy until the copy is saved."""
+
+    def __init__(self, stager: AsyncStager) -> None:
+        self.thread: int | None = threading.get_ident()  # the thread that copies; None: it has returned from that
+        self._stager = stager  # kept, so that no other object gets its id
+        self._ended = threading.Event()
+
+    @classmethod
+    def of(cls, stager: AsyncStager) -> _Use:
+        """A use of the stager, when no other one is left."""
+        own = cls(stager)
+        while True:
+            use = _in_use.setdefault(id(stager), own)
+            if use is own:
+                return own
+            if use.thread == threading.get_ident():
+                raise CheckpointError(
+                    f"async_save was called while the same {type(stager).__name__} copies the state for another save, "
+                    f"on the same thread (in a signal handler, for instance); pass another async_stager"
+                )
+            use._ended.wait()
+
+    def end(self) -> None:
+        """Let the stager be used again."""
+        if _in_use.get(id(self._stager)) is self:
+            del _in_use[id(self._stager)]
+        self._ended.set()
+
+
+_in_use: dict[int, _Use] = {}  # by the id of a stager
+os.register_at_fork(after_in_child=_in_use.clear)  # the saves are the parent's
 
 
 class StagedTensor(msgspec.Struct, eq=False):
@@ -353,6 +395,7 @@ class HostMemory:
     buffer: torch.Tensor | None = None
     accelerator: Accelerator = field(default_factory=ThisAccelerator)
     slab_bytes: int = _SLAB
+    _process: int = field(default_factory=os.getpid)
     _slabs: list[torch.Tensor] = field(default_factory=list)
     _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     _views: list[torch.Tensor] = field(default_factory=list)
@@ -360,6 +403,8 @@ class HostMemory:
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and valid until the next call."""
+        if self._process != os.getpid():  # forked since: shared memory is the parent's, too, and pinning is lost
+            self.buffer, self._slabs, self._views, self._process = None, [], [], os.getpid()
         specs = [(tensor.shape, tensor.dtype) for tensor in sources]
         from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
         pinned = from_devices and not self.shared
