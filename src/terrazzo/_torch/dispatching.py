@@ -59,6 +59,29 @@ def overload_name(operator: OpOverload) -> str:
     return operator._overloadname
 
 
+# ------------------------------------------------------------------ attributes
+
+_TensorBase: Any = private("torch._C.TensorBase", "the attributes of tensors are descriptors of this class")
+
+
+def names_of_attributes() -> list[str]:
+    """The attributes of tensors that are descriptors in C, but for Python's own."""
+    attributes = vars(_TensorBase)
+    kind = type(attributes["dtype"])
+    return [name for name, each in attributes.items() if type(each) is kind and not name.startswith("__")]
+
+
+def attribute_of_wrapper(name: str) -> Callable[[Any], Any]:
+    """A function that reads an attribute of a wrapper itself, past `__torch_function__`."""
+    get = vars(_TensorBase)[name].__get__
+
+    def read(tensor: Any) -> Any:
+        with without_subclass_functions():
+            return get(tensor)
+
+    return read
+
+
 # ------------------------------------------------------------------ calls that go through C++
 
 without_subclass_functions: Any = private(

@@ -25,6 +25,7 @@ from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.comm.mesh import ranks_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Placement
+from terrazzo.tensor.attributes import OwnAttributes, define_attributes
 from terrazzo.tensor.dispatch.keys import (
     FALSE,
     KEYWORD,
@@ -175,7 +176,7 @@ def key_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         return None
 
 
-class DTensor(NoRawAccess, OneValue, torch.Tensor):
+class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     """A tensor whose elements are spread over the ranks of a `DeviceMesh`.
 
     Create one with `distribute_tensor`, `DTensor.from_local` or the factory functions of `terrazzo.tensor`, not with
@@ -561,9 +562,4 @@ class DTensor(NoRawAccess, OneValue, torch.Tensor):
         return links.reduce(self)
 
 
-for _name in (
-    *("dtype", "device", "is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf"),
-    *("itemsize", "_version", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr", "retains_grad", "output_nr", "grad_fn"),
-    *("is_xla", "is_mtia", "is_ipu", "is_vulkan", "is_maia"),
-):
-    setattr(DTensor, _name, property(attrgetter(f"_local.{_name}")))
+define_attributes(DTensor)

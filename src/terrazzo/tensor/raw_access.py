@@ -21,6 +21,9 @@ class NoRawAccess:
     def data_ptr(self) -> NoReturn:
         _refuse("data_ptr()")
 
+    def const_data_ptr(self) -> NoReturn:
+        _refuse("const_data_ptr()")
+
     def untyped_storage(self) -> NoReturn:
         _refuse("untyped_storage()")
 
