@@ -15,6 +15,7 @@ from fsdp.compare import Counted, Model, adamw, apart, assert_same_parameters, b
 from ranks import run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
+from terrazzo.fsdp.group import group_of
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
@@ -80,7 +81,7 @@ def check_reshard_after_backward() -> None:
         # The optimizer changed the shards, so whole parameters of the step before are not used.
         assert kinds.count("all_gather") == 4 + 3, step
         loss_of(reference, x, y).backward()
-        assert not isinstance(model.blocks[0].up.weight, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor)  # it has the gradient
         with Counted() as kinds:
             loss_of(model, mine(x), mine(y))
         assert kinds == [], "nothing changed, nothing is gathered"
@@ -213,8 +214,8 @@ def check_not_recursive() -> None:
     model.set_requires_gradient_sync(True, recurse=False)
     model.set_reshard_after_backward(False, recurse=False)
     loss_of(model, mine(x), mine(y)).backward()
-    assert not isinstance(model.head.weight, DTensor) and isinstance(model.blocks[0].up.weight, DTensor)
-    model.reshard()
+    kept = [group_of(module).unit.resting for module in (model, model.blocks[0])]
+    assert kept == [True, False]
     assert model.head.weight.grad is not None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Set
 from typing import Any, Protocol
 
 from torch import nn
@@ -26,11 +27,18 @@ def watch_optimizers() -> None:
     global _watching
     if not _watching:
         _watching = True
-        register_optimizer_step_pre_hook(_check_parameters)
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_note_step)
 
 
-def _check_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    _check_parameters(optimizer)
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if _models else set()
+    for root in list(_models):
+        root.before_step(ids)
+
+
+def _check_parameters(optimizer: Optimizer) -> None:
     """Raise if the optimizer was constructed before `fully_shard`: the model does not use its parameters."""
     if optimizer in _checked and _checked[optimizer] == len(optimizer.param_groups):
         return
@@ -57,6 +65,10 @@ class _Model(Protocol):
 
     groups: tuple[Any, ...]
     tops: tuple[Any, ...]
+
+    def before_step(self, ids: Set[int]) -> None: ...
+
+    def after_step(self) -> None: ...
 
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -115,6 +127,8 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             written = parameter.__dict__.get(WRITTEN)
             if written is not None:
                 written()
+    for root in list(_models):
+        root.after_step()
 
 
 def remark_on_writes(written: list[str], known: set[str]) -> set[str]:
@@ -131,6 +145,17 @@ def remark_on_writes(written: list[str], known: set[str]) -> set[str]:
             stacklevel=2,
         )
     return set(new)
+
+
+def remark_on_unsharded_gradients(names: list[str]) -> None:
+    """Warn about gradients that users have set on unsharded parameters, which the optimizer does not have."""
+    if names:
+        warnings.warn(
+            f".grad of parameters ({_shown(names)}) was set while they were unsharded, as those of the root are after "
+            "an evaluation: the optimizer does not see it. Call reshard() on the model first, and set .grad of the "
+            "sharded parameters",
+            stacklevel=5,
+        )
 
 
 def remark_on_hooks(names: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.misuse import note_model, remark_on_single_group
+from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
 from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
@@ -147,6 +147,7 @@ class Root:
                 self.begin_forward(module)
             return
         if in_backward():
+            self._show_unsharded()
             self.advance((Event.FORWARD, module, True, ()))
             return
         self._entered = []
@@ -168,6 +169,43 @@ class Root:
         except BaseException:
             self.executor.reset(gradients=False)
             raise
+        self._show_unsharded()
+
+    def _show_unsharded(self) -> None:
+        """Register the unsharded parameters of units that rest: they are about to be used."""
+        for unit in self.units:
+            if unit.resting:
+                unit.show_unsharded()
+
+    def _rest(self, wanted: Callable[[Unit], bool]) -> None:
+        """Register the sharded parameters of units that are unsharded, if they are `wanted`.
+
+        Optimizers, clipping and users then see the tensors that have the gradients and the newest values, in
+        `parameters()` too. The unsharded ones stay in memory, so nothing has to be gathered again unless shards are
+        written to.
+        """
+        for unit, where in zip(self.units, self.state.where, strict=True):
+            if where is Where.UNSHARDED and wanted(unit):
+                unit.rest()
+
+    def before_step(self, ids: Set[int]) -> None:
+        """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
+        if not self._is_idle:
+            return
+        for unit, where in zip(self.units, self.state.where, strict=True):
+            if where is Where.UNSHARDED:
+                unit.save_writes()
+                if unit.groups[0].gradient_sync:
+                    remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
+
+    def after_step(self) -> None:
+        """After an optimizer has written to shards."""
+        if self._is_idle:
+            self._rest(Unit.was_written)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.state.outermost < 0 and not self.state.in_backward
 
     def _written(self, replaced: Sequence[object]) -> tuple[int, ...]:
         """Units that are not sharded, and whose shards some rank has written since they were gathered."""
@@ -193,6 +231,8 @@ class Root:
         """Called when the outermost forward has ended."""
         inside, module = in_backward(), self.state.outermost
         self.advance((Event.FORWARD_ENDS, inside))
+        if not inside and not torch.is_grad_enabled():
+            self._rest(Unit.has_sharded_gradients)
         if failed:
             self.watch.forget()
         elif not inside:
@@ -205,6 +245,7 @@ class Root:
     def begin_backward(self) -> None:
         """Called once per backward."""
         if not self.state.in_backward:
+            self._show_unsharded()
             self.watch.settle()
             at_end_of_backward(self._end_backward)
 
@@ -224,6 +265,8 @@ class Root:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
         self.reached.clear()
+        if self.is_last_backward:
+            self._rest(Unit.has_sharded_gradients)
         unnoticed, self._unnoticed = self._unnoticed, []
         self._unreduced = {index for index in with_gradients if not self._spec.units[index].gradient_sync}
         self.watch.compare()
@@ -278,14 +321,16 @@ class Root:
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a unit."""
-        at_rest = self.state.outermost < 0 and not self.state.in_backward
+        at_rest = self._is_idle
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
+        if unit.resting:
+            unit.show_unsharded()
 
     def reshard(self, unit: Unit) -> None:
         """Have sharded parameters registered."""
-        if self.state.outermost < 0 and not self.state.in_backward:
+        if self._is_idle:
             unit.save_writes()
         self.advance((Event.RESHARD, unit.index))
 

@@ -72,6 +72,7 @@ class Unit:
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
         self._prepared = False
+        self.resting = False  # the sharded parameters are registered, although the unsharded ones have memory
         self._flags_changed = False  # of requires_grad, since somebody asked
         self._sharded: list[Any] = [p.sharded for p in self.params]
         self._unsharded: list[Any] = []
@@ -157,7 +158,7 @@ class Unit:
     # ------------------------------------------------------------------ registration
 
     def _register(self, faces: list[Any]) -> None:
-        self._registered = faces
+        self._registered, self.resting = faces, False
         for parameters, name, i in self._direct:
             parameters[name] = faces[i]
         for module, name, i in self._indirect:
@@ -227,7 +228,7 @@ class Unit:
 
         Shards that were written after they were gathered are newer, and stay as they are.
         """
-        if self._registered is not self._unsharded:
+        if self._registered is not self._unsharded and not self.resting:
             return []
         before = self.epoch
         current = before in (self.gathered_epoch, self._saved_epoch)
@@ -367,6 +368,22 @@ class Unit:
         """Register the unsharded parameters."""
         self._register(self._unsharded)
 
+    def rest(self) -> None:
+        """Register the sharded parameters until the next use, and keep the unsharded ones' memory."""
+        if self._registered is not self._unsharded:
+            return
+        self.save_writes()
+        self._register_sharded()
+        self.resting = True
+
+    def with_own_gradients(self) -> list[ShardedParameter]:
+        """Parameters whose unsharded form has a gradient while their shards have none."""
+        return [p for p in self.params if p.unsharded_local.grad is not None and p.sharded._local.grad is None]
+
+    def has_sharded_gradients(self) -> bool:
+        """Whether a sharded parameter has a gradient."""
+        return any(param.sharded._local.grad is not None for param in self.params)
+
     def copy_out_kept(self) -> None:
         """`copy_out` after `gather_kept`."""
         gathered = iter(self._pending)
@@ -380,15 +397,19 @@ class Unit:
     def free(self) -> None:
         """Free the unsharded parameters' memory, and register the sharded ones."""
         for bucket in self.buckets:
-            if self._registered is self._unsharded:
+            if self._registered is self._unsharded or self.resting:
                 bucket.put_back()
             bucket.free()
         self._drop_kept()
+        self.resting = False
         if self._registered is not self._sharded:
-            for param in self.params:  # which users have had in their hands
-                if param.unsharded_local.requires_grad is not param.requires_grad:
-                    self._flags_changed |= param.follow_flag()
-            self._register(self._sharded)
+            self._register_sharded()
+
+    def _register_sharded(self) -> None:
+        for param in self.params:  # which users have had in their hands
+            if param.unsharded_local.requires_grad is not param.requires_grad:
+                self._flags_changed |= param.follow_flag()
+        self._register(self._sharded)
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""

@@ -1,0 +1,161 @@
+"""Modules whose parameters stay unsharded show the sharded ones, while these are what optimizers and users want."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.compare import Counted, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, whole
+from ranks import run_ranks
+from terrazzo.fsdp import FSDPModule, fully_shard
+from terrazzo.fsdp.group import group_of
+from terrazzo.tensor import DTensor
+
+PASSES = ("an evaluation", "kept", "kept, an evaluation", "freed")
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+def double_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * 2
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def average(model: Any) -> None:
+    """Read, and write what was read."""
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    model.seen = [whole(p).clone() for p in model.parameters()]
+
+
+USES: list[tuple[Callable[[Any], None], Callable[[Any], None]]] = [
+    (clip, nothing),
+    (double_gradients, nothing),
+    (nothing, clamp),
+    (clamp, nothing),
+    (average, average),
+]
+
+
+def check_uses(how: str) -> None:
+    for before, after in USES:
+        torch.manual_seed(0)
+        reference: Any = Model()
+        model: Any = shard_blocks(copy.deepcopy(reference))
+        model.set_reshard_after_backward("kept" not in how)
+        pairs = [(model, adamw(model)), (reference, adamw(reference))]
+        for x, y in batches(3):
+            for each, optimizer in pairs:
+                sharded = each is model
+                for _ in range(2):  # micro-batches
+                    loss_of(each, *((mine(x), mine(y)) if sharded else (x, y))).backward()
+                if "evaluation" in how:
+                    with torch.no_grad():
+                        each(mine(x))
+                before(each)
+                optimizer.step()
+                optimizer.zero_grad()
+                after(each)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), reference(x))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for ours, theirs in zip(getattr(model, "seen", ()), getattr(reference, "seen", ()), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", PASSES)
+def test_what_is_done_to_parameters_between_backward_and_forward(world: int, how: str) -> None:
+    run_ranks(world, check_uses, how)
+
+
+def check_gathers() -> None:
+    """Nothing is gathered again for parameters that rest."""
+    model: Any = shard_blocks(Model())
+    model.set_reshard_after_backward(False)
+    model.set_reshard_after_forward(False)
+    (x, y), *_ = batches(1)
+    for step in range(2):
+        for micro in range(3):
+            with Counted() as kinds:
+                loss_of(model, mine(x), mine(y)).backward()
+            assert ("all_gather" in kinds) == (micro == 0), (step, micro, kinds)
+            assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+                p.grad = None
+
+
+def check_views() -> None:
+    """Where PyTorch's program gets plain tensors, so it does here."""
+    model: Any = fully_shard(Model())
+    (x, y), *_ = batches(1)
+    with torch.no_grad():
+        model(mine(x))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())  # no gradients wait
+    loss = loss_of(model, mine(x), mine(y))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())  # a loss may use them
+    loss.backward()
+    with torch.no_grad():
+        model(mine(x))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.unshard()
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    model.reshard()
+    # A model that becomes part of another one while it rests.
+    with torch.no_grad():
+        model(mine(x))
+    assert group_of(model).unit.resting
+    outer: Any = fully_shard(nn.Sequential(model, nn.Linear(3, 3)))
+    assert outer(mine(x)).shape == (4, 3)
+
+
+def check_gradients_by_hand() -> None:
+    """As evolution strategies set them: PyTorch's optimizer ignores them in silence."""
+    model: Any = shard_blocks(Model())
+    optimizer = adamw(model)
+    (x, y), *_ = batches(1)
+    with torch.no_grad():
+        model(mine(x))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match=r"\.grad of parameters \('embed.weight', .*call reshard|Call reshard"):
+        optimizer.step()
+    model.zero_grad()
+    loss_of(model, mine(x), mine(y)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        model.set_requires_gradient_sync(False)
+        optimizer.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        optimizer.step()  # nothing has been reduced, as was asked for
+
+
+def test_gathers_and_what_modules_show() -> None:
+    run_ranks(2, check_gathers)
+    run_ranks(2, check_views)
+    run_ranks(2, check_gradients_by_hand)
