@@ -142,7 +142,7 @@ class _Reduction:
         found = []
         begin, counted = 0, plan.own_size - plan.extra
         for each in self._members:
-            own = each.plan()
+            own = each.running_plan
             if own is None:
                 continue
             end, until = begin + own.own_size - own.extra, counted + own.extra

@@ -33,6 +33,17 @@ class Division:
     replicas: str = "sum"  # op over the replicas
     after: float | None = None  # divisor after the reduction
 
+    def divisor_so_far(self, shards: int) -> float:
+        """By what gradients are divided once they are reduced over `shards` ranks.
+
+        >>> Division(before=4.0, after=2.0).divisor_so_far(4), Division(shards="avg").divisor_so_far(4)
+        (4.0, 4.0)
+        """
+        before = 1.0 if self.before is None else self.before
+        if isinstance(self.shards, ScaledSum):
+            return before / self.shards.factor
+        return before * shards if self.shards == "avg" else before
+
 
 @lru_cache(maxsize=256)
 def division_of(

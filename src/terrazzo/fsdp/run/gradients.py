@@ -8,10 +8,14 @@ If a parameter has no gradient on some ranks, zeros are used there. If it has no
 gets none, as in a single process, so that the optimizer skips it. So ranks must agree on which parameters have
 gradients. Every section ends with one element per parameter, which is one if this rank has a gradient and else zero;
 its sum over the ranks says whether any rank has one. A rank that has all gradients need not read the sums.
+
+A parameter that is frozen while gradients are accumulated keeps those that it has, as in a single process. So room is
+left for it until these are reduced, on all ranks, whether or not they have such gradients.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -31,21 +35,56 @@ from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flat:
+    """The parameters with room in a flat buffer, and its plan."""
+
+    params: tuple[ShardedParameter, ...]
+    plan: FlatPlan
+    in_place: InPlace | None  # for reductions directly from the gradients, if possible
+
+    def add(self, chunks: Tensor, counts: Tensor | None, other: _Flat, section: Tensor) -> None:
+        """Add a section with another plan, of which all parameters have room here too, to the chunks and the last
+        elements of one with this plan."""
+        without = section.numel() - other.plan.extra
+        if other is self:
+            chunks.add_(section[:without])
+            if counts is not None:
+                counts.add_(section[without:])
+            return
+        found = dict(zip(self.params, self.plan.own_views(chunks), strict=True))
+        for param, chunk in zip(other.params, other.plan.own_views(section), strict=True):
+            found[param].add_(chunk)
+        if counts is not None:
+            counts[[self.params.index(param) for param in other.params]] += section[without:]
+
+    def sum(self, section: Tensor, other: _Flat, others: Tensor) -> Tensor:
+        """A section, added to one with another plan."""
+        if other is self:
+            return section + others
+        total = section.clone()
+        without = total.numel() - self.plan.extra
+        self.add(total[:without], total[without:] if self.plan.extra else None, other, others)
+        return total
+
+
 class Gradients:
     """The gradients of one bucket, from backward to the sharded parameters."""
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
         self.bucket = bucket
         self.options = options
-        self._trainable: tuple[ShardedParameter, ...] = ()
-        self._plan: FlatPlan | None = None
+        self._next: _Flat | None = None  # of the next reduction, if nothing changes before
+        self._flat: _Flat | None = None  # of the reduction that runs
         self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
-        self._in_place: InPlace | None = None  # for reductions directly from the gradients, if possible
+        self.waiting = False  # whether ranks may have gradients of earlier backwards that are not reduced yet
+        self._frozen: set[ShardedParameter] = set()  # of the frozen parameters those that may have such gradients
         self._packed: Tensor | None = None
         self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
         self._pending: Pending[Tensor] | None = None
         self._reduced: Tensor | None = None
-        self._partial: Tensor | None = None  # reduced over the shard axis, not yet over the replicas
+        # Reduced over the shard axis, not yet over the replicas; and how it was divided.
+        self._partial: tuple[_Flat, Tensor, Division] | None = None
         self._held: list[Tensor] = []  # inputs of a running all-reduce
         self._missing: list[int] = []  # indices of parameters without a gradient on this rank
         self._division = Division()
@@ -85,7 +124,8 @@ class Gradients:
     @property
     def bytes(self) -> int:
         """The bytes of the unsharded gradients."""
-        return sum(prod(p.shape) for p in self.bucket.params if p.requires_grad) * self.bucket.compute_dtype.itemsize
+        flat = self._flat_now()
+        return 0 if flat is None else sum(prod(p.shape) for p in flat.params) * self.bucket.compute_dtype.itemsize
 
     @property
     def packed_bytes(self) -> int:
@@ -100,30 +140,36 @@ class Gradients:
         return 0 if plan is None or self.alone else plan.own_size * self.dtype.itemsize
 
     def plan(self) -> FlatPlan | None:
-        """The flat plan of the gradients; None if all parameters are frozen."""
-        trainable = tuple([p for p in self.bucket.params if p.requires_grad])
-        if trainable != self._trainable:
-            self._trainable = trainable
+        """The flat plan of the next reduction; None if all parameters are frozen, and none has gradients to reduce."""
+        flat = self._flat_now()
+        return None if flat is None else flat.plan
+
+    def _flat_now(self) -> _Flat | None:
+        partial = () if self._partial is None else self._partial[0].params
+        params = tuple([p for p in self.bucket.params if p.requires_grad or p in self._frozen or p in partial])
+        if not params:
+            return None
+        if self._next is None or self._next.params != params:
             mesh = self.bucket.settings.mesh
-            extra = len(trainable) if mesh.size > 1 else 0
-            self._plan = self.bucket.plan_over(mesh.shard, trainable, extra) if trainable else None
-            self._in_place = None
-            if self._plan is not None and InPlace.suits(self._plan, mesh.shard, self.dtype.itemsize):
-                self._in_place = InPlace(self._plan, self.dtype.itemsize)
-            self._accumulated = {p: known for p, known in self._accumulated.items() if p.requires_grad}
-        return self._plan
+            plan = self.bucket.plan_over(mesh.shard, params, len(params) if mesh.size > 1 else 0)
+            suits = InPlace.suits(plan, mesh.shard, self.dtype.itemsize)
+            self._next = _Flat(params, plan, InPlace(plan, self.dtype.itemsize) if suits else None)
+        return self._next
 
     def replan(self) -> None:
         """Make the plan again, because the bucket's sections have changed."""
-        self._trainable, self._plan = (), None
+        self._next = None
+
+    def note_frozen(self, param: ShardedParameter, in_backward: bool) -> None:
+        """Leave room for a parameter that was frozen now, until the gradients that it may have are reduced."""
+        if self.waiting or in_backward:
+            self._frozen.add(param)
 
     # ------------------------------------------------------------------ without communication
 
     def any(self) -> bool:
-        """Whether there are gradients from backward, or accumulated ones that are not reduced."""
-        return bool(self._accumulated) or any(
-            p.unsharded_local.grad is not None and p.requires_grad for p in self.bucket.params
-        )
+        """Whether there are gradients from backward, or ranks may have some of earlier ones that are not reduced."""
+        return self.waiting or any(p.unsharded_local.grad is not None for p in self.bucket.params)
 
     def have_nan(self) -> bool:
         """Whether there is a NaN in the gradients from backward."""
@@ -137,8 +183,7 @@ class Gradients:
 
     def accumulate(self) -> None:
         """Keep the gradients for a later reduction, in the reduce dtype."""
-        self.plan()
-        for param in self._trainable:
+        for param in self.bucket.params:
             grad = param.unsharded_local.grad
             if grad is not None and (grad.dtype is not self.dtype or param in self._accumulated):
                 param.unsharded_local.grad = None
@@ -149,9 +194,12 @@ class Gradients:
                     known.add_(grad)
 
     def _take(self) -> list[Tensor | None]:
-        """Take the gradients of the trainable parameters, with those that were accumulated."""
+        """Begin a reduction: take the gradients of its parameters, with those that were accumulated."""
+        self._flat = self._flat_now()
+        self._frozen.clear()
+        self.waiting = False
         grads: list[Tensor | None] = []
-        for param in self._trainable:
+        for param in () if self._flat is None else self._flat.params:
             local = param.unsharded_local
             grad = local.grad
             if grad is not None:
@@ -168,11 +216,12 @@ class Gradients:
 
     def pack(self) -> None:
         """Copy the gradients into the buffer of the reduction, unless they are reduced in place."""
-        plan = self.plan()
-        if plan is None:
+        if self.plan() is None:
             return
         wholes, reached = self.collect()
-        if self._in_place is not None and self.options.usual:
+        assert self._flat is not None
+        plan = self._flat.plan
+        if self._flat.in_place is not None and self.options.usual:
             self._unpacked = [whole.to(self.dtype) for whole in wholes], reached
             return
         mesh = self.bucket.settings.mesh
@@ -180,43 +229,46 @@ class Gradients:
         plan.pack(wholes, self._packed, reached)
 
     def collect(self) -> tuple[list[Tensor], Tensor | None]:
-        """The gradients of all trainable parameters, zeros for missing ones, and the elements that say which exist."""
-        plan = self._plan
-        assert plan is not None
+        """The gradients of all parameters that have room, zeros for missing ones, and the elements that say which
+        exist."""
         grads = self._take()
+        flat = self._flat
+        assert flat is not None
         if any(grad is not None and grad.requires_grad for grad in grads):
             remark_on_graph()
         device = self.bucket.settings.mesh.device
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
         wholes = [
             torch.zeros(param.shape, dtype=self.dtype, device=device) if grad is None else grad
-            for param, grad in zip(self._trainable, grads, strict=True)
+            for param, grad in zip(flat.params, grads, strict=True)
         ]
         reached = None
-        if plan.extra:
-            reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
+        if flat.plan.extra:
+            reached = torch.ones(flat.plan.extra, dtype=self.dtype, device=device)
             if self._missing:
                 reached[self._missing] = 0
         return wholes, reached
 
     def reduce(self, comm: Comm) -> None:
         """Start the reduce-scatter."""
-        plan, packed = self._plan, self._packed
-        if self._unpacked is not None and self._in_place is not None:
+        flat, packed = self._flat, self._packed
+        if flat is None:
+            return
+        if self._unpacked is not None and flat.in_place is not None:
             (wholes, reached), self._unpacked = self._unpacked, None
-            division = self.decide(wholes[0], self._in_place.plan)
+            division = self.decide(wholes[0], flat.plan)
             if division.before is not None:
                 wholes = list(torch._foreach_div(wholes, division.before))
             op = division.shards
             assert isinstance(op, str)
-            self._pending = self._in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
+            self._pending = flat.in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
             return
-        if plan is None or packed is None:
+        if packed is None:
             return
-        division = self.decide(packed, plan)
+        division = self.decide(packed, flat.plan)
         if division.before is not None:
             packed.div_(division.before)
-        self._pending = comm.reduce(packed, plan, self.reduce_axis, division.shards, self.bucket.tag + 1)
+        self._pending = comm.reduce(packed, flat.plan, self.reduce_axis, division.shards, self.bucket.tag + 1)
 
     @property
     def reduce_axis(self) -> Axis:
@@ -239,13 +291,26 @@ class Gradients:
         self._division = division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
         return self._division
 
+    @property
+    def running_plan(self) -> FlatPlan | None:
+        """The flat plan of the reduction that runs."""
+        return None if self._flat is None else self._flat.plan
+
     def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
         """Add earlier gradients, which were kept for the replicas, to those that are now reduced over the shards."""
-        partial, self._partial = self._partial, None
+        partial = self._take_partial()
         if partial is not None:
-            chunks.add_(partial[: chunks.numel()])
-            if counts is not None:
-                counts.add_(partial[chunks.numel() :])
+            assert self._flat is not None
+            self._flat.add(chunks, counts, *partial)
+
+    def _take_partial(self) -> tuple[_Flat, Tensor] | None:
+        """The earlier gradients, divided so far as those of the reduction that runs."""
+        if self._partial is None:
+            return None
+        (flat, section, division), self._partial = self._partial, None
+        shards = self.bucket.settings.mesh.shard.size
+        before, now = division.divisor_so_far(shards), self._division.divisor_so_far(shards)
+        return flat, section if before == now else section.mul_(before / now)
 
     def receive(self, chunks: Tensor, counts: Tensor | None) -> None:
         """Take this bucket's part of a joint reduction; `finish` follows."""
@@ -264,10 +329,11 @@ class Gradients:
         if self._reduced is None:
             return
         self._held = [self._reduced]  # its memory belongs to another stream, so keep it until this one is done
-        if self._partial is not None:
-            self._held.append(self._partial)
-            self._reduced = self._reduced + self._partial
-            self._partial = None
+        partial = self._take_partial()
+        if partial is not None:
+            assert self._flat is not None
+            self._held.append(partial[1])
+            self._reduced = self._flat.sum(self._reduced, *partial)
         if replicate is not None:
             self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
 
@@ -275,8 +341,11 @@ class Gradients:
         """Keep the gradients that are reduced over the shards, for a later reduction over the replicas."""
         self.wait()
         if self._reduced is not None:
-            self._partial = self._reduced if self._partial is None else self._partial.add_(self._reduced)
-            self._reduced = None
+            assert self._flat is not None
+            partial = self._take_partial()
+            total = self._reduced if partial is None else self._flat.sum(self._reduced, *partial)
+            self._partial = self._flat, total, self._division
+            self._reduced = self._flat = None
 
     def release(self) -> None:
         """Free the packed buffer."""
@@ -285,9 +354,10 @@ class Gradients:
     def finish(self) -> None:
         """Divide and convert the reduced gradients, and call the user's hook."""
         self.wait()
-        plan, reduced, options = self._plan, self._reduced, self.options
-        if plan is None or reduced is None:
+        flat, reduced, options = self._flat, self._reduced, self.options
+        if flat is None or reduced is None:
             return
+        plan = flat.plan
         counts, self._counts = self._counts, None
         if plan.extra and counts is None:
             reduced, counts = reduced[: -plan.extra], reduced[-plan.extra :]
@@ -333,25 +403,25 @@ class Gradients:
             self._copied.record()
         return resting
 
-    def hand_over(self) -> None:
-        """Set `.grad` of the sharded parameters."""
+    def hand_over(self) -> bool:
+        """Set `.grad` of the sharded parameters; returns whether the next plan has other parameters than this one."""
         self.release()
         self._held = []
         reduced, self._reduced = self._reduced, None
-        if self._plan is None:
-            return
-        if reduced is not None:  # also if this bucket is alone, but others of its group are not
-            found: list[Tensor | None] = list(self._plan.own_views(reduced))
+        if reduced is not None and self._flat is not None:  # also if this bucket is alone, but others of its group not
+            found: list[Tensor | None] = list(self._flat.plan.own_views(reduced))
             for i in self._unreached(found):
                 found[i] = None
             self._accumulate_in_shards(found)
         elif self.alone:
             self._hand_over_alone()
+        flat, self._flat = self._flat, None
+        return flat is not None and flat is not self._flat_now()
 
     def _unreached(self, found: list[Tensor | None]) -> list[int]:
         """The indices of parameters for which no rank has a gradient."""
         if self._reached is None:
-            return [] if self._plan is None or self._plan.extra else self._missing
+            return [] if self._flat is None or self._flat.plan.extra else self._missing
         (reached, event), self._reached = self._reached, None
         if event is not None:
             event.synchronize()
@@ -375,10 +445,11 @@ class Gradients:
     def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
         """Add gradients to those of the sharded parameters, and call users' hooks on these."""
         known, new, hooked = [], [], []
-        watched = have_hooks(param.sharded._local for param in self._trainable)
-        for param, grad in zip(self._trainable, grads, strict=True):
+        params = () if self._flat is None else self._flat.params
+        watched = have_hooks(param.sharded._local for param in params)
+        for param, grad in zip(params, grads, strict=True):
             local = param.sharded._local
-            if grad is None or not local.requires_grad:  # frozen since forward
+            if grad is None:
                 continue
             if watched and gradient_hooks(local):
                 self.settle()
@@ -401,7 +472,7 @@ class Gradients:
     def discard(self) -> None:
         """Wait for running communication: other ranks wait for it, and later messages must not match it."""
         pending, self._pending = self._pending, None
-        self._packed = self._unpacked = self._reduced = self._reached = self._counts = None
+        self._packed = self._unpacked = self._reduced = self._reached = self._counts = self._flat = None
         self._held = []
         if pending is not None:
             pending.wait()
@@ -409,6 +480,8 @@ class Gradients:
     def abandon(self) -> None:
         """Drop the gradients of a backward that failed."""
         self._accumulated.clear()
+        self._frozen.clear()
+        self.waiting = False
         self._partial = None
         for param in self.bucket.params:
             param.unsharded_local.grad = None

@@ -59,8 +59,20 @@ class Kept:
             if writes_to(face._local) != version:
                 self._bucket.note_write(i)
 
+    def copy_flags(self) -> None:
+        """Copy `requires_grad` to the sharded parameters, where users have set it on those registered meanwhile."""
+        for param, face in zip(self._bucket.params, self._faces, strict=False):  # there are none before the first use
+            if face.requires_grad is not param.requires_grad:
+                param.sharded.requires_grad_(face.requires_grad)
+
+    def set_flags(self) -> None:
+        """Set `requires_grad` as the sharded parameters have it."""
+        for param, face in zip(self._bucket.params, self._faces, strict=False):
+            face.requires_grad_(param.requires_grad)
+
     def drop(self) -> None:
         """Free the kept part."""
+        self.copy_flags()
         self._buffer = None
         self._faces = []
         self._versions = []

@@ -65,7 +65,8 @@ class Root:
         self._entered: list[int] = []  # the units of this forward
         self.reached: set[int] = set()  # the units that this backward has reached
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
-        self._unreduced: set[int] = set()  # the units that had gradients after the last backward
+        self._ran: set[int] = set()  # the units whose forwards this backward may run through
+        self._backward_ended = False
         # The order of units in the last forward of each outermost module, and the expected order.
         self._orders: dict[int, tuple[int, ...]] = {}
         self._order: tuple[int, ...] = ()
@@ -151,6 +152,9 @@ class Root:
             self.advance((Event.FORWARD, module, True, ()))
             return
         self._entered = []
+        if self._backward_ended:
+            self._backward_ended = False
+            self._ran.clear()
         self._passing.clear()
         if self.state.in_backward:
             self.recover()
@@ -226,6 +230,8 @@ class Root:
         """Called when a unit's forward begins."""
         self.watch.note(unit, "run")
         self._entered.append(unit.index)
+        if torch.is_grad_enabled():
+            self._ran.add(unit.index)
 
     def end_forward(self, failed: bool = False) -> None:
         """Called when the outermost forward has ended."""
@@ -247,7 +253,17 @@ class Root:
         if not self.state.in_backward:
             self._show_unsharded()
             self.watch.settle()
+            self._follow_flags()
             at_end_of_backward(self._end_backward)
+
+    def _follow_flags(self) -> None:
+        """Notice what users have frozen since forward: it gets no gradients in this backward."""
+        if functorch_active():
+            with outside_transforms():
+                self._follow_flags()
+            return
+        for unit in self.units:
+            self._changed |= unit.follow_flags()
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -264,11 +280,16 @@ class Root:
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
+        kept = self._ran | self.reached | set(with_gradients)
         self.reached.clear()
         if self.is_last_backward:
             self._rest(Unit.has_sharded_gradients)
         unnoticed, self._unnoticed = self._unnoticed, []
-        self._unreduced = {index for index in with_gradients if not self._spec.units[index].gradient_sync}
+        for unit in self.units:
+            # On all ranks, also on those that got no gradients, so that all take part when they are reduced.
+            if not self._spec.units[unit.index].gradient_sync and unit.index in kept:
+                unit.keep_gradients()
+        self._backward_ended = True
         self.watch.compare()
         if unnoticed:
             self.recover()
@@ -286,7 +307,7 @@ class Root:
         Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
         """
         unit, where = self.units[index], self.state.where[index]
-        if index in self._unreduced or unit.aliased or where is Where.UNSHARDED:
+        if unit.waiting or unit.has_partial() or unit.aliased or where is Where.UNSHARDED:
             return
         arriving = where is Where.GATHERING and unit.in_place
         if arriving or any(gradients.have_nan() for gradients in unit.gradients):
@@ -308,7 +329,7 @@ class Root:
         self.records_graph = False
         self._entered = []
         self.reached.clear()
-        self._unnoticed, self._unreduced = [], set()
+        self._unnoticed = []
         self.watch.forget()
         self.executor.reset(gradients=True)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terrazzo._torch.autograd import in_backward
 from terrazzo._torch.modules import parameters_of
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
@@ -100,7 +101,8 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        """Whether parameters require gradients, or frozen ones may have some of earlier backwards."""
+        return any(gradients.plan() is not None for gradients in self.gradients)
 
     @property
     def alone(self) -> bool:
@@ -219,9 +221,23 @@ class Unit:
         Returns whether that has changed since the last call.
         """
         changed, self._flags_changed = self._flags_changed, False
+        kept = [each for each in self._kept if each is not None]
+        for each in kept:
+            each.copy_flags()
         for param in self.params:
-            changed |= param.follow_flag()
+            if param.follow_flag():
+                self._note_flag(param, False)
+                changed = True
+        for each in kept if changed else ():
+            each.set_flags()
         return changed
+
+    def _note_flag(self, param: ShardedParameter, in_backward: bool) -> None:
+        """A parameter that was frozen may have gradients, of earlier backwards or of this one."""
+        if not param.requires_grad:
+            for gradients in self.gradients:
+                if param in gradients.bucket.params:
+                    gradients.note_frozen(param, in_backward)
 
     def save_writes(self) -> list[str]:
         """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
@@ -407,8 +423,9 @@ class Unit:
 
     def _register_sharded(self) -> None:
         for param in self.params:  # which users have had in their hands
-            if param.unsharded_local.requires_grad is not param.requires_grad:
-                self._flags_changed |= param.follow_flag()
+            if param.unsharded_local.requires_grad is not param.requires_grad and param.follow_flag():
+                self._note_flag(param, in_backward())
+                self._flags_changed = True
         self._register(self._sharded)
 
     def keep(self) -> None:
@@ -442,8 +459,18 @@ class Unit:
     # ------------------------------------------------------------------ gradients
 
     def has_gradients(self) -> bool:
-        """Whether there are unsharded gradients."""
+        """Whether there are unsharded gradients, or ranks may have some of earlier backwards."""
         return self._prepared and any(gradients.any() for gradients in self.gradients)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether ranks may have gradients of earlier backwards that are not reduced yet."""
+        return any(gradients.waiting for gradients in self.gradients)
+
+    def keep_gradients(self) -> None:
+        """Note that a backward has ended of which ranks may have gradients, and which did not reduce them."""
+        for gradients in self.gradients:
+            gradients.waiting = gradients.plan() is not None
 
     def has_partial(self) -> bool:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
@@ -483,7 +510,7 @@ class Unit:
 
     def hand_over(self) -> None:
         for gradients in self.gradients:
-            gradients.hand_over()
+            self._flags_changed |= gradients.hand_over()
 
     def settle(self) -> None:
         for gradients in self.gradients:
