@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,42 @@ def check_policies_differ() -> None:
 
 def test_modules_with_policies_of_their_own():
     run_ranks(2, check_policies_differ)
+
+
+class Embedding(nn.Embedding):
+    def forward(self, words: Tensor, dense: bool) -> Tensor:  # type: ignore[override]
+        return super().forward(words) + (self.weight.sum(0) if dense else 0)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = Embedding(9, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, words: Tensor, dense: bool) -> Tensor:
+        return self.head(self.embedding(words, dense))  # type: ignore[no-any-return]
+
+
+def check_sparse() -> None:
+    """Sparse and dense gradients of one parameter are accumulated, in either order, as in one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wide = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
+    for policy in (wide, MixedPrecisionPolicy()):
+        for dense in ((False, False, False), (False, True, False), (True, False, False), (False, True, True)):
+            torch.manual_seed(0)
+            model: Any = Words()
+            reference = copy.deepcopy(model)
+            fully_shard(model.embedding, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+            for i in range(3):
+                model.set_requires_gradient_sync(i == 2)
+                words = torch.randint(0, 9, (world, 6), generator=torch.Generator().manual_seed(i))
+                model(words[rank], dense[i]).float().square().mean().backward()
+                reference(words, dense[i]).square().mean().backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad.to_dense(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sparse_gradients_are_accumulated(world):
+    run_ranks(world, check_sparse)

@@ -189,7 +189,8 @@ class Gradients:
                 param.unsharded_local.grad = None
                 known = self._accumulated.get(param)
                 if known is None:
-                    self._accumulated[param] = grad.to(self.dtype)
+                    dense = grad if grad.layout is torch.strided else grad.to_dense()
+                    self._accumulated[param] = dense.to(self.dtype)
                 else:
                     known.add_(grad)
 
