@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp.compare import adamw, mine
 from ranks import run_ranks
 from terrazzo import checkpoint
+from terrazzo.errors import FSDPError
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -101,3 +103,74 @@ def check_start(folder: str) -> None:
 
 def test_values_come_from_modules_or_from_a_checkpoint(tmp_path):
     run_ranks(4, check_start, str(tmp_path / "step"))
+
+
+def with_values(model: Any) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def check_optimizer_first() -> None:
+    """An optimizer that was built on the meta device trains the model: parameters stay the same objects."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded_on_meta(mesh)
+    next(model.parameters()).of_user = "kept"
+    optimizer = adamw(model)
+    before = list(model.parameters())
+    with_values(model)
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    assert not any(p.is_meta for p in before) and before[0].of_user == "kept"
+    reference = Stack()
+    reference.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()}, strict=False)
+    theirs = adamw(reference)
+    for seed in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        model(mine(x, mesh.get_local_rank("dp"))).square().mean().backward()
+        reference(x).square().mean().backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_an_optimizer_built_on_the_meta_device_trains_the_model():
+    run_ranks(4, check_optimizer_first)
+
+
+def check_replaced() -> None:
+    """Where parameters become other objects, an optimizer of the former ones raises, also after its first step."""
+    x = torch.randn(4, 6)
+    for what in ("a module inside", "weak references", "assign", "assign, later", "assignment"):
+        with torch.device("meta" if what in ("a module inside", "weak references") else "cpu"):
+            model: Any = nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 6))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if what == "a module inside":
+            for module in model:
+                module.to_empty(device="cpu")
+                module.reset_parameters()
+        elif what == "weak references":
+            with_values(model)
+        elif what == "assignment":
+            model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+        else:
+            if what == "assign, later":
+                model(x)[0].square().mean().backward()
+                optimizer.step()
+            values = {name: nn.Parameter(p.detach() * 2) for name, p in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+        model(x)[0].square().mean().backward()
+        with pytest.raises(FSDPError, match=r"parameters of the model were replaced.*'[01]\.weight"):
+            optimizer.step()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = model[0].weight.full_tensor().clone()
+        optimizer.step()
+        assert not torch.equal(model[0].weight.full_tensor(), before), what
+
+
+def test_an_optimizer_of_replaced_parameters_raises():
+    run_ranks(2, check_replaced)

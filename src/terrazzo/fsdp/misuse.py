@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.parameter import is_ignored, replaced_name
+from terrazzo.fsdp.parameter import is_ignored, replaced_name, was_sharded
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
 
@@ -31,6 +31,11 @@ def watch_optimizers() -> None:
         register_optimizer_step_post_hook(_note_step)
 
 
+def check_optimizers_again() -> None:
+    """Check every optimizer before its next step, because parameters were replaced."""
+    _checked.clear()
+
+
 def _before_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     _check_parameters(optimizer)
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if _models else set()
@@ -39,20 +44,29 @@ def _before_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_parameters(optimizer: Optimizer) -> None:
-    """Raise if the optimizer was constructed before `fully_shard`: the model does not use its parameters."""
+    """Raise if the optimizer has parameters that the model does not use: it was constructed before `fully_shard`, or
+    before parameters were replaced."""
     if optimizer in _checked and _checked[optimizer] == len(optimizer.param_groups):
         return
     _checked[optimizer] = len(optimizer.param_groups)
-    replaced = [
-        name
+    found = [
+        (name, was_sharded(parameter))
         for group in optimizer.param_groups
         for parameter in group["params"]
         if (name := replaced_name(parameter)) is not None
     ]
+    replaced = [name for name, _ in found]
     _refuse_unsharded(optimizer)
     _remark_on_added(optimizer)
     if replaced:
         del _checked[optimizer]
+        if all(sharded for _, sharded in found):
+            raise FSDPError(
+                f"{type(optimizer).__name__} was built before parameters of the model were replaced, as "
+                "load_state_dict(assign=True) and assignments do, and to_empty of a module inside a sharded one: it "
+                f"holds {len(replaced)} parameters ({_shown(replaced)}) that the model no longer uses. Build the "
+                "optimizer from model.parameters() afterwards"
+            )
         raise FSDPError(
             f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters "
             f"({_shown(replaced)}) "

@@ -78,6 +78,20 @@ class ShardedParameter:
         self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
         self.sharded.__dict__[_SHARDED] = self.name
 
+    def materialise(self, values: Any) -> bool:
+        """Give the sharded parameter, which is on the meta device, these values. It stays the same object, because an
+        optimizer may have it. Returns whether that is possible: it is not if there are weak references to it."""
+        face = self.sharded
+        if face.device.type != "meta":
+            return False
+        attributes = dict(face.__dict__)
+        try:
+            torch.utils.swap_tensors(face, values)
+        except RuntimeError:
+            return False
+        face.__dict__.update(attributes)
+        return True
+
     def place_again(self) -> None:
         """Bring the sharded parameter back to its layout, if users have set `.data` to a DTensor with another one."""
         face, layout = self.sharded, self.layout
@@ -162,6 +176,16 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:
     """Mark an original parameter: the module does not use it any more."""
     parameter.__dict__[_REPLACED] = name
+
+
+def unmark_replaced(parameter: nn.Parameter) -> None:
+    """Remove the mark from a parameter that a module uses again."""
+    parameter.__dict__.pop(_REPLACED, None)
+
+
+def was_sharded(parameter: nn.Parameter) -> bool:
+    """Whether it is, or has been, a sharded parameter of a module."""
+    return _SHARDED in parameter.__dict__
 
 
 def replaced_name(parameter: Any) -> str | None:
@@ -320,4 +344,6 @@ __all__ = [
     "mark_replaced",
     "placed",
     "replaced_name",
+    "unmark_replaced",
+    "was_sharded",
 ]

@@ -20,8 +20,9 @@ from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
+from terrazzo.fsdp.misuse import check_optimizers_again
 from terrazzo.fsdp.offload import park_state_of
-from terrazzo.fsdp.parameter import ShardedParameter
+from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_replaced
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
@@ -181,7 +182,11 @@ class Unit:
     def replaced(self) -> dict[int, Any]:
         """Parameters that users have registered instead of ours, by index."""
         faces = self._registered
-        return {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
+        found = {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
+        for module, name, i in self._indirect:
+            if (parameter := parameters_of(module)[name]) is not faces[i]:
+                found[i] = parameter
+        return found
 
     def was_written(self) -> bool:
         """Whether shards have been written to since they were gathered."""
@@ -195,8 +200,8 @@ class Unit:
         """
         if replaced:
             for i, found in replaced.items():
-                self._adopt_one(self.params[i], found)
-            self._sharded = [p.sharded for p in self.params]
+                self._adopt_one(self.params[i], found, partly)
+            self._note_replaced()
             self._register(self._sharded)
         changed = False
         for bucket in self.buckets:
@@ -253,7 +258,17 @@ class Unit:
             self._saved_epoch = self.epoch
         return saved
 
-    def _adopt_one(self, param: ShardedParameter, found: Any) -> None:
+    def _note_replaced(self) -> None:
+        """Mark former sharded parameters, so that an optimizer that has them raises an error."""
+        former, self._sharded = self._sharded, [p.sharded for p in self.params]
+        for param, face in zip(self.params, former, strict=True):
+            if face is not param.sharded:
+                mark_replaced(face, param.name)
+                check_optimizers_again()
+        for face in self._sharded:
+            unmark_replaced(face)
+
+    def _adopt_one(self, param: ShardedParameter, found: Any, partly: bool) -> None:
         if found is param.sharded:
             return
         if isinstance(found, DTensor) and not isinstance(found, nn.Parameter):
@@ -264,6 +279,8 @@ class Unit:
             )
         if isinstance(found, DTensor) and _is_same(found._layout, param.layout):
             found._layout = param.layout  # equal meshes may have different process groups
+            if partly and found.device.type != "meta" and param.materialise(found):
+                return
         else:
             placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
             raise FSDPError(
@@ -297,7 +314,7 @@ class Unit:
 
     def _prepare(self) -> None:
         """Compute everything that is the same in every step."""
-        self._sharded = [p.sharded for p in self.params]
+        self._note_replaced()
         self._registered = self._sharded
         if any(bucket.is_meta for bucket in self.buckets):
             return
