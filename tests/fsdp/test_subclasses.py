@@ -236,3 +236,45 @@ def check_refused() -> None:
 
 def test_refused():
     run_ranks(2, check_refused)
+
+
+class Doubling(nn.Module):
+    """Writes to its weight while it runs."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.writes = weight, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        return nn.functional.linear(x, self.weight)
+
+
+def check_writes() -> None:
+    """A write that cannot reach the shards raises: one in forward, and one after an evaluation."""
+    x = torch.randn(3, 4)
+    for reshard in (True, False):
+        model = Doubling(make(Pair, [4, 4])[0].weight)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
+        before = plain(model.weight.to_local().detach()).clone()
+        for _ in range(2):  # gathering again is no write
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+        if reshard:
+            model.writes = True
+        else:
+            with torch.no_grad():
+                model.weight.mul_(2)
+        with pytest.raises(FSDPError, match=r"'weight' was written to.* is a Pair"):
+            model(x)
+        model.writes = False
+        model.reshard()
+        assert torch.equal(plain(model.weight.to_local().detach()), before)
+        model(x).sum().backward()  # it goes on
+
+
+def test_a_write_to_an_unsharded_subclass_raises():
+    run_ranks(2, check_writes)

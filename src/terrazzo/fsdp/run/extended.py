@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch import storages
+from terrazzo._torch.counting import writes_to
 from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import axis_of
@@ -70,6 +71,7 @@ class ExtendedBucket(Bucket):
         self._metadata: Any = None
         self._outputs: list[Tensor] = []
         self._memories: list[ReturnableMemory] = []
+        self._version = 0  # of the unsharded parameter, when nobody but its class had written there
 
     def _check(self, param: ShardedParameter, whole: Tensor) -> None:
         kind = type(whole).__name__
@@ -134,11 +136,27 @@ class ExtendedBucket(Bucket):
         return self._epochs_before + version_of(self.params[0].sharded._local)
 
     def save_writes(self, current: bool) -> list[str]:
-        """What is written to such a parameter while it is unsharded is lost: only its class knows what that means."""
+        """Raise if users have written to the unsharded parameter: only its class knows what that means for the shard.
+
+        If the unsharded parameter is not `current`, its value is dropped.
+        """
+        written = bool(self._memories) and self._writes() != self._version
+        if written:
+            self._version = self._writes()
+        if written and current:
+            param = self.params[0]
+            raise FSDPError(
+                f"parameter {param.name!r} was written to while it was unsharded. It is a "
+                f"{type(param.sharded._local).__name__}, whose class makes the unsharded parameter from what is "
+                "gathered, so the write cannot be copied to the shards: write to the sharded parameter, between steps"
+            )
         return []
 
+    def _writes(self) -> int:
+        return writes_to(self.params[0].unsharded_local)
+
     def put_back(self) -> None:
-        """Do nothing, as above."""
+        """Do nothing: no write is saved."""
 
     def shards_intact(self) -> bool:
         return self.params[0].sharded._local is self.shard
@@ -215,6 +233,7 @@ class ExtendedBucket(Bucket):
                 param.make_unsharded_of(made, self._attributes[0])
                 self._keep_track(inner)
         self._metadata = None
+        self._version = self._writes()
 
     def _trimmed(self, output: Tensor) -> Tensor:
         """`output` without the padding of the last ranks' parts."""
