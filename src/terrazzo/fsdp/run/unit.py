@@ -230,6 +230,9 @@ class Unit:
         for each in kept:
             each.copy_flags()
         for param in self.params:
+            flag = param.requires_grad
+            if param.sharded.requires_grad is flag and param.unsharded_local.requires_grad is flag:
+                continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
                 self._note_flag(param, False)
                 changed = True
