@@ -29,10 +29,12 @@ from terrazzo.checkpoint import (
     save_state_dict,
 )
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict
+from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.errors import (
     CheckpointError,
     CheckpointException,
     CheckpointExistsError,
+    CheckpointIOError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DivergentValueError,
@@ -594,6 +596,62 @@ def test_a_checkpoint_that_is_replaced_while_ranks_load_it_as_one_is_the_same_er
 def test_a_root_that_cannot_be_had_is_the_same_error_for_all(tmp_path: Path) -> None:
     (first, _), (second, _) = run_ranks(2, load_as_one, str(tmp_path), -1, 1)
     assert first == second and first.startswith("[0]") and "no committed checkpoint" in first
+
+
+class Dead(MemoryStore):
+    """An endpoint that does not answer."""
+
+    location = "s3://dead"
+
+    def exists(self, key: str) -> bool:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    def list(self, prefix: str = "") -> list[Any]:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    def open(self, key: str) -> Any:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+class WithGlobalStep(DefaultLoadPlanner):
+    def create_global_plan(self, global_plan: Any) -> Any:
+        return super().create_global_plan(global_plan)
+
+
+def load_what_one_rank_cannot_open(path: str) -> list[str]:
+    """Rank 1 cannot open the checkpoint: each kind of collective load fails on both ranks, and the next one works."""
+    rank = dist.get_rank()
+    gone, dead = f"{path}/only-on-rank-0", Dead()
+    texts: list[str] = []
+    for collective in ({"together": True}, {"read": "once_per_node"}, {"planner": WithGlobalStep()}):
+        for kind, text, there in (
+            (CheckpointNotFoundError, f"rank 1: CheckpointNotFoundError: there is nothing at {gone}", gone),
+            (CheckpointIOError, "rank 1: CheckpointIOError: .*s3://dead.*Connection refused", dead),
+            (CheckpointError, "rank 1: CheckpointError: load needs a place", None),
+        ):
+            place = {"store" if isinstance(there, Dead) else "checkpoint_id": there if rank == 1 else path}
+            place = place if rank == 1 else {"checkpoint_id": path}
+            state = {"w": torch.zeros(3)}
+            with pytest.raises(CheckpointException, match=text) as caught:
+                load(state, **place, **collective)
+            assert isinstance(caught.value, kind) and list(caught.value.failures) == [1]
+            texts.append(str(caught.value))
+            assert not state["w"].any()
+            load(state, checkpoint_id=path, **collective)
+            assert state["w"].tolist() == [1, 1, 1]
+    # By default ranks do not wait for each other, and the error is that of one rank.
+    for place in ({"checkpoint_id": gone}, {"store": dead}):
+        if rank == 1:
+            with pytest.raises(CheckpointException, match="rank 1: ") as caught:
+                load({"w": torch.zeros(3)}, **place)
+            assert isinstance(caught.value, CheckpointNotFoundError if "checkpoint_id" in place else CheckpointIOError)
+    return texts
+
+
+def test_a_checkpoint_that_one_rank_cannot_open_is_the_same_error_for_all(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    first, second = run_ranks(2, load_what_one_rank_cannot_open, str(tmp_path))
+    assert first == second
 
 
 def continue_with_new_objects(path: str, make: str, sharded: bool) -> None:

@@ -30,7 +30,7 @@ from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches,
 from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.engine import Engine, WarmupLR, initialize
-from terrazzo.errors import CheckpointMismatchError, EngineConfigError, EngineError, RankError
+from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, EngineConfigError, EngineError, RankError
 from terrazzo.tensor import init_device_mesh
 
 STEPS, BEFORE = 4, 2
@@ -334,6 +334,9 @@ def check_misfits(folder: str) -> None:
         engine.load_checkpoint(folder)
     with pytest.raises(RankError, match=r"head.bias.exp_avg: not in the checkpoint"):
         engine.load_checkpoint(folder, load_module_strict=False)
+    engine.load_checkpoint(folder, load_module_only=True, load_module_strict=False)
+    with pytest.raises(CheckpointNotFoundError, match="rank 1: .*there is no checkpoint .*gone"):  # on both ranks
+        engine.load_checkpoint(f"{folder}/gone" if torch.distributed.get_rank() == 1 else folder, "global_step0")
     engine.load_checkpoint(folder, load_module_only=True, load_module_strict=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
@@ -13,7 +14,7 @@ from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.run.argument_order import storage_may_be_second
 from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.run.load_session import LoadSession
-from terrazzo.checkpoint.run.locate import find_reader
+from terrazzo.checkpoint.run.locate import find_reader, usable_reader
 from terrazzo.checkpoint.stateful import give_back_state, resolve_stateful
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Store
@@ -82,12 +83,20 @@ def load(
     if read not in ("each", "once_per_node"):
         raise CheckpointError(f"`read` must be 'each' or 'once_per_node', not {read!r}")
     planner = planner if planner is not None else ObjectsPlanner(state_dict)
-    reader = find_reader(storage_reader, checkpoint_id, store)
-    place_id = checkpoint_id if checkpoint_id is not None else getattr(reader, "checkpoint_id", None)
-    team = find_team(process_group, doing=f"loading {place_id}", no_dist=no_dist, alone=True)
-    session = LoadSession(planner, reader, team, place_id, together, read == "once_per_node")
-    if session.together:
-        session.team = find_team(process_group, doing=team.doing, no_dist=no_dist, timeout=timeout)
+    place_id = checkpoint_id if checkpoint_id is not None else getattr(storage_reader, "checkpoint_id", None)
+    place_id = place_id if place_id is not None else getattr(store, "location", None)
+    doing = "loading" if place_id is None else f"loading {place_id}"
+    given = None if storage_reader is None else usable_reader(storage_reader)
+    session = LoadSession(
+        planner,
+        given,
+        partial(find_reader, given, checkpoint_id, store),
+        find_team(process_group, doing=doing, no_dist=no_dist, alone=True),
+        partial(find_team, process_group, doing=doing, no_dist=no_dist, timeout=timeout),
+        place_id,
+        wanted_together=together,
+        once_per_node=read == "once_per_node",
+    )
     session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))
 
 

@@ -33,7 +33,7 @@ from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, resh
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
-from terrazzo.engine.saving import find_checkpoint, load_engine, load_step, save_engine, save_step
+from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_engine, save_step
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -388,7 +388,7 @@ class Engine:
             The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
         """
         mark("loading")
-        path = find_checkpoint(load_dir, tag)
+        path = find_to_load(self, load_dir, tag)
         if path is None:
             LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
             return None, {}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from terrazzo.checkpoint import (
     LoadPlan,
     load,
 )
-from terrazzo.checkpoint.manager.committing import save_named
+from terrazzo.checkpoint.manager.committing import do_together, save_named
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -50,6 +50,8 @@ from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.engine.saved_keys import keyed_like
 from terrazzo.engine.trained import Trained
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
+
+Result = TypeVar("Result")
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -160,6 +162,20 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place 
     return path
 
 
+def find_to_load(engine: Trained, load_dir: str | os.PathLike[str], tag: str | None) -> Place | None:
+    """Like `find_checkpoint`; in a pipeline an error on one stage is raised on all."""
+    return _on_all_stages(engine, f"looking for a checkpoint in {load_dir}", lambda: find_checkpoint(load_dir, tag))
+
+
+def _on_all_stages(engine: Trained, doing: str, work: Callable[[], Result]) -> Result:
+    """The result of `work`. In a pipeline an error on one stage is raised on all, because they wait for each other."""
+    if engine.pipeline is None:
+        return work()
+    found: list[Result] = []
+    do_together(doing, lambda: found.append(work()))
+    return found[0]
+
+
 def load_step(engine: Trained, manager: CheckpointManager, which: Which, **options: bool) -> tuple[int, dict[str, Any]]:
     """Load a manager's checkpoint of a step; returns the step and the client state."""
     client_state: dict[str, Any] = {}
@@ -175,12 +191,17 @@ def load_engine(
     engine: Trained, path: Place, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:
     """Load the requested parts of a checkpoint into the engine; returns the client state."""
-    reader = reader_for(path)
-    checkpoint = Checkpoint(reader)
-    values = _values(checkpoint)
-    position = None if module_only else loaders.stored_position(checkpoint, engine.stateful_loader, engine.ranks.data)
-    reshard(engine.module)
-    state, copies = _module_targets(engine, checkpoint, values, strict=strict)
+
+    def look() -> tuple[Any, ...]:
+        reader = reader_for(path)
+        checkpoint = Checkpoint(reader)
+        values = _values(checkpoint)
+        parts = engine.stateful_loader, engine.ranks.data
+        position = None if module_only else loaders.stored_position(checkpoint, *parts)
+        reshard(engine.module)
+        return reader, checkpoint, values, position, *_module_targets(engine, checkpoint, values, strict=strict)
+
+    reader, checkpoint, values, position, state, copies = _on_all_stages(engine, f"loading {path}", look)
 
     def restore() -> None:
         wanted: dict[str, Any] = {"module": state}

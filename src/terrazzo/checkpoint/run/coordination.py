@@ -28,6 +28,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     failures: list[Failure]
     discard: bool = True  # whether the checkpoint is certainly not committed, so that its files can be removed
+    doing: str = ""  # the coordinator's, if there are failures: ranks may have different names for the place
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -136,18 +137,18 @@ class Team:
             messages = [_decode(data) for data in gathered]
         failures = [failure for message in messages for failure in message.failures]
         if failures:
-            return [_Message(b"", failures)] * len(self.ranks), error
+            return [_Message(b"", failures, doing=self.doing)] * len(self.ranks), error
         try:
             return [_Message(answer, []) for answer in combine([message.data for message in messages])], None
         except BaseException as caught:  # noqa: B036  # `_received` raises it again
             failures = [failure_of(caught, self.global_rank)]
-            return [_Message(b"", failures, discard_if_combine_fails())] * len(self.ranks), caught
+            return [_Message(b"", failures, discard_if_combine_fails(), self.doing)] * len(self.ranks), caught
 
     def _received(self, message: _Message, error: BaseException | None) -> bytes:
         if error is not None and not isinstance(error, Exception):
             raise error
         if message.failures:
-            self._fail(message.failures, error, message.discard)
+            raise StepFailed(exception_of(message.failures, message.doing or self.doing, error), message.discard)
         return message.data
 
     @contextmanager

@@ -35,21 +35,47 @@ from terrazzo.errors import CheckpointIOError, TerrazzoError
 
 @dataclass(slots=True)
 class LoadSession:
-    """The state of one load on one rank."""
+    """The state of one load on one rank.
+
+    A rank may fail to find its reader, which is then an error of the load like any other: in a collective one the
+    reader is found within the first step.
+
+    Attributes:
+        planner: the planner.
+        given_reader: the caller's reader, before it is reset; None if the format of the checkpoint decides.
+        find: finds the reader, and resets it.
+        team: this rank's team, without connections.
+        connect: returns the team with connections, for a collective load.
+        checkpoint_id: where the checkpoint is, for messages.
+        wanted_together: whether the caller asked for a collective load.
+        once_per_node: whether ranks read for the others of their node.
+    """
 
     planner: LoadPlanner
-    reader: StorageReader
+    given_reader: StorageReader | None
+    find: Callable[[], StorageReader]
     team: Team
+    connect: Callable[[], Team]
     checkpoint_id: Any
     wanted_together: bool = False
     once_per_node: bool = False
     _planner_side: LoadPlannerSide | None = None
+    _reader: StorageReader | None = None
     _reader_side: LoadSide | None = None
 
     @property
-    def together(self) -> bool:
-        """Whether the load is collective."""
-        return self.wanted_together or self.once_per_node or not self._plans_alone
+    def reader(self) -> StorageReader:
+        """The reader, found at the first access."""
+        if self._reader is None:
+            self._reader = self.find()
+        return self._reader
+
+    @property
+    def _is_collective(self) -> bool:
+        """Whether the load is collective as far as is known without a look at the checkpoint."""
+        given = self.given_reader
+        alone = self._side.plans_alone and (given is None or side_of(given).plans_alone)
+        return self.wanted_together or self.once_per_node or not alone
 
     @property
     def _side(self) -> LoadPlannerSide:
@@ -81,12 +107,17 @@ class LoadSession:
             event.bytes = self._storage.bytes_read
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
-        if not self.together:
+        collective = self._is_collective
+        if not collective:
+            with self._explained():
+                collective = not self._storage.plans_alone
+        if not collective:
             with self._explained():
                 values = state_dict()
                 self._read_alone(values)
             self._finish(values, give_back)
             return
+        self.team = self.connect()
         try:
             with self.team.guarded():
                 self._load_together(state_dict, give_back)

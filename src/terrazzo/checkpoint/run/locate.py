@@ -9,7 +9,7 @@ from terrazzo.checkpoint.filesystem import FileSystemWriter
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, CheckpointIOError, TerrazzoError
 
 
 def find_writer(
@@ -39,7 +39,10 @@ def find_writer(
 def find_reader(
     reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
 ) -> StorageReader:
-    """The reader to use, reset for a load. Without a given reader, the format of the checkpoint decides."""
+    """The reader to use, reset for a load. Without a given reader, the format of the checkpoint decides.
+
+    Raises a `CheckpointNotFoundError`, or a `CheckpointIOError` if the store cannot be read.
+    """
     if store is not None:
         if reader is not None:
             raise CheckpointError("pass store or storage_reader, not both")
@@ -59,8 +62,14 @@ def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> Storage
     """A reader of the checkpoint at a path, a URL or in a store, of any format."""
     from terrazzo.checkpoint.formats.registry import located  # formats are loaded when a checkpoint is read
 
-    format, place = located(checkpoint_id)
-    return format.reader(place)
+    try:
+        format, place = located(checkpoint_id)
+        return format.reader(place)
+    except OSError as error:
+        if isinstance(error, TerrazzoError):
+            raise
+        where = checkpoint_id.location if isinstance(checkpoint_id, Store) else str(checkpoint_id)
+        raise CheckpointIOError(f"the checkpoint at {where} cannot be read: {error}") from error
 
 
 def usable_reader(reader: Any) -> Any:
