@@ -14,6 +14,7 @@ from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
+from terrazzo.checkpoint.native.in_pairs import target_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -123,7 +124,7 @@ class _FileReading:
             else:  # bytes that a custom planner encoded
                 planner.load_bytes(item, io.BytesIO(window.read(0, window.length)))
             return location.length
-        target = planner.resolve_tensor(item).detach()
+        target = target_of(planner, item)
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.lengths:
             raise CheckpointFormatError(

@@ -26,6 +26,7 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.native.in_pairs import data_of
 from terrazzo.checkpoint.native.leases import SaveLease, has_ended
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.save_side import PlainSide
@@ -134,7 +135,7 @@ class DCPWriter(StorageWriter):
         return results
 
     def _write_item(self, file: Upload, position: int, item: WriteItem, planner: SavePlanner) -> int:
-        data = planner.resolve_data(item)
+        data = data_of(planner, item)
         if item.tensor_data is None:
             if isinstance(data, torch.Tensor):
                 raise CheckpointError(f"{item.index.fqn}: the plan has bytes, but resolve_data returned a tensor")

@@ -20,6 +20,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.in_pairs import target_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -61,7 +62,7 @@ class TorchSaveFile:
             return 0
         if not isinstance(value, StoredTensor):
             raise CheckpointCorruptError(f"{name}: the file holds no tensor of this name")
-        target = planner.resolve_tensor(item).detach()
+        target = target_of(planner, item)
         self.archive.read_box(value, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
         planner.commit_tensor(item, target)
         return target.numel() * value.dtype.itemsize

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from terrazzo.checkpoint.native.dtype_names import STORED
-from terrazzo.errors import CheckpointFormatError
+from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
@@ -16,7 +16,7 @@ OPAQUE: frozenset[torch.dtype] = frozenset(dtype for name, dtype in _BY_NAME.ite
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The stored name of a dtype.
+    """The stored name of a dtype; raises an `UnsupportedValueError` for one that cannot be stored.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -24,7 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _NAMES[dtype]
     except KeyError:
-        raise CheckpointFormatError(f"{dtype} tensors cannot be stored; convert them first") from None
+        raise UnsupportedValueError(f"{dtype} tensors cannot be stored; convert them first") from None
 
 
 def dtype_from_name(name: str) -> torch.dtype:

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
-from terrazzo.checkpoint.native.memory import empty
-from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
-from terrazzo.errors import CheckpointError
+from terrazzo.checkpoint.native.memory import empty, fault_of
+from terrazzo.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner, WriteItem
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 _AT_ONCE: Final = 32 << 20  # bytes of the tensors that are in memory together
 
@@ -70,15 +70,34 @@ class InPairs:
         self._planner.commit_tensor(item, target)
 
     def _resolved(self, item: ReadItem) -> torch.Tensor:
-        target = self._planner.resolve_tensor(item).detach()
-        if target.is_meta:
-            raise on_meta(item.dest_index.fqn)
+        target = target_of(self._planner, item)
         if target.shape != tuple(item.lengths):
             raise CheckpointError(
                 f"{item.dest_index.fqn!r}: the planner's resolve_tensor returned a tensor of shape "
                 f"{list(target.shape)} for {list(item.lengths)}"
             )
         return target
+
+
+def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """What the planner's `resolve_tensor` returns for an item; raises an error if it has no memory."""
+    target = planner.resolve_tensor(item).detach()
+    if target.is_meta:
+        raise on_meta(item.dest_index.fqn)
+    fault = fault_of(target)
+    if fault:
+        raise UnsupportedValueError(f"{item.dest_index.fqn!r}: what the planner's resolve_tensor returned: {fault}")
+    return target
+
+
+def data_of(planner: SavePlanner, item: WriteItem) -> Any:
+    """What the planner's `resolve_data` returns for an item; raises an error for a tensor without memory."""
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        fault = fault_of(data)
+        if fault:
+            raise UnsupportedValueError(f"{item.index.fqn!r}: what the planner's resolve_data returned: {fault}")
+    return data
 
 
 def on_meta(name: str) -> CheckpointError:

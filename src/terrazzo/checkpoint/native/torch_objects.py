@@ -10,7 +10,8 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.memory import bytes_of, fault_of
+from terrazzo.errors import UnsupportedValueError
 
 DTYPE: Final = 16
 DEVICE: Final = 17
@@ -43,6 +44,9 @@ def parts_of(value: Any) -> tuple[int, Any] | None:
 
 
 def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
+    fault = fault_of(tensor)
+    if fault:
+        raise UnsupportedValueError(fault)
     local = tensor.detach().cpu().contiguous()
     kind = (_FROZEN, _PARAMETER) if isinstance(tensor, torch.nn.Parameter) else (_PLAIN_TENSOR, _REQUIRES_GRAD)
     return [dtype_name(local.dtype), list(local.shape), bytes(bytes_of(local)), kind[tensor.requires_grad]]

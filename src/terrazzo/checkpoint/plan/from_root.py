@@ -16,7 +16,7 @@ from terrazzo.checkpoint.native.manifest import TENSOR
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts, whole_chunk
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.root import Root, StoredTensor
-from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, plain_chunk
 from terrazzo.layout.box import Box
 
 
@@ -55,7 +55,11 @@ class RootTargets:
             _, box, local, _ = only
             targets.append(Target(name, name, local, box, self._parts_of(tensor, box)))
             return True
-        for number, (box, local) in enumerate(local_chunks(name, value, self._viewer.view).chunks):
+        if not sharded:
+            box, local = plain_chunk(name, value)
+            targets.append(Target(name, name, local, box, self._parts_of(tensor, box)))
+            return True
+        for number, (box, local) in enumerate(self._viewer.view(name, value).chunks):
             targets.append(Target(name, name, local, box, self._parts_of(tensor, box), number))
         return True
 

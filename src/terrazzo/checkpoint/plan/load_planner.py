@@ -28,6 +28,7 @@ from terrazzo.checkpoint.native.chunk_list import table_of
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.contents import ManifestEntries
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
+from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
@@ -36,7 +37,7 @@ from terrazzo.checkpoint.plan.from_root import RootTargets
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from terrazzo.errors import CheckpointError, CheckpointMismatchError
+from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _NAMED = 50
@@ -163,38 +164,45 @@ class DefaultLoadPlanner(LoadPlanner):
         viewer, overlaps = Viewer(), Overlaps()
         root = stored.root if isinstance(stored, ManifestEntries) else None
         add_of_root = None if root is None else RootTargets(root, viewer, overlaps).add
-        for name, value in self.state_dict.items():
-            if add_of_root is not None and add_of_root(name, value, targets):
-                continue
-            entry = stored.get(name)
-            source: str | None = name
-            if entry is None or type(value) is PerRank:  # most values are stored under their own names
-                source = self._stored_name(name, value, stored)
-                if source is None:
-                    if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
-                        self._kept.append(name)  # saved by fewer ranks
-                    elif not (type(value) in (dict, list) and not value):  # an empty tensor needs nothing
-                        faults.missing.append(name)
+        name, value = "", None
+        try:
+            for name, value in self.state_dict.items():
+                if add_of_root is not None and add_of_root(name, value, targets):
                     continue
-                entry = stored[source]
-                if isinstance(value, PerRank):
-                    value = value.value
-            assert source is not None
-            if not (isinstance(value, torch.Tensor) or is_sharded(value)):
-                if is_tensor_entry(entry):
-                    faults.mismatched.append(f"{name}: {_no_tensor(entry, value)}")
+                entry = stored.get(name)
+                source: str | None = name
+                if entry is None or type(value) is PerRank:  # most values are stored under their own names
+                    source = self._stored_name(name, value, stored)
+                    if source is None:
+                        if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
+                            self._kept.append(name)  # saved by fewer ranks
+                        elif not (type(value) in (dict, list) and not value):  # an empty tensor needs nothing
+                            faults.missing.append(name)
+                        continue
+                    entry = stored[source]
+                    if isinstance(value, PerRank):
+                        value = value.value
+                assert source is not None
+                if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                    if is_tensor_entry(entry):
+                        faults.mismatched.append(f"{name}: {_no_tensor(entry, value)}")
+                    else:
+                        values.append(Value(name, source))
+                elif not is_tensor_entry(entry):
+                    faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
                 else:
-                    values.append(Value(name, source))
-            elif not is_tensor_entry(entry):
-                faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
-            else:
-                fault = self._fault(value.size(), value.dtype, entry)
-                if fault is not None:
-                    faults.mismatched.append(f"{name}: {fault}")
-                    continue
-                for number, (box, tensor) in enumerate(local_chunks(name, value, viewer.view).chunks):
-                    parts = _parts(source, box, entry, overlaps)
-                    targets.append(Target(name, source, tensor, box, parts, number))
+                    fault = self._fault(value.size(), value.dtype, entry)
+                    if fault is not None:
+                        faults.mismatched.append(f"{name}: {fault}")
+                        continue
+                    for number, (box, tensor) in enumerate(local_chunks(name, value, viewer.view).chunks):
+                        parts = _parts(source, box, entry, overlaps)
+                        targets.append(Target(name, source, tensor, box, parts, number))
+        except (RuntimeError, ValueError) as error:  # of tensors whose shape cannot be asked for
+            fault = "" if isinstance(error, TerrazzoError) or not isinstance(value, torch.Tensor) else fault_of(value)
+            if not fault:
+                raise
+            raise UnsupportedValueError(f"{name!r}: {fault}") from error
         self._report(faults, stored)
         return ReadPlan(targets, values)
 

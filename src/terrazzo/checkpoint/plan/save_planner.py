@@ -197,19 +197,22 @@ class DefaultSavePlanner(SavePlanner):
         unsupported: list[str] = []
         mappings, per_rank = self.mappings, self._per_rank
         for name, value in self.state_dict.items():
-            own = type(value) is PerRank or (bool(per_rank) and matches_any(name, per_rank))
-            stored = name_on_rank(name, self.rank) if own else name
+            own = False
             if type(value) is PerRank:
-                value = value.value
+                own, value = True, value.value
+            elif per_rank:
+                own = matches_any(name, per_rank)
+            stored = name_on_rank(name, self.rank) if own else name
             path = mappings.get(name)
             if path is not None and len(path) > 1:
                 paths[stored] = (*path[:-1], name_on_rank(path[-1], self.rank)) if own else path
             try:
-                if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                sharded = is_sharded(value)
+                if not (sharded or isinstance(value, torch.Tensor)):
                     encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
                     holdings.append(Holding(stored, None, encoded, (self.rank,) if own else self._in_group(None)))
                     continue
-                size, chunks, holders = self._seen(stored, value, viewer, own)
+                size, chunks, holders = self._seen(stored, value, viewer, own, sharded)
                 for box, data in chunks:
                     dtype, requires_grad = data.dtype, data.requires_grad
                     if (
@@ -227,19 +230,21 @@ class DefaultSavePlanner(SavePlanner):
                                 ties[len(holdings)] = first
                     holdings.append(Holding(stored, form, data, holders))
             except UnsupportedValueError as error:
-                unsupported.append(f"{name}: {error}")
+                text = str(error)
+                unsupported.append(text if text.startswith(f"{stored!r}: ") else f"{name}: {text}")
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
         return holdings, ties, paths or None
 
     def _seen(
-        self, name: str, value: Any, viewer: Viewer, own: bool
+        self, name: str, value: Any, viewer: Viewer, own: bool, sharded: bool
     ) -> tuple[torch.Size, Sequence[tuple[Box, torch.Tensor]], tuple[int, ...] | None]:
         """A tensor's shape, this rank's chunks of it, and the ranks of the group that hold the same."""
-        only = viewer.only_chunk(name, value) if is_sharded(value) else None
+        only = viewer.only_chunk(name, value) if sharded else None
         if only is not None:
             size, box, local, holding = only
-            return size, ((box, local),), (self.rank,) if own else self._in_group(holding)
+            alone = own or len(self.ranks) == 1
+            return size, ((box, local),), (self.rank,) if alone else self._in_group(holding)
         check_storable(value)
         seen = local_chunks(name, value, viewer.view)
         holders = (self.rank,) if own else self._in_group(seen.holders)

@@ -13,19 +13,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
 
-from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.memory import OWN_MEMORY, fault_of, in_memory
 from terrazzo.checkpoint.plan import interop
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
-OWN_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+__all__ = [
+    "OWN_MEMORY",
+    "Holders",
+    "ShardView",
+    "Viewer",
+    "check_storable",
+    "flatten_sharded_tensors",
+    "is_sharded",
+    "local_chunks",
+    "plain_chunk",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +126,17 @@ class Viewer:
                 return None
             box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
         local = value.to_local()
-        if local.shape != box.lengths or (type(local) not in OWN_MEMORY and is_sharded(local)):
+        if local.shape != box.lengths or type(local) not in OWN_MEMORY:
+            return None  # `view` will say what is wrong
+        try:  # `in_memory`, without the cost of a call
+            needed, offset = local.nbytes, local.storage_offset()
+            if offset:
+                needed += offset * local.itemsize
+            if local.is_meta or local.untyped_storage().nbytes() < needed:
+                return None
+        except RuntimeError:  # of other layouts
             return None
-        return size, box, _detached(local), holders
+        return size, box, local.detach() if local.requires_grad else local, holders
 
     def _group(
         self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
@@ -138,6 +156,11 @@ class Viewer:
                 holders = None
                 chunks += [(part.shifted(box.offsets), tensor) for part, tensor in inner.chunks]
             elif not box.is_empty:
+                if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
+                    local = local.wait()
+                fault = fault_of(local)
+                if fault:
+                    raise UnsupportedValueError(f"{name!r}: its local tensor on this rank: {fault}")
                 if local.shape != box.lengths:
                     raise UnsupportedValueError(
                         f"{name!r}: the chunk at {box.offsets} should be of shape {box.lengths}, "
@@ -182,8 +205,16 @@ def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -
     """The view of any tensor: a plain one is a single chunk that every rank may hold."""
     if is_sharded(value):
         return view(name, value)
-    shape = value.shape
-    return ShardView(shape, value.dtype, ((_whole(shape), _detached(value)),), None)
+    return ShardView(value.shape, value.dtype, (plain_chunk(name, value),), None)
+
+
+def plain_chunk(name: str, value: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """The only chunk of a plain tensor."""
+    if type(value) not in OWN_MEMORY or not in_memory(value):
+        fault = fault_of(value)
+        if fault:
+            raise UnsupportedValueError(f"{name!r}: {fault}")
+    return _whole(value.shape), value.detach() if value.requires_grad else value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,26 +223,12 @@ def _whole(shape: torch.Size) -> Box:
 
 
 def check_storable(value: Any) -> None:
-    """Raise for tensors whose elements are not plain strided memory."""
+    """Raise for tensors whose elements are not plain strided memory. A `Viewer` checks those of sharded tensors."""
     dtype_name(value.dtype)
-    if is_sharded(value):
-        return
-    if value.layout is not torch.strided:
-        raise UnsupportedValueError(
-            f"a tensor of layout {value.layout} cannot be stored; store its parts or make it dense"
-        )
-    if value.device.type == "meta":
-        raise UnsupportedValueError("a tensor on the meta device has no values to store")
-    if type(value) not in OWN_MEMORY and (has_inner_tensors(value) or not _has_memory(value)):
-        raise UnsupportedValueError(f"a {type(value).__name__} cannot be stored; store the tensors that it wraps")
-
-
-def _has_memory(value: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has its elements in memory of its own: a wrapper has none."""
-    try:
-        return value.untyped_storage().data_ptr() != 0 or value.numel() == 0
-    except RuntimeError:
-        return False
+    if not is_sharded(value):
+        fault = fault_of(value)
+        if fault:
+            raise UnsupportedValueError(fault)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.in_pairs import target_of
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -73,7 +74,7 @@ class DeepSpeedReader(ItemReader):
             planner.load_bytes(item, ObjectBytes(value))
             return 0
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        target = planner.resolve_tensor(item).detach()
+        target = target_of(planner, item)
         if isinstance(value, Readable):
             value.read_box(box, target)
         elif isinstance(value, torch.Tensor):

@@ -25,7 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.in_pairs import InPairs
+from terrazzo.checkpoint.native.in_pairs import InPairs, target_of
 from terrazzo.checkpoint.native.manifest import FileEntry, check_shape
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
@@ -126,7 +126,7 @@ class HuggingFaceReader(PlainReader):
             for filling in requests.read(wanted):
                 calls.filled(filling.key, filling.target)
         for item in packed:
-            target = planner.resolve_tensor(item).detach()
+            target = target_of(planner, item)
             self._read_quantised(requests, item, target)
             planner.commit_tensor(item, target)
         self._check_unchanged({item.storage_index.fqn for item in plan.items})

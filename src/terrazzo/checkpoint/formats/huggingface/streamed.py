@@ -17,6 +17,7 @@ import torch
 
 from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
+from terrazzo.checkpoint.native.in_pairs import data_of
 from terrazzo.checkpoint.planner import SavePlanner, WriteItem
 from terrazzo.checkpoint.stores import Upload
 from terrazzo.comm.control import ControlPlane
@@ -137,7 +138,7 @@ class _Sender:
     def _data(self, item: WriteItem) -> torch.Tensor:
         if self._resolved is None or self._resolved[0] is not item:
             self._resolved = None
-            data = self._planner.resolve_data(item)
+            data = data_of(self._planner, item)
             if (
                 not isinstance(data, torch.Tensor)
                 or item.tensor_data is None

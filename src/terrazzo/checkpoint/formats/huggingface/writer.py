@@ -38,6 +38,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.in_pairs import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.save_side import PlainSide
@@ -311,7 +312,7 @@ class HuggingFaceWriter(StorageWriter):
             upload.finish()
 
     def _write_item(self, upload: Upload, layout: Layout, item: WriteItem, planner: SavePlanner) -> int:
-        data = planner.resolve_data(item)
+        data = data_of(planner, item)
         box, slot = self._slot_box(item), layout.slots[item.index.fqn]
         if not isinstance(data, torch.Tensor) or data.shape != box.lengths:
             raise CheckpointError(f"{item.index.fqn}: the planner gave something else than the plan had promised")
