@@ -113,6 +113,18 @@ def test_other_shapes_dtypes_and_compression_are_written(tmp_path: Path) -> None
         assert not names & {file.name for file in (tmp_path / "1").iterdir()}
 
 
+@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
+def test_a_file_of_the_base_with_another_size_is_written_again(tmp_path: Path, change: str) -> None:
+    save(state(0), checkpoint_id=tmp_path / "0", no_dist=True)
+    (file,) = (tmp_path / "0").glob("data-*")
+    if change == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, 20_000 if change == "cut" else file.stat().st_size + 1)
+    save(state(1), checkpoint_id=tmp_path / "1", no_dist=True, base=tmp_path / "0")
+    check(tmp_path / "1", 1)
+
+
 def test_where_files_cannot_be_shared_they_are_written(tmp_path: Path) -> None:
     save(state(0), checkpoint_id=tmp_path, no_dist=True)
     store = MemoryStore()

@@ -3,7 +3,8 @@
 A chunk that has the same name, box, dtype and checksums as one of the base is the same. The data file that it lies in
 becomes a file of the new checkpoint too, without moving its bytes (`Store.adopt`: a hard link, or a copy that an object
 store makes by itself). So a checkpoint never refers to anything outside of its folder, and its base may be removed. The
-file gets a name with the new save's id: under its old one, other saves to this place would take it for a leftover.
+file gets a name with the new save's id: under its old one, other saves to this place would take it for a leftover. A
+file that is missing or has another size is not adopted, and its chunks are written again.
 """
 
 from __future__ import annotations
@@ -109,11 +110,20 @@ def _adopted(found: Sequence[StoredChunk], store: Store, base: Store, save_id: s
         used[each.file.name] += each.nbytes
     adopted: dict[str, FileEntry] = {}
     for name, file in files.items():
-        if used[name] >= _WORTH_KEEPING * (file.size - file.header_size):
+        if used[name] >= _WORTH_KEEPING * (file.size - file.header_size) and _has_its_size(base, file):
             key = store.adopt(base, name, adopted_name(save_id, name))
             if key is not None:
                 adopted[name] = msgspec.structs.replace(file, name=key)
     return adopted
+
+
+def _has_its_size(base: Store, file: FileEntry) -> bool:
+    """Whether a file of the base is there with the size that was written. Its bytes are not read: that would take as
+    long as a load, and `verify` does it."""
+    try:
+        return base.stat(file.name).size == file.size
+    except FileNotFoundError:
+        return False
 
 
 def stored_numbers(reused: Reused) -> tuple[list[Any], list[Any]]:
