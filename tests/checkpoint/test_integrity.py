@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoint.faults import FaultySystem
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
 from terrazzo.checkpoint.listing import in_order
+from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
@@ -144,3 +147,12 @@ def test_tensors_of_other_dtypes_and_shapes_with_the_same_bytes_differ(tmp_path:
     assert [found.what for found in compare(opened[0], opened[1])] == ["shapes [4] and [2, 2]"]
     assert [found.what for found in compare(opened[0], opened[2])] == ["dtypes torch.float32 and torch.int32"]
     assert list(compare(opened[0], opened[0])) == []
+
+
+def test_a_file_whose_size_cannot_be_asked_for_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    before = len(os.listdir("/proc/self/fd"))
+    system = FaultySystem(at=1, fault="EIO")  # the call after `open`
+    with pytest.raises(OSError, match="Input/output"):
+        LocalStore(tmp_path, system).open("file")
+    assert system.happened == "fstat" and len(os.listdir("/proc/self/fd")) == before

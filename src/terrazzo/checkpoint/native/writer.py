@@ -283,8 +283,8 @@ def _write_file(
     if unfinished is None:
         upload.finish()
     else:
+        unfinished.append(upload)  # first, so that it is aborted if this is interrupted
         upload.begin_finish()
-        unfinished.append(upload)
     return written
 
 

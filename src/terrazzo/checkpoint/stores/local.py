@@ -499,7 +499,11 @@ class _LocalReadFile(ReadFile):
         self._os = system
         self._fd = fd
         self._path = path
-        status = system.fstat(fd)
+        try:
+            status = system.fstat(fd)
+        except BaseException:
+            self.close()
+            raise
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
