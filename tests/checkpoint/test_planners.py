@@ -25,6 +25,7 @@ from terrazzo.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     Metadata,
+    PerRank,
     SavePlan,
     StorageMeta,
     StorageReader,
@@ -446,3 +447,35 @@ def test_errors_of_a_storage_of_ones_own_reach_every_rank(tmp_path: Path) -> Non
     first, second = run_ranks(2, fail_in_foreign_storage, str(tmp_path))
     assert first == second and "rank 1" in first and "the tape is full" in first
     assert not (tmp_path / "meta").exists()
+
+
+def with_planners_of_pytorch(path: str) -> None:
+    class Own(dcp.DefaultLoadPlanner):
+        pass
+
+    class OwnSave(dcp.DefaultSavePlanner):
+        pass
+
+    for planner in (dcp.DefaultSavePlanner(), OwnSave()):
+        with pytest.raises(
+            CheckpointException, match="(?s)rank 1: .*from terrazzo.checkpoint import DefaultSavePlanner"
+        ):
+            save({"w": torch.ones(3)}, checkpoint_id=f"{path}/a", planner=planner)
+    save({"w": torch.ones(3)}, checkpoint_id=f"{path}/a")
+    for planner in (dcp.DefaultLoadPlanner(), Own()):
+        with pytest.raises(
+            CheckpointException, match="(?s)rank 1: .*from terrazzo.checkpoint import DefaultLoadPlanner"
+        ):
+            load({"w": torch.ones(3)}, checkpoint_id=f"{path}/a", planner=planner)
+    load({"w": torch.ones(3)}, checkpoint_id=f"{path}/a")
+
+
+def test_planners_of_pytorch_are_refused_with_the_import_to_change(tmp_path: Path) -> None:
+    run_ranks(2, with_planners_of_pytorch, str(tmp_path))
+
+
+def test_a_per_rank_in_a_list_of_plain_values(tmp_path: Path) -> None:
+    for value in ([1, PerRank(2)], (1, [PerRank(2)])):
+        with pytest.raises(CheckpointError, match=r"x: a PerRank in a list .* wrap the whole list"):
+            save({"x": value}, checkpoint_id=tmp_path)
+    save({"x": PerRank([1, 2])}, checkpoint_id=tmp_path)

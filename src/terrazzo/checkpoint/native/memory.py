@@ -48,7 +48,8 @@ def in_memory(tensor: torch.Tensor) -> bool:
     False
     """
     try:
-        needed, offset = tensor.nbytes, tensor.storage_offset()
+        needed: Any = tensor.nbytes
+        offset = tensor.storage_offset()
         if offset:
             needed += offset * tensor.itemsize
         return tensor.untyped_storage().nbytes() >= needed and not tensor.is_meta
@@ -61,7 +62,7 @@ def _needed(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps) + 1) * tensor.itemsize
+    return int(tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps) + 1) * tensor.itemsize
 
 
 def fault_of(tensor: Any) -> str:

@@ -53,6 +53,10 @@ from terrazzo.layout.box import Box
 SPLIT_FROM: Final = 16 << 20
 # Ranks see different data, so their running statistics differ; PyTorch's DDP keeps those of rank 0.
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_IN_VALUE: Final = (
+    "a PerRank in a list or tuple that is stored as one value; a PerRank must be a value of a dict: wrap the whole "
+    "list (PerRank([...])), or make it a dict"
+)
 _SCALARS: Final = frozenset({bool, int, float, complex, str})
 
 
@@ -230,7 +234,7 @@ class DefaultSavePlanner(SavePlanner):
                                 ties[len(holdings)] = first
                     holdings.append(Holding(stored, form, data, holders))
             except UnsupportedValueError as error:
-                text = str(error)
+                text = _IN_VALUE if _has_per_rank(value) else str(error)
                 unsupported.append(text if text.startswith(f"{stored!r}: ") else f"{name}: {text}")
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
@@ -430,6 +434,13 @@ def _item_of(holding: Holding, described: dict[int, TensorWriteData]) -> WriteIt
         data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
     kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
     return WriteItem(MetadataIndex(holding.name, data.chunk.offsets), kind, data)
+
+
+def _has_per_rank(value: Any) -> bool:
+    """Whether a value that is stored as a whole has a `PerRank` in it."""
+    if isinstance(value, dict):
+        return any(map(_has_per_rank, value.values()))
+    return isinstance(value, PerRank) or (isinstance(value, list | tuple | set) and any(map(_has_per_rank, value)))
 
 
 def _is_lenient(name: str, value: Any) -> bool:

@@ -28,7 +28,7 @@ from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
 from terrazzo.checkpoint.run.load_side import LoadSide, side_of
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
-from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide, load_side_of
+from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide, check_planner, load_side_of
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
@@ -137,6 +137,7 @@ class LoadSession:
             raise exception_of([failure], self.team.doing, error) from error
 
     def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
+        check_planner(self.planner)
         with paused_collector():
             metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
         self._side.set_up_ranks(self.team.rank, self.team.ranks)

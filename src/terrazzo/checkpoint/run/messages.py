@@ -51,7 +51,11 @@ def decode(data: bytes, kind: type[Kind]) -> Kind:
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"a message from another rank cannot be read: {error}") from error
     if not isinstance(value, kind):
-        raise CheckpointCorruptError(f"a message from another rank is a {type(value).__name__}, not a {kind.__name__}")
+        found = type(value)
+        raise CheckpointCorruptError(
+            f"a message from another rank is a {found.__module__}.{found.__qualname__}, not a {kind.__module__}."
+            f"{kind.__qualname__}; a planner of your own must make terrazzo.checkpoint's plans and items"
+        )
     return value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from terrazzo.checkpoint.native.plans import ReadPlan
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
@@ -16,6 +16,8 @@ from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from terrazzo.errors import CheckpointError
+
+_THEIRS: Final = "torch.distributed.checkpoint.default_planner"
 
 
 class SavePlannerSide(Protocol):
@@ -128,6 +130,17 @@ class PlainLoadSide:
 
     def forget(self) -> None:
         pass
+
+
+def check_planner(planner: object) -> None:
+    """Raise for a planner that is built on PyTorch's default planners: its plans are PyTorch's, not terrazzo's."""
+    for kind in type(planner).__mro__:
+        if kind.__module__ == _THEIRS and kind.__qualname__ in ("DefaultSavePlanner", "DefaultLoadPlanner"):
+            own = type(planner)
+            raise CheckpointError(
+                f"the planner {own.__module__}.{own.__qualname__} is PyTorch's {kind.__qualname__} or built on it; "
+                f"change the import: from terrazzo.checkpoint import {kind.__qualname__}"
+            )
 
 
 def save_side_of(planner: SavePlanner) -> SavePlannerSide:

@@ -29,7 +29,7 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
-from terrazzo.checkpoint.run.planner_sides import SavePlannerSide, save_side_of
+from terrazzo.checkpoint.run.planner_sides import SavePlannerSide, check_planner, save_side_of
 from terrazzo.checkpoint.run.save_side import SaveSide, decode_all, encode_with_paths, side_of
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
@@ -177,6 +177,7 @@ class SaveSession:
 
         def prepare() -> bytes:
             nonlocal could
+            check_planner(self.planner)
             values = state_dict()
             self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
             self._side = side_of(self._writer)
