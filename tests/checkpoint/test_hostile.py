@@ -301,7 +301,7 @@ def test_messages_run_nothing_and_name_what_cannot_travel() -> None:
 
             with pytest.raises(CheckpointCorruptError):
                 decode(msgspec.msgpack.encode(([[module, name]], [tag, 0, "true"])), object)
-    with pytest.raises(CheckpointCorruptError, match="not a SavePlan"):
+    with pytest.raises(CheckpointCorruptError, match="not a .*SavePlan"):
         decode(encode([1]), SavePlan)
     plan = SavePlan([], storage_data={MetadataIndex("w", (0,)): torch.float32}, planner_data={("a", 1): None})
     assert decode(encode(plan), SavePlan) == plan

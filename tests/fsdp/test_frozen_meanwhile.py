@@ -171,6 +171,7 @@ def check_four() -> None:
     check(PROGRAMS, (4,), True, False, EXACT, {"reshard_after_forward": 2})
 
 
+@pytest.mark.long
 def test_parameters_frozen_between_micro_batches_on_four_ranks():
     run_ranks(4, check_four)
 

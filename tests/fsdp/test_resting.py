@@ -85,7 +85,7 @@ def check_uses(how: str) -> None:
         assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("how", PASSES)
 def test_what_is_done_to_parameters_between_backward_and_forward(world: int, how: str) -> None:
     run_ranks(world, check_uses, how)

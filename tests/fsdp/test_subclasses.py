@@ -266,7 +266,9 @@ def check_writes() -> None:
         if reshard:
             model.writes = True
         else:
+            model.zero_grad()  # while it has a gradient, the module shows the sharded parameter after an evaluation
             with torch.no_grad():
+                model(x)
                 model.weight.mul_(2)
         with pytest.raises(FSDPError, match=r"'weight' was written to.* is a Pair"):
             model(x)

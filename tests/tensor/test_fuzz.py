@@ -12,7 +12,7 @@ from tests.tensor.fuzz.program import Program
 from tests.tensor.fuzz.run import Finding, make, run, shrink, verdict_of
 
 
-@pytest.mark.parametrize("programs", [50, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("programs", [30, pytest.param(150, marks=pytest.mark.long)])
 def test_programs_are_as_on_one_device(programs):
     found = [Finding(program, v.fault, v.at) for program, v in run(make(programs)) if v.fault]
     assert not found, "\n\n".join(map(str, found[:3]))
