@@ -125,7 +125,15 @@ def check_views() -> None:
     model.unshard()
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     model.reshard()
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    for stepping, sharded in ((other, True), (model, False)):  # the gradients of the model wait for its own step
+        torch.optim.SGD(stepping.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            model(mine(x))
+        assert all(isinstance(p, DTensor) == sharded for p in model.parameters()), sharded
     # A model that becomes part of another one while it rests.
+    loss_of(model, mine(x), mine(y)).backward()
     with torch.no_grad():
         model(mine(x))
     assert group_of(model).unit.resting

@@ -65,6 +65,7 @@ class Root:
         self._entered: list[int] = []  # the units of this forward
         self.reached: set[int] = set()  # the units that this backward has reached
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
+        self._gradients_wait = False  # for the step of an optimizer
         self._ran: set[int] = set()  # the units whose forwards this backward may run through
         self._backward_ended = False
         # The order of units in the last forward of each outermost module, and the expected order.
@@ -196,6 +197,8 @@ class Root:
         """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
         if not self._is_idle:
             return
+        if any(id(param.sharded) in ids for unit in self.units for param in unit.params):
+            self._gradients_wait = False
         for unit, where in zip(self.units, self.state.where, strict=True):
             if where is Where.UNSHARDED:
                 unit.save_writes()
@@ -237,7 +240,7 @@ class Root:
         """Called when the outermost forward has ended."""
         inside, module = in_backward(), self.state.outermost
         self.advance((Event.FORWARD_ENDS, inside))
-        if not inside and not torch.is_grad_enabled():
+        if not inside and self._gradients_wait and not torch.is_grad_enabled():
             self._rest(Unit.has_sharded_gradients)
         if failed:
             self.watch.forget()
@@ -283,6 +286,7 @@ class Root:
         kept = self._ran | self.reached | set(with_gradients)
         self.reached.clear()
         if self.is_last_backward:
+            self._gradients_wait = True
             self._rest(Unit.has_sharded_gradients)
         unnoticed, self._unnoticed = self._unnoticed, []
         for unit in self.units:
