@@ -462,3 +462,37 @@ def check_failing_forward() -> None:
 
 def test_after_an_exception_the_next_step_is_right():
     run_ranks(2, check_failing_forward)
+
+
+def to_double(model: nn.Module) -> None:
+    model.double()
+
+
+def set_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def check_changed_while_accumulating() -> None:
+    """Parameters that are made again, in another dtype or for new memory, keep the gradients that wait."""
+    for change in (to_double, set_data):
+        model, reference = sharded_and_plain()
+        (x, y), (v, w) = batches(2)
+        model.set_requires_gradient_sync(False)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        for each in (model, *model.blocks):
+            each.reshard()
+        change(model)
+        change(reference)
+        dtype = reference.head.weight.dtype
+        model.set_requires_gradient_sync(True)
+        loss_of(model, mine(v.to(dtype)), mine(w.to(dtype))).backward()
+        loss_of(reference, v.to(dtype), w.to(dtype)).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=change.__name__)
+
+
+@WORLDS
+def test_accumulated_gradients_survive_a_change_of_parameters(world):
+    run_ranks(world, check_changed_while_accumulating)

@@ -116,13 +116,16 @@ class ShardedParameter:
 
     def make_unsharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """Create the unsharded parameter from `local`. It has its own version counter, because for autograd gathering
-        again must not count as a modification."""
+        again must not count as a modification. If there was one, it takes over its accumulated gradient."""
+        grad = self.unsharded_local.grad if self.unsharded is not None else None
         if self.within is not None:
             self.unsharded = as_counting_parameter(local, self.within, self.requires_grad)
             self.unsharded_local = self.unsharded._local
         else:
             self.unsharded = self.unsharded_local = CountingParameter(local.data, self.requires_grad)
         self.unsharded.__dict__.update(attributes)
+        if grad is not None:
+            self.unsharded_local.grad = grad.to(local.device, local.dtype)
 
     def make_unsharded_of(self, local: Tensor, attributes: dict[str, Any]) -> None:
         """Create the unsharded parameter from a tensor that a subclass's hook made, with its own version counter."""
