@@ -56,11 +56,11 @@ USES: list[tuple[Callable[[Any], None], Callable[[Any], None]]] = [
 ]
 
 
-def check_uses(how: str) -> None:
-    for before, after in USES:
+def check_uses(how: str, uses: slice = slice(None), options: dict[str, Any] | None = None) -> None:
+    for before, after in USES[uses]:
         torch.manual_seed(0)
         reference: Any = Model()
-        model: Any = shard_blocks(copy.deepcopy(reference))
+        model: Any = shard_blocks(copy.deepcopy(reference), **(options or {}))
         model.set_reshard_after_backward("kept" not in how)
         pairs = [(model, adamw(model)), (reference, adamw(reference))]
         for x, y in batches(3):
@@ -89,6 +89,13 @@ def check_uses(how: str) -> None:
 @pytest.mark.parametrize("how", PASSES)
 def test_what_is_done_to_parameters_between_backward_and_forward(world: int, how: str) -> None:
     run_ranks(world, check_uses, how)
+
+
+@pytest.mark.parametrize(
+    "uses", [slice(0, 3, 2), pytest.param(slice(None), marks=pytest.mark.long)], ids=["two", "all"]
+)
+def test_what_is_done_to_parameters_of_which_parts_are_kept(uses: slice) -> None:
+    run_ranks(4, check_uses, "an evaluation", uses, {"reshard_after_forward": 2})
 
 
 def check_gathers() -> None:

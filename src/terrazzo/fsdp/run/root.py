@@ -183,14 +183,14 @@ class Root:
                 unit.show_unsharded()
 
     def _rest(self, wanted: Callable[[Unit], bool]) -> None:
-        """Register the sharded parameters of units that are unsharded, if they are `wanted`.
+        """Register the sharded parameters of `wanted` units that are unsharded, or of which a part is kept.
 
         Optimizers, clipping and users then see the tensors that have the gradients and the newest values, in
-        `parameters()` too. The unsharded ones stay in memory, so nothing has to be gathered again unless shards are
-        written to.
+        `parameters()` too. The others stay in memory, so nothing has to be gathered again unless shards are written
+        to.
         """
         for unit, where in zip(self.units, self.state.where, strict=True):
-            if where is Where.UNSHARDED and wanted(unit):
+            if where in (Where.UNSHARDED, Where.INNER) and wanted(unit):
                 unit.rest()
 
     def before_step(self, ids: Set[int]) -> None:

@@ -405,12 +405,18 @@ class Unit:
         self._register(self._unsharded)
 
     def rest(self) -> None:
-        """Register the sharded parameters until the next use, and keep the unsharded ones' memory."""
-        if self._registered is not self._unsharded:
+        """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
+        or of the kept parts."""
+        if self._registered is self._sharded:
             return
-        self.save_writes()
+        is_unsharded = self._registered is self._unsharded
+        if is_unsharded:
+            self.save_writes()
+        for kept in self._kept:
+            if kept is not None:
+                kept.copy_flags()
         self._register_sharded()
-        self.resting = True
+        self.resting = is_unsharded
 
     def with_own_gradients(self) -> list[ShardedParameter]:
         """Parameters whose unsharded form has a gradient while their shards have none."""
