@@ -400,6 +400,7 @@ class HostMemory:
     _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     _views: list[torch.Tensor] = field(default_factory=list)
     _opaque: list[int] = field(default_factory=list)  # which torch can copy only as plain bytes
+    _large: list[int] = field(default_factory=list)
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and valid until the next call."""
@@ -413,6 +414,7 @@ class HostMemory:
             self._views = self._in_slabs(specs) if pinned else self._in_buffer(specs)
             self._specs = specs
             self._opaque = [number for number, (_, dtype) in enumerate(specs) if dtype in OPAQUE]
+            self._large = [number for number, view in enumerate(self._views) if view.nbytes >= _LARGE]
         targets, sources = list(self._views), list(sources)
         with torch.no_grad():
             for number in self._opaque:
@@ -420,7 +422,7 @@ class HostMemory:
             if from_devices:
                 copy_from_devices(targets, sources, self.accelerator)
             else:
-                _copy_in_host_memory(targets, sources)
+                _copy_in_host_memory(targets, sources, self._large)
         return list(self._views)
 
     def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
@@ -453,21 +455,23 @@ class HostMemory:
         return views
 
 
-def _copy_in_host_memory(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_in_host_memory(targets: list[torch.Tensor], sources: list[torch.Tensor], large: Sequence[int]) -> None:
     """Copy each source to its target.
 
     One thread copies large tensors faster as bytes: from about 32 MB on, the C library writes past the cache, in two
     thirds of the time. With several threads, PyTorch's copy is faster.
     """
-    alone = torch.get_num_threads() == 1
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for target, source in zip(targets, sources, strict=True):
-        if alone and source.nbytes >= _LARGE and _is_its_bytes(source):
+    copied: set[int] = set()
+    for number in large if torch.get_num_threads() == 1 else ():
+        target, source = targets[number], sources[number]
+        if _is_its_bytes(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            others.append((target, source))
-    if others:
-        torch._foreach_copy_([target for target, _ in others], [source for _, source in others])
+            copied.add(number)
+    if copied:
+        targets = [target for number, target in enumerate(targets) if number not in copied]
+        sources = [source for number, source in enumerate(sources) if number not in copied]
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _is_its_bytes(tensor: torch.Tensor) -> bool:
