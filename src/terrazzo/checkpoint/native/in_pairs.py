@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
+from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert
 from terrazzo.checkpoint.native.memory import empty, fault_of
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner, WriteItem
 from terrazzo.errors import CheckpointError, UnsupportedValueError
@@ -61,7 +61,7 @@ class InPairs:
         """The target of an item has its elements."""
         if not self._any_order:
             read, target = target, self._resolved(item)
-            if target.dtype != read.dtype and not OPAQUE.isdisjoint((target.dtype, read.dtype)):
+            if not can_convert(read.dtype, target.dtype):
                 raise CheckpointError(
                     f"{item.dest_index.fqn!r}: torch cannot convert the checkpoint's {read.dtype} to {target.dtype}, "
                     f"the dtype of what the planner's resolve_tensor returned"
