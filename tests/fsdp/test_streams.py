@@ -136,8 +136,8 @@ def logged(recorded: Recorded, name: str, method: Any) -> Any:
 
 
 def logged_write(recorded: Recorded, method: Any) -> Any:
-    def call(self: Unit) -> list[str]:
-        written: list[str] = method(self)
+    def call(self: Unit, **how: bool) -> list[str]:
+        written: list[str] = method(self, **how)
         if written:
             recorded.log.append(("call", recorded.now, "write", self.index))
         return written

@@ -40,7 +40,19 @@ def other_data(parameter: Any) -> None:
     parameter.data = parameter.data.clamp(-0.2, 0.2)
 
 
+def through_data_of_the_first_call(parameter: Any) -> None:
+    if not hasattr(parameter, "taken"):
+        parameter.taken = parameter.data
+    parameter.taken.clamp_(-0.2, 0.2)
+
+
+def other_memory(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.set_(parameter.detach().clamp(-0.2, 0.2))
+
+
 WRITERS = (in_place, through_data, through_data_taken_before, other_data)
+IN_FORWARD = (*WRITERS, through_data_of_the_first_call, other_memory)
 
 
 class Writing(nn.Module):
@@ -92,7 +104,7 @@ def train(model: Any, reference: Any, steps: int = 3, between: Any = None) -> No
 
 def check_in_forward() -> None:
     for options in ways():
-        for writer in WRITERS:
+        for writer in IN_FORWARD:
             model = writing_model(writer)
             reference = copy.deepcopy(model)
             shard_blocks(model, **options)
@@ -130,6 +142,29 @@ def check_before_backward() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_writes_between_forward_and_backward(world):
     run_ranks(world, check_before_backward)
+
+
+def check_kept_parts() -> None:
+    """The `.data` of parts that are kept between forward and backward, on whichever rank it is set."""
+    for bound in (0, 4 << 20):
+        torch.manual_seed(0)
+        model: Any = Model()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        shard_blocks(model, reshard_after_forward=2)
+        model.set_coalesce_bytes(bound)
+        (x, y), *_ = batches(1)
+        for times in (2, 4):
+            loss = loss_of(model, mine(x), mine(y))
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 2
+            with pytest.warns(UserWarning, match=WORDS) if times == 2 else warnings.catch_warnings():
+                loss.backward()
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.full_tensor(), before[name] * times), name
+
+
+def test_data_of_kept_parts():
+    run_ranks(4, check_kept_parts)
 
 
 def check_idle() -> None:

@@ -1,7 +1,9 @@
-"""A parameter that counts all writes that its user makes, also those through `.data`, which PyTorch does not count."""
+"""A parameter that counts all writes that its user makes, also those to and through `.data`, which PyTorch does not
+count."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -9,10 +11,22 @@ from torch import Tensor, nn
 from terrazzo._torch.tensors import version_of
 
 _ALIAS: Final = "_terrazzo_data"  # what `.data` returns aliases of
-_COUNT: Final = "_terrazzo_writes"  # the writes to former ones
+_COUNT: Final = "_terrazzo_writes"  # the writes to former ones, and to `.data` itself
 OWN_ATTRIBUTES: Final = (_ALIAS, _COUNT)
 
 _DATA: Any = Tensor.data
+
+
+class Uses:
+    """How often `.data` of any parameter that counts was asked for or set."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+uses: Final = Uses()
 
 
 class CountingParameter(nn.Parameter):
@@ -20,6 +34,7 @@ class CountingParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        uses.count += 1
         alias = self.__dict__.get(_ALIAS)
         if alias is None:
             alias = self.__dict__[_ALIAS] = _DATA.__get__(self)
@@ -28,10 +43,16 @@ class CountingParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        alias = self.__dict__.pop(_ALIAS, None)
-        if alias is not None:
-            self.__dict__[_COUNT] = self.__dict__.get(_COUNT, 0) + _writes_through(alias)
-        _DATA.__set__(self, value)
+        set_uncounted(self, value)
+        self._note_move()
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_move()
+        return super().set_(*args, **kwargs)
+
+    def _note_move(self) -> None:
+        uses.count += 1
+        self.__dict__[_COUNT] = self.__dict__.get(_COUNT, 0) + 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.detach(), self.requires_grad)
@@ -45,6 +66,19 @@ class CountingParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of no use, as in PyTorch's
         return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+
+def set_uncounted(parameter: Tensor, value: Tensor) -> None:
+    """Set `.data`, and do not count it as a write."""
+    alias = parameter.__dict__.pop(_ALIAS, None)
+    if alias is not None:
+        parameter.__dict__[_COUNT] = parameter.__dict__.get(_COUNT, 0) + _writes_through(alias)
+    _DATA.__set__(parameter, value)
+
+
+def was_asked(parameters: Iterable[Tensor]) -> bool:
+    """Whether somebody has `.data` of one of these parameters, and may write to it without a further use."""
+    return any(_ALIAS in parameter.__dict__ for parameter in parameters)
 
 
 def writes_to(parameter: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -50,19 +51,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], copies: Copies
     return value if _same(items, parts) else _noted(value, tree_unflatten(items, node), copies)
 
 
-def has_tensor(value: Any) -> bool:
-    """Whether `map_tensors` would find a tensor."""
-    found = False
-
-    def note(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found = True
-        return tensor
-
-    map_tensors(value, note)
-    return found
-
-
 def _noted(original: Any, copied: Any, copies: Copies | None) -> Any:
     if copies is not None:
         copies.note(original, copied)
@@ -70,7 +58,7 @@ def _noted(original: Any, copied: Any, copies: Copies | None) -> Any:
 
 
 def _same(new: Any, old: Any) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+    return all(map(is_, new, old))
 
 
 def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:

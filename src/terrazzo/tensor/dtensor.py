@@ -187,7 +187,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     _local: torch.Tensor
     _layout: Layout
     _memo: Any
-    _grad_wrapper: DTensor
+    _grad_wrapper: DTensor | None
     _pending: Any  # used by the subclasses for pending communication and for copied views
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -441,10 +441,10 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
             return None
         try:
             w = self._grad_wrapper
-            if w._local is g:
-                return w
-        except AttributeError:  # the slot is set when a gradient is asked for
-            pass
+        except AttributeError:  # the slot is set when a gradient is first asked for
+            w = None
+        if w is not None and w._local is g:
+            return w
         if g.requires_grad and self._layout.dual is not self._layout:
             return links.gradient_of(g, self._layout)
         w = self._grad_wrapper = wrap(g, self._layout.dual)
@@ -453,8 +453,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     @grad.setter
     def grad(self, value: DTensor | None) -> None:
         if value is None:
-            self._local.grad = None
-            self._drop_grad_wrapper()
+            self._local.grad = self._grad_wrapper = None
             return
         if not isinstance(value, DTensor):
             raise DTensorError(
@@ -496,14 +495,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                 set_wrapper_data(self, wrap(local, value._layout))
             self._local.data = local
             self._layout = value._layout
-        self._memo = None
-        self._drop_grad_wrapper()
-
-    def _drop_grad_wrapper(self) -> None:
-        try:
-            del self._grad_wrapper
-        except AttributeError:
-            pass
+        self._memo = self._grad_wrapper = None
 
     def detach(self) -> DTensor:
         return wrap(keeping_strides(self._local.detach(), self._local), self._layout)

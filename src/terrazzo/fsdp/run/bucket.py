@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from terrazzo._torch.counting import writes_to
+from terrazzo._torch.counting import set_uncounted, uses, was_asked, writes_to
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
@@ -30,6 +30,8 @@ from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 
 _ALIGNMENT = 64  # bytes
+
+_address = Tensor.data_ptr
 
 
 class Bucket:
@@ -55,7 +57,10 @@ class Bucket:
             param.unsharded_local = view  # releases the original
         self._remember_shards()
         self._buffer: Tensor | None = None
-        self._versions: list[int] = []  # of the unsharded parameters, when nobody but us had written there
+        # Of the unsharded parameters, when nobody but us had written there.
+        self._counted: list[int] = []
+        self._versions: list[int] = []
+        self._uses = -1
         self._places: list[Tensor] = []  # where the unsharded parameters are in the buffer, or in the shards
         self.pieces: list[Tensor] = []  # the same as the plan fills them
         self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
@@ -164,7 +169,7 @@ class Bucket:
             for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
                 param.make_unsharded(local, attributes)
             self._places = locals_
-            self._versions = [writes_to(p.unsharded_local) for p in self.params]
+            self._remember_writes()
             self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
             self.free()
 
@@ -184,6 +189,18 @@ class Bucket:
         """Whether the tensor is in memory that `free` frees."""
         return self._memory is not None and self._memory.owns(tensor)
 
+    def is_touched(self) -> bool:
+        """Whether users may have written to the unsharded parameters since the last `save_writes`; a quick answer."""
+        if uses.count != self._uses:
+            return True
+        return not self.aliased and [version_of(p.unsharded_local) for p in self.params] != self._versions
+
+    def _remember_writes(self) -> None:
+        locals_ = [p.unsharded_local for p in self.params]
+        self._counted = [writes_to(local) for local in locals_]
+        self._versions = [version_of(local) for local in locals_]
+        self._uses = -1 if was_asked(locals_) else uses.count
+
     def save_writes(self, current: bool) -> list[str]:
         """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that, or
         where they have set `.data`; returns these parameters' names.
@@ -193,15 +210,13 @@ class Bucket:
         if self._buffer is None:
             return []
         moved = self._bring_back()
+        before = self._counted
+        self._remember_writes()
+        written = [i for i, count in enumerate(self._counted) if count != before[i] or i in moved]
         if self.aliased:
             self._epochs_before += bool(moved)
             return []
-        versions = [writes_to(p.unsharded_local) for p in self.params]
-        if versions == self._versions and not moved:
-            return []
-        written = [i for i, version in enumerate(versions) if version != self._versions[i] or i in moved]
-        self._versions = versions
-        if not current:
+        if not written or not current:
             return []
         chunks = self.plan.own_chunks(self.unsharded_locals())
         with torch.no_grad():
@@ -211,7 +226,7 @@ class Bucket:
 
     def note_write(self, i: int) -> None:
         """Note that users have written to a parameter where it was kept meanwhile."""
-        self._versions[i] = -1
+        self._counted[i] = self._uses = -1
 
     def _bring_back(self) -> list[int]:
         """Copy what users have set `.data` of unsharded parameters to into the memory that gathers fill; returns which
@@ -222,7 +237,7 @@ class Bucket:
             if local.data_ptr() == place.data_ptr():
                 continue
             values = local.detach()
-            local.data = place
+            set_uncounted(local, place)
             if values.shape != place.shape or not values.data_ptr():  # a DTensor has no memory of its own
                 what = "a DTensor" if values.shape == place.shape else f"a tensor of shape {tuple(values.shape)}"
                 raise FSDPError(
@@ -239,7 +254,7 @@ class Bucket:
         """Let unsharded parameters whose `.data` users have set use the memory again that gathers fill."""
         for param, place in zip(self.params, self._places, strict=True):
             if param.unsharded_local.data_ptr() != place.data_ptr():
-                param.unsharded_local.data = place
+                set_uncounted(param.unsharded_local, place)
 
     def to_send(self, buffer: Tensor) -> Tensor:
         """This rank's section to gather: on the device, in the dtype of computation."""
@@ -284,8 +299,10 @@ class Bucket:
 
     def shards_intact(self) -> bool:
         """Whether the sharded parameters still are the original views of the shard buffer."""
-        if [p.sharded._local.data_ptr() for p in self.params] != self._pointers:
+        if [*map(_address, [p.sharded._local for p in self.params])] != self._pointers:
             return False
+        if all(self._pointers):
+            return True
         # Where this rank has no rows there is no address: a change of dtype or device does not show in it.
         empty = [p.sharded._local for p, at in zip(self.params, self._pointers, strict=True) if not at]
         return all(each.dtype is self.dtype and each.device == self.shard.device for each in empty)

@@ -27,7 +27,7 @@ from terrazzo.fsdp.run.flat import FlatPlan, has_many
 
 FIRST_TAG = 1 << 30  # lower tags are left to users
 
-_SMALL = 4 << 20  # bytes of all sections together
+_SMALL = 2 << 20  # bytes of all sections together
 
 _BITS = {4: torch.int32, 8: torch.int64}  # integer dtypes that backends can add, by size
 

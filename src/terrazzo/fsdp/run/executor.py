@@ -190,7 +190,7 @@ class Executor:
 
     def _end_use(self, unit: Unit, call: Call) -> None:
         """Free a unit, when what users have written to its parameters in this step is in the shards."""
-        saved = unit.save_writes()
+        saved = unit.save_writes(quick=True)
         if saved:
             if self.streams is not None:
                 self.streams.follow()

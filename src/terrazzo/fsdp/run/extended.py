@@ -135,12 +135,15 @@ class ExtendedBucket(Bucket):
     def epoch(self) -> int:
         return self._epochs_before + version_of(self.params[0].sharded._local)
 
+    def is_touched(self) -> bool:
+        return bool(self._memories) and self._writes() != self._version
+
     def save_writes(self, current: bool) -> list[str]:
         """Raise if users have written to the unsharded parameter: only its class knows what that means for the shard.
 
         If the unsharded parameter is not `current`, its value is dropped.
         """
-        written = bool(self._memories) and self._writes() != self._version
+        written = self.is_touched()
         if written:
             self._version = self._writes()
         if written and current:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo._torch.autograd import in_backward, with_graph
+from terrazzo._torch.autograd import in_backward, watch_gradient, with_graph
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.state import Event, Phase
 from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.tree import has_tensor, map_tensors
+from terrazzo.fsdp.tree import map_tensors
 
 
 def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
@@ -53,23 +53,16 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     """Register hooks for backward, and reshard if that is set; returns the module's outputs, cast and watched."""
     root: Root = group.root
     unit: Unit = group.unit
-    output_dtype = group.settings.precision.output_dtype
-    if output_dtype is not None:
-        outputs = map_tensors(outputs, lambda t: t.to(output_dtype) if t.is_floating_point() else t)
-    if unit.params:
-        # A returned parameter, or a view of one, would lose its memory: return a copy.
-        outputs = map_tensors(outputs, lambda t: t.clone() if unit.lends(t) else t)
     state = root.state
-    if state.phase[unit.index] is Phase.BACKWARD:
+    forward, recomputing = state.phase[unit.index] is not Phase.BACKWARD, in_backward()
+    announced = forward and torch.is_grad_enabled()
+    hook = partial(_before_backward, group, state.ended) if announced else None
+    outputs, found = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
+    if not forward:
         return outputs
-    returns = keep = False
-    if torch.is_grad_enabled():
-        recomputing = in_backward()
-        announced = partial(_announced, partial(_before_backward, group, state.ended))
-        outputs = map_tensors(outputs, announced)
-        returns = not recomputing
-        # If no output can have a hook, backward may run without notice, and needs the parameters.
-        keep = recomputing or not has_tensor(outputs)
+    returns = announced and not recomputing
+    # If no output can have a hook, backward may run without notice, and needs the parameters.
+    keep = announced and (recomputing or not found)
     position = root.positions[module]
     root.advance((Event.LEAVE, position, returns, keep))
     if state.outermost == position:
@@ -89,6 +82,22 @@ def forward_failed(group: Group, module: nn.Module) -> None:
         root.end_forward(failed=True)
 
 
+def _leave(unit: Unit, dtype: torch.dtype | None, hook: Any, outputs: Any) -> tuple[Any, bool]:
+    """The outputs, cast and with hooks; and whether there are tensors among them."""
+    found = False
+
+    def leave(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found = True
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if unit.lends(tensor):  # a returned parameter, or a view of one, would lose its memory
+            tensor = tensor.clone()
+        return tensor if hook is None else _announced(hook, tensor)
+
+    return map_tensors(outputs, leave), found
+
+
 def _cast_inputs(group: Group, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
     precision = group.settings.precision
     dtype = precision.param_dtype
@@ -105,7 +114,7 @@ def _watched(hook: Any, tensor: Tensor) -> Tensor:
     if not with_graph(tensor).requires_grad:
         return tensor
     alias = tensor.view_as(tensor)
-    with_graph(alias).register_hook(hook)
+    watch_gradient(with_graph(alias), hook)
     return alias
 
 
@@ -115,7 +124,7 @@ def _announced(hook: Any, tensor: Tensor) -> Tensor:
         if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
             tensor = tensor.view_as(tensor)
             inner = with_graph(tensor)
-        inner.register_hook(hook)
+        watch_gradient(inner, hook)
     return tensor
 
 

@@ -29,6 +29,7 @@ class Kept:
         # Through .data, so that writes do not change the parameters' version counters.
         self._pieces = self._plan.pieces([t.data for t in bucket.unsharded_locals()])
         self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []  # the parameters' parts of the buffer
         self._faces: list[Any] = []
         self._versions: list[int] = []  # of the faces, when nobody but us had written there
 
@@ -37,7 +38,7 @@ class Kept:
         """Copy this rank's part; returns the parameters to register meanwhile, by the `id` of `ShardedParameter`s."""
         plan, values = self._plan, self._bucket.unsharded_locals()
         self._buffer = values[0].new_zeros(plan.own_size) if plan.padded else values[0].new_empty(plan.own_size)
-        views = plan.own_views(self._buffer)
+        self._views = views = plan.own_views(self._buffer)
         torch._foreach_copy_(views, plan.own_chunks(values))
         params = self._bucket.params
         self._faces = [
@@ -50,6 +51,10 @@ class Kept:
     def gather(self, comm: Comm) -> Pending[Tensor]:
         """Start to gather the parts of the smaller mesh's ranks."""
         assert self._buffer is not None
+        with torch.no_grad():
+            for face, view in zip(self._faces, self._views, strict=True):
+                if face._local.data_ptr() != view.data_ptr():  # users have set its `.data`
+                    view.copy_(face._local)
         return comm.gather(self._buffer, self._plan, self._axis, self._bucket.tag)
 
     def receive(self, pending: Pending[Tensor]) -> None:
@@ -74,8 +79,7 @@ class Kept:
         """Free the kept part."""
         self.copy_flags()
         self._buffer = None
-        self._faces = []
-        self._versions = []
+        self._views, self._faces, self._versions = [], [], []
 
 
 def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:

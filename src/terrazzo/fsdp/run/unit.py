@@ -231,7 +231,7 @@ class Unit:
             each.copy_flags()
         for param in self.params:
             flag = param.requires_grad
-            if param.sharded.requires_grad is flag and param.unsharded_local.requires_grad is flag:
+            if param.sharded._local.requires_grad is flag and param.unsharded_local.requires_grad is flag:
                 continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
                 self._note_flag(param, False)
@@ -247,15 +247,17 @@ class Unit:
                 if param in gradients.bucket.params:
                     gradients.note_frozen(param, in_backward)
 
-    def save_writes(self) -> list[str]:
+    def save_writes(self, *, quick: bool = False) -> list[str]:
         """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
 
-        Shards that were written after they were gathered are newer, and stay as they are.
+        Shards that were written after they were gathered are newer, and stay as they are. With `quick`, what modules
+        do in forward is noticed; it is not if somebody exchanges the parameters (`torch.utils.swap_tensors`).
         """
         if self._registered is not self._unsharded and not self.resting:
             return []
-        before = self.epoch
-        current = before in (self.gathered_epoch, self._saved_epoch)
+        if quick and not any(bucket.is_touched() for bucket in self.buckets):
+            return []
+        current = self.epoch in (self.gathered_epoch, self._saved_epoch)
         saved = [name for bucket in self.buckets for name in bucket.save_writes(current)]
         if saved:
             self._saved_epoch = self.epoch
@@ -437,10 +439,8 @@ class Unit:
         self._register(self._unsharded)
 
     def free(self) -> None:
-        """Free the unsharded parameters' memory, and register the sharded ones."""
+        """Free the unsharded parameters' memory, and register the sharded ones. `save_writes` comes before it."""
         for bucket in self.buckets:
-            if self._registered is self._unsharded or self.resting:
-                bucket.put_back()
             bucket.free()
         self._drop_kept()
         self.resting = False
@@ -548,6 +548,9 @@ class Unit:
         """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
         with ExitStack() as also_if_one_raises:  # the last callback runs first
             also_if_one_raises.callback(self.free)
+            if self._registered is self._unsharded or self.resting:
+                for bucket in self.buckets:
+                    also_if_one_raises.callback(bucket.put_back)
             for each in self.gradients:
                 if gradients:
                     also_if_one_raises.callback(each.abandon)

@@ -24,6 +24,7 @@ from terrazzo.tensor.ops.accumulate import join_norms, norm_of_nothing, working_
 from terrazzo.tensor.ops.pointwise import is_pointwise
 from terrazzo.tensor.ops.table import Handler, handler
 
+_PLAIN = frozenset([torch.Tensor])
 _ELEMENTWISE_FUSED = frozenset(["_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"])
 
 
@@ -81,7 +82,11 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _all_scalars(other: Sequence[Any], count: int, layouts: Sequence[Layout | None]) -> bool:
-    return len(other) == count and all(
+    if len(other) != count:
+        return False
+    if {*map(type, other)} == _PLAIN and not any(map(torch.Tensor.dim, other)):
+        return True  # as the numbers of an optimizer's steps are
+    return all(
         _is_scalar(x) or found is layout for x, found, layout in zip(other, _layouts(other), layouts, strict=True)
     )
 
