@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,11 +14,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import is_ignored, replaced_name, was_sharded
 from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import WRITTEN
 
 _WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; smaller models may well be one group
 
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    """An optimizer's parameters when they were last checked."""
+
+    groups: list[list[int]]  # their ids, by group
+    ids: frozenset[int]
+
+
+_checked: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 _watching = False
 
 
@@ -37,18 +44,20 @@ def check_optimizers_again() -> None:
 
 
 def _before_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    _check_parameters(optimizer)
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if _models else set()
+    ids = _check_parameters(optimizer)
     for root in list(_models):
         root.before_step(ids)
 
 
-def _check_parameters(optimizer: Optimizer) -> None:
+def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
     """Raise if the optimizer has parameters that the model does not use: it was constructed before `fully_shard`, or
-    before parameters were replaced."""
-    if optimizer in _checked and _checked[optimizer] == len(optimizer.param_groups):
-        return
-    _checked[optimizer] = len(optimizer.param_groups)
+    before parameters were replaced. Returns the ids of its parameters."""
+    groups = [[*map(id, group["params"])] for group in optimizer.param_groups]
+    known = _checked.get(optimizer)
+    if known is not None and known.groups == groups:
+        return known.ids
+    ids = frozenset(one for group in groups for one in group)
+    _checked[optimizer] = _Known(groups, ids)
     found = [
         (name, was_sharded(parameter))
         for group in optimizer.param_groups
@@ -72,6 +81,7 @@ def _check_parameters(optimizer: Optimizer) -> None:
             f"({_shown(replaced)}) "
             "that the model no longer uses. Build the optimizer after sharding, from model.parameters()"
         )
+    return ids
 
 
 class _Model(Protocol):
@@ -82,7 +92,7 @@ class _Model(Protocol):
 
     def before_step(self, ids: Set[int]) -> None: ...
 
-    def after_step(self) -> None: ...
+    def after_step(self, ids: Set[int]) -> None: ...
 
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -136,13 +146,10 @@ def _remark_on_added(optimizer: Optimizer) -> None:
 
 def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Count the write, as version counters may not: optimizers write through `.data` or with their own kernels."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            written = parameter.__dict__.get(WRITTEN)
-            if written is not None:
-                written()
+    known = _checked.get(optimizer)
+    ids = frozenset() if known is None else known.ids
     for root in list(_models):
-        root.after_step()
+        root.after_step(ids)
 
 
 def remark_on_writes(written: list[str], known: set[str]) -> set[str]:

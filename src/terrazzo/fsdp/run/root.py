@@ -205,8 +205,10 @@ class Root:
                 if unit.groups[0].gradient_sync:
                     remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
 
-    def after_step(self) -> None:
-        """After an optimizer has written to shards."""
+    def after_step(self, ids: Set[int]) -> None:
+        """After an optimizer has written to the shards with these ids."""
+        for unit in self.units:
+            unit.note_step(ids)
         if self._is_idle:
             self._rest(Unit.was_written)
 

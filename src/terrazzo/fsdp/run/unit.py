@@ -5,7 +5,7 @@ The planner keeps its state and decides when operations run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -179,6 +179,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.move_epoch()
 
+    def note_step(self, ids: Set[int]) -> None:
+        """Count the writes of an optimizer to the shards with these ids."""
+        for bucket in self.buckets:
+            if any(id(param.sharded) in ids for param in bucket.params):
+                bucket.move_epoch()
+
     def replaced(self) -> dict[int, Any]:
         """Parameters that users have registered instead of ours, by index."""
         faces = self._registered
@@ -229,9 +235,11 @@ class Unit:
         kept = [each for each in self._kept if each is not None]
         for each in kept:
             each.copy_flags()
+        # Those of unsharded parameters are followed when the sharded ones are registered again.
+        both = self._registered is not self._sharded or self.resting
         for param in self.params:
             flag = param.requires_grad
-            if param.sharded._local.requires_grad is flag and param.unsharded_local.requires_grad is flag:
+            if param.sharded._local.requires_grad is flag and (not both or param.unsharded_local.requires_grad is flag):
                 continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
                 self._note_flag(param, False)
