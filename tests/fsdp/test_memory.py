@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -72,6 +73,59 @@ def test_reading_returned_memory_gives_nan_or_raises_and_writing_raises():
         held.take_back()
         kept.fill_(2)
         assert kept.sum() == 2 * numel and held.owns(kept) and not held.owns(kept.clone())
+
+
+@pytest.mark.skipif(not memory._HAS_TRAPS or memory._HAS_MESSAGES, reason="this build of PyTorch has no traps")
+def test_memory_passes_to_the_next_of_its_size():
+    memory.free_memory_aside()
+    first, second, other = (torch.ones(numel) for numel in (64, 64, 128))
+    held = [ReturnableMemory(each, "gone") for each in (first, second, other)]
+    addresses = [each.data_ptr() for each in (first, second)]
+    for each in held:
+        each.give_back()
+    assert len(memory._aside) == 2, "the oldest is freed"
+    held[0].take_back()
+    assert first.data_ptr() == addresses[1]
+    first.fill_(2)
+    assert outcomes(second.view(-1, 8)) == {"raised", "nan"}
+    held[1].take_back()  # there is none of its size: what is aside is freed first
+    assert not memory._aside and second.data_ptr() != first.data_ptr()
+    second.fill_(3)
+    assert first.eq(2).all() and second.eq(3).all() and second.untyped_storage().nbytes() == 256
+    held[0].give_back()
+    held[0].take_back()
+    assert first.data_ptr() == addresses[1] and first.eq(2).all()
+    held[0].give_back()
+    memory.free_memory_aside()
+    held[0].take_back()
+    assert first.untyped_storage().nbytes() == 256
+    held[2].take_back()
+    other.fill_(1)
+
+
+def check_aside() -> None:
+    """At most two groups' memory is held for the next step, and none where a model is resharded or gone."""
+    memory.free_memory_aside()
+    torch.manual_seed(0)
+    model = Model()
+    shard_blocks(model)
+    for _ in range(2):
+        (x, y), *_ = batches(1)
+        loss_of(model, mine(x), mine(y)).backward()
+        assert len(memory._aside) == 2
+    model.reshard()  # type: ignore[operator]
+    assert not memory._aside
+    with torch.no_grad():
+        model(mine(x))
+    assert memory._aside
+    del model
+    gc.collect()
+    assert not memory._aside
+
+
+@pytest.mark.skipif(not memory._HAS_TRAPS or memory._HAS_MESSAGES, reason="this build of PyTorch has no traps")
+def test_what_is_held_for_the_next_step():
+    run_ranks(2, check_aside)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,8 @@ class Group:
         self.modules = tuple(modules)
         self.params = tuple(params)
         self.settings = settings
-        self.options = Options()
+        # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
+        self.options = Options(reduce_buffers=2 if settings.mesh.device.type == "cpu" else 1)
         self.name = ""
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.root: Any = None  # the `Root` of the model, once the outermost module is known

@@ -188,7 +188,8 @@ class FSDPModule(_Module):
         _groups(self, recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many buffers of packed gradients may be in reduction before the next is packed; 1 by default.
+        """Set how many buffers of packed gradients may be in reduction before the next is packed; 1 by default, and 2
+        on CPU.
 
         With more buffers, backward need not wait for reductions that are slower than it; they take memory.
         """

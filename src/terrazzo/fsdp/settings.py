@@ -97,6 +97,7 @@ class Staging(Protocol):
 class Options:
     """The settings of a group's communication."""
 
+    reduce_buffers: int  # buffers of packed gradients that may be in reduction when the next is packed
     all_reduce: bool = True  # over the replicas of HSDP
     divisor: float | None = None  # None: the number of ranks
     hook: AllReduceHook | None = None
@@ -105,7 +106,6 @@ class Options:
     reduce_scatter: ReduceScatter | None = None
     force_sum: bool = False
     reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # by shard axis, the axis whose group reduces
-    reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when the next is packed
     staging: Staging | None = None  # special memory for communication; None: ordinary memory
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections import deque
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class ReturnableMemory:
         if not _HAS_MESSAGES and _HAS_TRAPS and tensor.device.type == "cpu" and self._nbytes:
             self._trap = _make_trap(self._nbytes)
 
+    def __del__(self) -> None:
+        if _aside:  # None when the interpreter ends
+            _aside.clear()
+
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this memory."""
         try:
@@ -58,7 +63,7 @@ class ReturnableMemory:
         self._is_there = False
         if self._trap is not None:
             storages.swap_memory(self._storage, self._trap)
-            self._trap.resize_(0)
+            _set_aside(self._trap)
         else:
             self._storage.resize_(0)
             if _HAS_MESSAGES:
@@ -70,10 +75,47 @@ class ReturnableMemory:
             return
         self._is_there = True
         if self._trap is not None:
+            found = _take_up(self._trap, self._nbytes)
             storages.swap_memory(self._storage, self._trap)
+            if found:
+                return
         elif _HAS_MESSAGES:
             storages.clear_access_error(storages.identity_of(self._storage))
         self._storage.resize_(self._nbytes)
+
+
+# Memory that was given back and is not freed yet, the oldest first. The next group of that size takes it over, because
+# fresh memory costs the system a page fault for every 4 KiB.
+_aside: deque[Any] = deque()
+_MOST_ASIDE = 2
+
+
+def free_memory_aside() -> None:
+    """Free memory that was given back, and that nobody is about to take over."""
+    _aside.clear()
+
+
+def _set_aside(storage: Any) -> None:
+    """Take the memory of this storage."""
+    holder = torch.UntypedStorage(0)
+    storages.swap_memory(storage, holder)
+    _aside.append(holder)
+    if len(_aside) > _MOST_ASIDE:
+        _aside.popleft()
+
+
+def _take_up(storage: Any, nbytes: int) -> bool:
+    """Give this storage memory that was set aside, if there is some of this size; returns whether there was."""
+    for holder in tuple(_aside):
+        if holder.nbytes() == nbytes:
+            try:
+                _aside.remove(holder)
+            except ValueError:  # another thread was quicker
+                continue
+            storages.swap_memory(storage, holder)
+            return True
+    _aside.clear()  # so that it never adds to what is in use at most
+    return False
 
 
 def _make_trap(nbytes: int) -> Any:

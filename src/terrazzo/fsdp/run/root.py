@@ -19,6 +19,7 @@ from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.executor import Executor, streams_for
+from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.run.watch import Watch
 
@@ -338,6 +339,7 @@ class Root:
         self._unnoticed = []
         self.watch.forget()
         self.executor.reset(gradients=True)
+        free_memory_aside()
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
@@ -360,6 +362,8 @@ class Root:
         if self._is_idle:
             unit.save_writes()
         self.advance((Event.RESHARD, unit.index))
+        if self._is_idle:
+            free_memory_aside()
 
     def follow(self, unit: Unit, *, partly: bool = False) -> None:
         """Take over parameters of a unit that users have replaced."""
