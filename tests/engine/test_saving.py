@@ -18,7 +18,13 @@ from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, PerRank, verify
 from terrazzo.engine import initialize
 from terrazzo.engine.content import content
-from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, EngineError, StateNameError
+from terrazzo.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DivergentValueError,
+    EngineError,
+    StateNameError,
+)
 
 STEPS = 6
 BEFORE = 3
@@ -206,6 +212,27 @@ def check_parts(folder: str) -> None:
 
 def test_tags_strictness_and_parts(tmp_path):
     run_ranks(2, check_parts, str(tmp_path))
+
+
+def check_ranks_that_see_otherwise(folder: str) -> None:
+    """All ranks load the checkpoint that the first one calls the latest, or none does."""
+    engine = engine_of(1)
+    rank = dist.get_rank()
+    engine.save_checkpoint(folder, "first")
+    (Path(folder) / f"empty{rank}").mkdir()
+    dist.barrier()
+    empty = f"{folder}/empty{rank}"
+    assert engine.load_checkpoint(empty) == (None, {})
+    assert engine.load_checkpoint(empty if rank == 0 else folder) == (None, {})
+    with pytest.raises(CheckpointNotFoundError, match=r"rank 1.*no checkpoint .*empty1/first"):
+        engine.load_checkpoint(folder if rank == 0 else empty)
+    with pytest.raises(DivergentValueError, match="rank 0 for 'first', rank 1 for None"):
+        engine.load_checkpoint(folder, "first" if rank == 0 else None)
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/first"
+
+
+def test_ranks_that_see_otherwise(tmp_path):
+    run_ranks(2, check_ranks_that_see_otherwise, str(tmp_path))
 
 
 def check_sixteen_bits(folder: str) -> None:

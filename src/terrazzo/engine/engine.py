@@ -388,7 +388,7 @@ class Engine:
             The checkpoint's path and the client state; (None, {}) if there is no checkpoint in `load_dir`.
         """
         mark("loading")
-        path = find_to_load(self, load_dir, tag)
+        path = find_to_load(load_dir, tag)
         if path is None:
             LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
             return None, {}

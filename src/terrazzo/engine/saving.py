@@ -16,6 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ from terrazzo.checkpoint import (
     LoadPlan,
     load,
 )
-from terrazzo.checkpoint.manager.committing import do_together, save_named
+from terrazzo.checkpoint.manager.committing import do_together, reduce_over, save_named
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -145,13 +146,36 @@ def checked_tag(tag: Any, plane: ControlPlane | None = None) -> str:
 
 def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place | None:
     """The folder of a tag, or of the latest checkpoint; None if there is none yet."""
+    found = _latest_tag(load_dir) if tag is None else str(tag)
+    return None if found is None else _folder_of(load_dir, found)
+
+
+def find_to_load(load_dir: str | os.PathLike[str], tag: str | None) -> Place | None:
+    """Like `find_checkpoint`, and the same on all ranks: the first one says which is the latest, and an error on one
+    rank is raised on all."""
+    doing = f"looking for a checkpoint in {load_dir}"
+
+    def ask() -> bytes:
+        return msgspec.json.encode(None if tag is None else str(tag))
+
+    def choose(asked: list[bytes]) -> bytes:
+        if len(set(asked)) > 1:
+            tags = ", ".join(f"rank {rank} for {msgspec.json.decode(each)!r}" for rank, each in enumerate(asked))
+            raise DivergentValueError(f"the ranks asked for different checkpoints in {load_dir}: {tags}")
+        return asked[0] if tag is not None else msgspec.json.encode(_latest_tag(load_dir))
+
+    chosen = msgspec.json.decode(reduce_over(doing, ask, choose), type=str | None)
+    return None if chosen is None else _on_all_ranks(doing, lambda: _folder_of(load_dir, chosen))
+
+
+def _latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
+    named = named_by_latest(Place(load_dir))
+    return named[0].name if named else None
+
+
+def _folder_of(load_dir: str | os.PathLike[str], tag: str) -> Place:
     folder = Place(load_dir)
-    if tag is None:
-        named = named_by_latest(folder)
-        if not named:
-            return None
-        tag = named[0].name
-    path = folder / str(tag)
+    path = folder / tag
     if not path.is_dir():
         here = (
             sorted(name for name in folder.names() if (folder / name / MANIFEST).is_file()) if folder.is_dir() else []
@@ -162,15 +186,8 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None) -> Place 
     return path
 
 
-def find_to_load(engine: Trained, load_dir: str | os.PathLike[str], tag: str | None) -> Place | None:
-    """Like `find_checkpoint`; in a pipeline an error on one stage is raised on all."""
-    return _on_all_stages(engine, f"looking for a checkpoint in {load_dir}", lambda: find_checkpoint(load_dir, tag))
-
-
-def _on_all_stages(engine: Trained, doing: str, work: Callable[[], Result]) -> Result:
-    """The result of `work`. In a pipeline an error on one stage is raised on all, because they wait for each other."""
-    if engine.pipeline is None:
-        return work()
+def _on_all_ranks(doing: str, work: Callable[[], Result]) -> Result:
+    """The result of `work`. An error on one rank is raised on all, because they wait for each other."""
     found: list[Result] = []
     do_together(doing, lambda: found.append(work()))
     return found[0]
@@ -201,7 +218,7 @@ def load_engine(
         reshard(engine.module)
         return reader, checkpoint, values, position, *_module_targets(engine, checkpoint, values, strict=strict)
 
-    reader, checkpoint, values, position, state, copies = _on_all_stages(engine, f"loading {path}", look)
+    reader, checkpoint, values, position, state, copies = _on_all_ranks(f"loading {path}", look)
 
     def restore() -> None:
         wanted: dict[str, Any] = {"module": state}
