@@ -13,7 +13,8 @@ from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
-from terrazzo.checkpoint.native.in_pairs import InPairs, on_meta
+from terrazzo.checkpoint.native.from_planner import on_meta
+from terrazzo.checkpoint.native.in_pairs import InPairs
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.native.codec import FRAME
 from terrazzo.checkpoint.native.datafile import Chunk
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import INLINE_LIMIT, block_of
-from terrazzo.checkpoint.native.in_pairs import data_of
+from terrazzo.checkpoint.native.from_planner import data_of
 from terrazzo.checkpoint.native.index import RAW, ZSTD
 from terrazzo.checkpoint.native.manifest import RAW as RAW_OBJECT
 from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, ObjectEntry, TensorEntry

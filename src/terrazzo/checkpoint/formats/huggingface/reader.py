@@ -25,7 +25,8 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.in_pairs import InPairs, target_of
+from terrazzo.checkpoint.native.from_planner import target_of
+from terrazzo.checkpoint.native.in_pairs import InPairs
 from terrazzo.checkpoint.native.manifest import FileEntry, check_shape
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
@@ -115,12 +116,13 @@ class HuggingFaceReader(PlainReader):
             if item.type is LoadItemType.BYTE_IO or name not in self._parts:
                 raise CheckpointFormatError(f"{self.place} has no {name!r}: safetensors files hold tensors only")
             (packed if name in self._quantised else plain).append(item)
-        plain.sort(key=self._place_of)
+        parts = {id(item): self._part_of(item) for item in plain}
+        plain.sort(key=lambda item: (parts[id(item)].file.name, parts[id(item)].start, item.storage_offsets))
         requests = Requests(self._store, verify=False)
-        calls = InPairs(planner, lambda item: dtype_from_name(self._part_of(item).dtype))
+        calls = InPairs(planner, lambda item: dtype_from_name(parts[id(item)].dtype))
         for group in calls.groups(plain):
             wanted = (
-                Wanted(self._part_of(item), tuple(item.storage_offsets), tuple(item.lengths), Filling(target, item))
+                Wanted(parts[id(item)], tuple(item.storage_offsets), tuple(item.lengths), Filling(target, item))
                 for item, target in ((item, calls.target(item)) for item in group)
             )
             for filling in requests.read(wanted):
@@ -222,11 +224,6 @@ class HuggingFaceReader(PlainReader):
         return TensorStorageMetadata(TensorProperties(dtype_from_name(first.dtype)), torch.Size(size), chunks)
 
     # -------------------------------------------------------------- reading it
-
-    def _place_of(self, item: ReadItem) -> tuple[Any, ...]:
-        """By which items are in the order of the files."""
-        stored = self._part_of(item)
-        return stored.file.name, stored.start, item.storage_offsets
 
     def _part_of(self, item: ReadItem) -> StoredChunk:
         index = item.storage_index
