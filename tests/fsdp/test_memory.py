@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,6 +103,34 @@ def test_memory_passes_to_the_next_of_its_size():
     assert first.untyped_storage().nbytes() == 256
     held[2].take_back()
     other.fill_(1)
+
+
+@pytest.mark.skipif(not memory._HAS_TRAPS or memory._HAS_MESSAGES, reason="this build of PyTorch has no traps")
+def test_threads_and_the_collector_may_come_between():
+    before = gc.get_threshold(), sys.getswitchinterval()
+
+    def pass_around(numel: int) -> int:
+        own = [torch.zeros(numel) for _ in range(3)]
+        held = [ReturnableMemory(each, "gone") for each in own]
+        for step in range(300):
+            cycle: list[object] = [ReturnableMemory(torch.zeros(8), "gone")]
+            cycle.append(cycle)
+            for each in held:
+                each.give_back()
+            for each, tensor in zip(held, own, strict=True):
+                each.take_back()
+                tensor.fill_(step)
+            assert all(tensor.eq(step).all() for tensor in own)
+        return len({tensor.data_ptr() for tensor in own})
+
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(pass_around, [1 << 12, 1 << 12, 1 << 13, 1 << 12])) == [3] * 4
+    finally:
+        gc.set_threshold(*before[0])
+        sys.setswitchinterval(before[1])
 
 
 def check_aside() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections import deque
 from typing import Any
 
 import torch
@@ -31,6 +30,41 @@ _HAS_MESSAGES = storages.HAS_ACCESS_ERRORS
 _HAS_TRAPS = storages.CAN_SWAP and hasattr(os, "memfd_create")
 
 
+# Memory that was given back and is not freed yet, the oldest first. The next group of that size takes it over, because
+# fresh memory costs the system a page fault for every 4 KiB. A tuple, because other threads, and `__del__` whenever the
+# collector runs, may change it meanwhile.
+_aside: tuple[Any, ...] = ()
+_MOST_ASIDE = 2
+
+
+def free_memory_aside() -> None:
+    """Free memory that was given back, and that nobody is about to take over."""
+    global _aside
+    _aside = ()
+
+
+def _set_aside(storage: Any) -> None:
+    """Take the memory of this storage."""
+    global _aside
+    holder = torch.UntypedStorage(0)
+    storages.swap_memory(storage, holder)
+    _aside = (*_aside, holder)[-_MOST_ASIDE:]
+
+
+def _take_up(storage: Any, nbytes: int) -> bool:
+    """Give this storage, which has none, memory that was set aside, if there is some of this size; returns whether
+    there was. If not, all of it is freed, so that it never adds to the most that is in use."""
+    global _aside
+    for holder in _aside:
+        if holder.nbytes() == nbytes:
+            storages.swap_memory(storage, holder)
+            if storage.nbytes() == nbytes:  # no other thread was quicker
+                _aside = tuple([each for each in _aside if each is not holder])
+                return True
+    _aside = ()
+    return False
+
+
 class ReturnableMemory:
     """The memory of a tensor's storage, which can be freed and allocated again."""
 
@@ -44,9 +78,10 @@ class ReturnableMemory:
         if not _HAS_MESSAGES and _HAS_TRAPS and tensor.device.type == "cpu" and self._nbytes:
             self._trap = _make_trap(self._nbytes)
 
+    _free_aside = staticmethod(free_memory_aside)  # when the interpreter ends, the module's names may be gone
+
     def __del__(self) -> None:
-        if _aside:  # None when the interpreter ends
-            _aside.clear()
+        self._free_aside()
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this memory."""
@@ -82,40 +117,6 @@ class ReturnableMemory:
         elif _HAS_MESSAGES:
             storages.clear_access_error(storages.identity_of(self._storage))
         self._storage.resize_(self._nbytes)
-
-
-# Memory that was given back and is not freed yet, the oldest first. The next group of that size takes it over, because
-# fresh memory costs the system a page fault for every 4 KiB.
-_aside: deque[Any] = deque()
-_MOST_ASIDE = 2
-
-
-def free_memory_aside() -> None:
-    """Free memory that was given back, and that nobody is about to take over."""
-    _aside.clear()
-
-
-def _set_aside(storage: Any) -> None:
-    """Take the memory of this storage."""
-    holder = torch.UntypedStorage(0)
-    storages.swap_memory(storage, holder)
-    _aside.append(holder)
-    if len(_aside) > _MOST_ASIDE:
-        _aside.popleft()
-
-
-def _take_up(storage: Any, nbytes: int) -> bool:
-    """Give this storage memory that was set aside, if there is some of this size; returns whether there was."""
-    for holder in tuple(_aside):
-        if holder.nbytes() == nbytes:
-            try:
-                _aside.remove(holder)
-            except ValueError:  # another thread was quicker
-                continue
-            storages.swap_memory(storage, holder)
-            return True
-    _aside.clear()  # so that it never adds to what is in use at most
-    return False
 
 
 def _make_trap(nbytes: int) -> Any:
