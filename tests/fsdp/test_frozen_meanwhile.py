@@ -176,6 +176,44 @@ def test_parameters_frozen_between_micro_batches_on_four_ranks():
     run_ranks(4, check_four)
 
 
+def check_replicas_with_other_counts() -> None:
+    """A block is frozen in the last micro-batch of each step, which is the only one of the second replica."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for switch in ("set_requires_all_reduce", "set_requires_gradient_sync"):
+        for counts in ((3, 1), (1, 2)):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 2))
+            reference = copy.deepcopy(model)
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, reference)]
+            for step in range(3):
+                for module, ranks in ((model, [dist.get_rank()]), (reference, range(4))):
+                    for rank in ranks:
+                        for i in range(counts[rank // 2]):
+                            is_last = i == counts[rank // 2] - 1
+                            module[1].requires_grad_(not is_last)
+                            if module is model:
+                                getattr(model, switch)(is_last)
+                            torch.manual_seed(100 * step + 10 * rank + i)
+                            loss = module(torch.randn(5, 4)).square().mean()
+                            (loss if module is model else loss / 4).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                compare_values(model, reference)
+
+
+def compare_values(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, msg=name)  # type: ignore[operator]
+
+
+def test_replicas_that_run_other_numbers_of_micro_batches():
+    run_ranks(4, check_replicas_with_other_counts)
+
+
 def check_running_reduction() -> None:
     """A reduction that still runs has the parameters that it began with."""
     torch.manual_seed(0)

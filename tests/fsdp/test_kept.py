@@ -16,7 +16,7 @@ from torch import nn
 import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import run_ranks
-from terrazzo.errors import FSDPValueError
+from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, fully_shard, report
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.run.unit import Unit
@@ -281,3 +281,46 @@ def check_numbers() -> None:
 
 def test_numbers_that_make_no_sense():
     run_ranks(4, check_numbers)
+
+
+# ------------------------------------------------------------------ what others do with the parts
+
+
+def check_after_inference() -> None:
+    """An evaluation in inference mode, and then training."""
+
+    def shard(model: Any) -> None:
+        shard_blocks(model, reshard_after_forward=2)
+        x, _ = next(batches(1))
+        with torch.inference_mode():
+            for _ in range(2):
+                model(mine(x))
+        for each in (*model.blocks, model):
+            each.reshard()  # the optimizer is to be built from the sharded parameters
+
+    train_alike(shard, make=lambda: Model(3))
+
+
+def test_inference_mode_before_training():
+    run_ranks(4, check_after_inference)
+
+
+def check_penalty() -> None:
+    """What is computed from the parts between forward and backward gives its gradients to nobody: an error says so."""
+    torch.manual_seed(0)
+    model: Any = Model(3)
+    shard_blocks(model, reshard_after_forward=2)
+    (x, y), *_ = batches(1)
+    for _ in range(2):
+        loss = loss_of(model, mine(x), mine(y))
+        penalty = sum(p.square().sum() for p in model.parameters())
+        with pytest.raises(FSDPError, match=r"gave gradients to the parts of parameters \('.*reshard_after_forward=n"):
+            (loss + penalty.full_tensor()).backward()
+    model.zero_grad()
+    penalty = sum(p.square().sum() for p in model.parameters())
+    (penalty.full_tensor() + loss_of(model, mine(x), mine(y))).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_penalty_on_kept_parts():
+    run_ranks(4, check_penalty)

@@ -170,7 +170,43 @@ def check_gradients_by_hand() -> None:
         optimizer.step()  # nothing has been reduced, as was asked for
 
 
+def check_penalty_after_backward() -> None:
+    """Its gradients come when those of the model are reduced: nobody reduces them."""
+    model: Any = shard_blocks(Model())
+    optimizer = adamw(model)
+    (x, y), *_ = batches(1)
+    loss = loss_of(model, mine(x), mine(y))
+    penalty = sum(p.sum() for p in model.embed.parameters())
+    loss.backward()
+    penalty.backward()
+    with pytest.warns(UserWarning, match=r"\.grad of parameters \('embed.weight', .*or by a backward after"):
+        optimizer.step()
+
+
+def check_steps_in_backward() -> None:
+    """An optimizer that steps in hooks leaves no gradients: what modules show is new all the same."""
+    torch.manual_seed(0)
+    reference: Any = Model()
+    model: Any = shard_blocks(copy.deepcopy(reference))
+    model.set_reshard_after_backward(False)
+    pairs = (model, reference)
+    for module in pairs:
+        for p in module.parameters():
+            own = torch.optim.SGD([p], 0.1)
+            p.register_post_accumulate_grad_hook(lambda _, own=own: (own.step(), own.zero_grad()) and None)
+    for x, y in batches(3):
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert_same_parameters(model, reference)
+        for module in pairs:
+            clamp(module)
+        assert_same_parameters(model, reference)
+
+
 def test_gathers_and_what_modules_show() -> None:
     run_ranks(2, check_gathers)
     run_ranks(2, check_views)
     run_ranks(2, check_gradients_by_hand)
+    run_ranks(2, check_penalty_after_backward)
+    run_ranks(2, check_steps_in_backward)

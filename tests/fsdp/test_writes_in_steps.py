@@ -52,7 +52,18 @@ def other_memory(parameter: Any) -> None:
 
 
 WRITERS = (in_place, through_data, through_data_taken_before, other_data)
-IN_FORWARD = (*WRITERS, through_data_of_the_first_call, other_memory)
+
+
+def other_memory_unbound(parameter: Any) -> None:
+    with torch.no_grad():
+        torch.Tensor.set_(parameter, parameter.detach().clamp(-0.2, 0.2))
+
+
+def exchanged(parameter: Any) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clamp(-0.2, 0.2)))
+
+
+IN_FORWARD = (*WRITERS, through_data_of_the_first_call, other_memory, other_memory_unbound, exchanged)
 
 
 class Writing(nn.Module):

@@ -68,6 +68,12 @@ class CountingParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
+def count_from_now(parameter: Tensor) -> None:
+    """Make a parameter that was exchanged (`torch.utils.swap_tensors`) one that counts."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = CountingParameter
+
+
 def set_uncounted(parameter: Tensor, value: Tensor) -> None:
     """Set `.data`, and do not count it as a write."""
     alias = parameter.__dict__.pop(_ALIAS, None)

@@ -169,12 +169,12 @@ def remark_on_writes(written: list[str], known: set[str]) -> set[str]:
 
 
 def remark_on_unsharded_gradients(names: list[str]) -> None:
-    """Warn about gradients that users have set on unsharded parameters, which the optimizer does not have."""
+    """Warn about gradients of unsharded parameters that the optimizer does not have."""
     if names:
         warnings.warn(
             f".grad of parameters ({_shown(names)}) was set while they were unsharded, as those of the root are after "
-            "an evaluation: the optimizer does not see it. Call reshard() on the model first, and set .grad of the "
-            "sharded parameters",
+            "an evaluation, or by a backward after that of the model: the optimizer does not see it. Call reshard() on "
+            "the model before .grad is set, and add what is computed from parameters to the loss",
             stacklevel=5,
         )
 

@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from terrazzo._torch.counting import set_uncounted, uses, was_asked, writes_to
+from terrazzo._torch.counting import count_from_now, set_uncounted, uses, was_asked, writes_to
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.pending import Pending
@@ -190,10 +190,15 @@ class Bucket:
         return self._memory is not None and self._memory.owns(tensor)
 
     def is_touched(self) -> bool:
-        """Whether users may have written to the unsharded parameters since the last `save_writes`; a quick answer."""
+        """Whether users may have written to the unsharded parameters since the last `save_writes`, or exchanged them;
+        a quick answer, which knows less than `save_writes` finds."""
         if uses.count != self._uses:
             return True
-        return not self.aliased and [version_of(p.unsharded_local) for p in self.params] != self._versions
+        locals_ = [p.unsharded_local for p in self.params]
+        places = self._pointers if self.aliased else [*map(_address, self._places)]
+        if [*map(_address, locals_)] != places:
+            return True
+        return not self.aliased and [*map(version_of, locals_)] != self._versions
 
     def _remember_writes(self) -> None:
         locals_ = [p.unsharded_local for p in self.params]
@@ -237,6 +242,7 @@ class Bucket:
             if local.data_ptr() == place.data_ptr():
                 continue
             values = local.detach()
+            count_from_now(local)
             set_uncounted(local, place)
             if values.shape != place.shape or not values.data_ptr():  # a DTensor has no memory of its own
                 what = "a DTensor" if values.shape == place.shape else f"a tensor of shape {tuple(values.shape)}"

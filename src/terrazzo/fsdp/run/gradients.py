@@ -161,9 +161,18 @@ class Gradients:
         self._next = None
 
     def note_frozen(self, param: ShardedParameter, in_backward: bool) -> None:
-        """Leave room for a parameter that was frozen now, until the gradients that it may have are reduced."""
-        if self.waiting or in_backward:
+        """Leave room for a parameter that was frozen now, until the gradients that it may have are reduced.
+
+        Other replicas may have some of micro-batches that this one did not run, so over replicas there always is room,
+        as long as any rank has gradients.
+        """
+        if self.waiting or in_backward or self._over_replicas:
             self._frozen.add(param)
+
+    @property
+    def _over_replicas(self) -> bool:
+        replicate = self.bucket.settings.mesh.replicate
+        return replicate is not None and replicate.size > 1
 
     # ------------------------------------------------------------------ without communication
 
@@ -413,6 +422,9 @@ class Gradients:
             found: list[Tensor | None] = list(self._flat.plan.own_views(reduced))
             for i in self._unreached(found):
                 found[i] = None
+            if self._over_replicas:  # the next time, too, other replicas may train what this one has frozen
+                both = zip(self._flat.params, found, strict=True)
+                self._frozen.update(param for param, grad in both if grad is not None and not param.requires_grad)
             self._accumulate_in_shards(found)
         elif self.alone:
             self._hand_over_alone()

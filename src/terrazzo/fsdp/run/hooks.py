@@ -137,9 +137,7 @@ def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> Non
         grad.register_hook(partial(_after_double_backward, group))
     if root.state.phase[index] is Phase.BACKWARD:
         return
-    root.begin_backward()
-    root.reached.add(index)
-    root.advance_without_graph((Event.REACH, index, before))
+    root.reach(index, before)
 
 
 def _after_backward(group: Group, grad: Tensor) -> None:

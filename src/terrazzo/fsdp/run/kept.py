@@ -6,6 +6,7 @@ neighbouring ranks. Meanwhile the modules' parameters are DTensors on the smalle
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -31,8 +32,11 @@ class Kept:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []  # the parameters' parts of the buffer
         self._faces: list[Any] = []
+        # The local tensors of those before, as far as there is a graph, which may still give them gradients.
+        self._former: list[weakref.ref[Any]] = []
         self._versions: list[int] = []  # of the faces, when nobody but us had written there
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def take(self) -> dict[int, Any]:
         """Copy this rank's part; returns the parameters to register meanwhile, by the `id` of `ShardedParameter`s."""
@@ -79,7 +83,14 @@ class Kept:
         """Free the kept part."""
         self.copy_flags()
         self._buffer = None
+        self._former += [weakref.ref(face._local) for face in self._faces]
         self._views, self._faces, self._versions = [], [], []
+
+    def with_gradients(self) -> list[str]:
+        """The names of parameters whose part has a gradient, of which nothing would come."""
+        locals_, self._former = [face._local for face in self._faces] + [ref() for ref in self._former], []
+        both = zip(self._bucket.params * 2, locals_, strict=False)
+        return [param.name for param, local in both if local is not None and local.grad is not None]
 
 
 def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:

@@ -203,8 +203,8 @@ class Root:
         for unit, where in zip(self.units, self.state.where, strict=True):
             if where is Where.UNSHARDED:
                 unit.save_writes()
-                if unit.groups[0].gradient_sync:
-                    remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
+            if unit.groups[0].gradient_sync and self.is_last_backward and not unit.waiting:
+                remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
 
     def after_step(self, ids: Set[int]) -> None:
         """After an optimizer has written to the shards with these ids."""
@@ -262,6 +262,14 @@ class Root:
             self._follow_flags()
             at_end_of_backward(self._end_backward)
 
+    def reach(self, unit: int, before: tuple[int, ...]) -> None:
+        """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
+        self.begin_backward()
+        self.reached.add(unit)
+        self.advance_without_graph((Event.REACH, unit, before))
+        if Where.GATHERING not in self.state.where:
+            free_memory_aside()  # the next ones are gathered already, or there are none
+
     def _follow_flags(self) -> None:
         """Notice what users have frozen since forward: it gets no gradients in this backward."""
         if functorch_active():
@@ -290,7 +298,7 @@ class Root:
         self.reached.clear()
         if self.is_last_backward:
             self._gradients_wait = True
-            self._rest(Unit.has_sharded_gradients)
+            self._rest(lambda unit: unit.has_sharded_gradients() or unit.was_written())
         unnoticed, self._unnoticed = self._unnoticed, []
         for unit in self.units:
             # On all ranks, also on those that got no gradients, so that all take part when they are reduced.
@@ -298,6 +306,15 @@ class Root:
                 unit.keep_gradients()
         self._backward_ended = True
         self.watch.compare()
+        lost = [name for unit in self.units for name in unit.with_gradients_of_kept_parts()]
+        if lost:
+            self.recover()
+            raise FSDPError(
+                f"backward gave gradients to the parts of parameters ({', '.join(map(repr, lost[:3]))}"
+                f"{', ...' if len(lost) > 3 else ''}) that reshard_after_forward=n keeps between forward and backward, "
+                "where the optimizer does not see them: something was computed from model.parameters() between forward "
+                "and backward. Compute it before forward, or in a module, or pass reshard_after_forward=True"
+            )
         if unnoticed:
             self.recover()
             raise FSDPError(

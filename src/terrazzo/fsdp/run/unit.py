@@ -258,8 +258,8 @@ class Unit:
     def save_writes(self, *, quick: bool = False) -> list[str]:
         """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
 
-        Shards that were written after they were gathered are newer, and stay as they are. With `quick`, what modules
-        do in forward is noticed; it is not if somebody exchanges the parameters (`torch.utils.swap_tensors`).
+        Shards that were written after they were gathered are newer, and stay as they are. With `quick`, it is first
+        asked whether there may be anything to do, as there hardly ever is.
         """
         if self._registered is not self._unsharded and not self.resting:
             return []
@@ -429,8 +429,12 @@ class Unit:
         self.resting = is_unsharded
 
     def with_own_gradients(self) -> list[ShardedParameter]:
-        """Parameters whose unsharded form has a gradient while their shards have none."""
-        return [p for p in self.params if p.unsharded_local.grad is not None and p.sharded._local.grad is None]
+        """Parameters whose unsharded form has a gradient, though no backward is under way that would reduce it."""
+        return [p for p in self.params if p.unsharded_local.grad is not None]
+
+    def with_gradients_of_kept_parts(self) -> list[str]:
+        """The names of parameters whose kept part got a gradient in this backward."""
+        return [name for kept in self._kept if kept is not None for name in kept.with_gradients()]
 
     def has_sharded_gradients(self) -> bool:
         """Whether a sharded parameter has a gradient."""
