@@ -322,5 +322,23 @@ def check_penalty() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def check_optimizer_of_parts() -> None:
+    """An optimizer that was built from kept parts would train nothing."""
+    model: Any = shard_blocks(Model(3), reshard_after_forward=2)
+    (x, y), *_ = batches(1)
+    with torch.no_grad():
+        model(mine(x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_of(model, mine(x), mine(y)).backward()
+    with pytest.raises(
+        FSDPError, match=r"SGD was built while \d+ of its parameters \('.*kept by reshard_after_forward=n"
+    ):
+        optimizer.step()
+
+
+def test_an_optimizer_of_kept_parts():
+    run_ranks(4, check_optimizer_of_parts)
+
+
 def test_a_penalty_on_kept_parts():
     run_ranks(4, check_penalty)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.parameter import is_ignored, replaced_name, was_sharded
+from terrazzo.fsdp.parameter import is_ignored, kept_name, replaced_name, was_sharded
 from terrazzo.tensor import DTensor
 
 _WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; smaller models may well be one group
@@ -116,12 +116,13 @@ def _refuse_unsharded(optimizer: Optimizer) -> None:
     """What `model.parameters()` gives while a module is unsharded has no gradients."""
     params = [param for root in list(_models) for group in root.groups for param in group.params]
     found = _names_in(optimizer, {id(p.unsharded): p.name for p in params if p.unsharded is not None})
+    found += [name for group in optimizer.param_groups for p in group["params"] if (name := kept_name(p)) is not None]
     if found:
         del _checked[optimizer]
         raise FSDPError(
             f"{type(optimizer).__name__} was built while {len(found)} of its parameters ({_shown(found)}) were "
-            "unsharded, as those of the root are after an evaluation: it would not train them. Call reshard() on the "
-            "modules that hold them, or build the optimizer before the first forward"
+            "unsharded, as those of the root are after an evaluation, or kept by reshard_after_forward=n: it would not "
+            "train them. Call reshard() on the modules that hold them, or build the optimizer before the first forward"
         )
 
 

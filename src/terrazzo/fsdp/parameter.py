@@ -28,6 +28,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
 _IGNORED = "_fully_shard_ignored"  # on a parameter that fully_shard was told to ignore
+_KEPT = "_fully_shard_kept"  # on a part that is kept over a smaller mesh: the parameter's name
 _SHARDED = "_fully_shard_sharded"  # on a sharded parameter: its name
 
 
@@ -172,7 +173,7 @@ def as_counting_parameter(local: Tensor, layout: Layout, requires_grad: bool) ->
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _SHARDED, WRITTEN, *OWN_ATTRIBUTES)
+    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _KEPT, _SHARDED, WRITTEN, *OWN_ATTRIBUTES)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 
@@ -184,6 +185,17 @@ def mark_replaced(parameter: nn.Parameter, name: str) -> None:
 def unmark_replaced(parameter: nn.Parameter) -> None:
     """Remove the mark from a parameter that a module uses again."""
     parameter.__dict__.pop(_REPLACED, None)
+
+
+def mark_kept(part: nn.Parameter, name: str) -> None:
+    """Mark the part of a parameter that is registered while it is kept over a smaller mesh."""
+    part.__dict__[_KEPT] = name
+
+
+def kept_name(parameter: Any) -> str | None:
+    """The name of the parameter of which this is a kept part, None for any other."""
+    found: str | None = parameter.__dict__.get(_KEPT)
+    return found
 
 
 def was_sharded(parameter: nn.Parameter) -> bool:
@@ -343,7 +355,9 @@ __all__ = [
     "attributes_of",
     "collect",
     "is_ignored",
+    "kept_name",
     "mark_ignored",
+    "mark_kept",
     "mark_replaced",
     "placed",
     "replaced_name",

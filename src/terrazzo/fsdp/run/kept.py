@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo._torch.counting import writes_to
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.meshes import InnerMesh
-from terrazzo.fsdp.parameter import as_counting_parameter
+from terrazzo.fsdp.parameter import as_counting_parameter, mark_kept
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 
@@ -49,6 +49,8 @@ class Kept:
             as_counting_parameter(view, layout, param.requires_grad)
             for param, view, layout in zip(params, views, self._layouts, strict=True)
         ]
+        for param, face in zip(params, self._faces, strict=True):
+            mark_kept(face, param.name)
         self._versions = [writes_to(face._local) for face in self._faces]
         return {id(param): face for param, face in zip(params, self._faces, strict=True)}
 
