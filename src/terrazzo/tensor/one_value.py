@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any
 
 import torch
@@ -33,10 +34,15 @@ class OneValue:
         return complex(self._one_value("complex"))
 
     def __index__(self) -> int:
+        if self._layout.shape.numel() != 1:  # what Python expects of what is no index, as in `[0] * x`
+            raise TypeError("only integer tensors of a single element can be converted to an index")
         return self._one_value("index").__index__()
 
     def __contains__(self, value: Any) -> bool:
-        return bool((self == value).any())
+        if not isinstance(value, torch.Tensor | Number | torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise RuntimeError(f"a tensor may contain tensors and numbers, and was asked for a {type(value)}")
+        where: Any = self == value
+        return bool(where.any())
 
     def _one_value(self, what: str) -> torch.Tensor:
         if self._layout.shape.numel() != 1:

@@ -115,6 +115,10 @@ def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
         )
 
 
+def _not_for_tensors(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+    return NotImplemented
+
+
 def first_run(
     name: str,
     spec: Spec,
@@ -141,6 +145,8 @@ def first_run(
         result, outs = plan.joined.run(func, loc, kw), plan.joined_outs
     else:
         result = func(*loc, **kw) if plan.local is None else plan.local(func, loc, kw)
+    if result is NotImplemented:  # of `x == [1]` or `x ** "a"`: Python asks the other operand, or answers itself
+        return result, _not_for_tensors
     check_shapes(name, result, outs)
     wrapped = wrap_outputs(result, outs)
     if plan.copies_view:

@@ -7,8 +7,8 @@ alike and none is partial, as in optimizers; other lists are processed tensor by
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -99,12 +99,31 @@ def _kind(func: Any) -> tuple[bool, bool]:
     return is_pointwise(single) or single in ("copy", "zero", "clone"), inplace
 
 
+# The arguments that may be given by position or by name, in their order, in all list operations and overloads.
+_IN_ORDER: Final = (
+    *("self", "tensor1", "tensor2", "src", "mat2", "tensors1"),
+    *("other", "scalar", "weight", "weights", "exponent", "ord", "scalars"),
+)
+
+
+def _by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The same arguments, with as few by name as possible."""
+    named = [name for name in _IN_ORDER if name in kwargs]
+    if not named:
+        return args, kwargs
+    rest = {name: value for name, value in kwargs.items() if name not in named}
+    return [*args, *[kwargs[name] for name in named]], rest
+
+
 def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if kwargs:
+        args, kwargs = _by_position(args, kwargs)
     elementwise, inplace = _kind(func)
     first = args[0]
     others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
     if (
         not elementwise
+        or not _is_list(first)
         or (inplace and CopiedView in map(type, first))
         or (torch.is_grad_enabled() and any(x.requires_grad for v in (first, *others) if _is_list(v) for x in v))
         or not placed_alike(first, others)
@@ -121,10 +140,11 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """The ordinary operation for each position of the lists."""
     name, inplace = canonical_name(func)
     single = name.removeprefix("_foreach_") + ("_" if inplace else "")
-    method = getattr(torch.Tensor, single, None) or getattr(torch, single)
-    count = len(args[0])
-    if name == "_foreach_pow" and not _is_list(args[0]):
-        count, method = len(args[1]), torch.pow
+    method = _OWN.get(single) or getattr(torch.Tensor, single, None) or getattr(torch, single)
+    args, kwargs = _by_position(args, kwargs)
+    count = len(args[0]) if _is_list(args[0]) else len(args[1])
+    if not _is_list(args[0]):
+        method = torch.pow  # of a number
     lists = [v for v in (*args, *kwargs.values()) if type(v) in (list, tuple)]
     if any(len(v) != count for v in lists):
         return NotImplemented
@@ -137,7 +157,8 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         named = {k: at(v, i) for k, v in kwargs.items()}
         if single in ("addcmul", "addcdiv", "addcmul_", "addcdiv_"):
             scalars = own[3:] + [named.pop(k) for k in ("value", "scalars") if k in named]
-            return method(*own[:3], value=scalars[0] if scalars else 1)
+            value = scalars[0] if scalars else 1
+            return method(*own[:3], value=value[i].item() if isinstance(value, torch.Tensor) else value)
         if (
             single in ("add", "add_", "sub", "sub_")
             and len(own) == 2
@@ -145,31 +166,39 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             and not isinstance(own[1], torch.Tensor)
         ):
             return method(own[0], own[1] * named["alpha"])
-        if single in (
-            "clamp_max",
-            "clamp_min",
-            "maximum",
-            "minimum",
-            "clamp_max_",
-            "clamp_min_",
-            "maximum_",
-            "minimum_",
-        ):
-            return _bounded(single, own[0], own[1])
         return method(*own, **named)
 
     results = [position(i) for i in range(count)]
     if inplace:
         return None if isinstance(func, OpOverload) else args[0]
-    return tuple(results) if isinstance(args[0], tuple) else results
+    return tuple(results)
 
 
-def _bounded(single: str, x: Any, bound: Any) -> Any:
+def _bounded(single: str) -> Callable[..., Any]:
     """maximum, minimum (with numbers in lists), clamp_min and clamp_max (with tensors) are the same operations."""
-    base = single.rstrip("_")
-    upper = base in ("clamp_max", "minimum")
-    result = torch.clamp(x, max=bound) if upper else torch.clamp(x, min=bound)
-    return x.copy_(result) if single.endswith("_") else result
+    which = "max" if single in ("clamp_max", "minimum") else "min"
+    return lambda x, bound: torch.clamp(x, **{which: bound})
+
+
+def _written(functional: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *more: x.copy_(functional(x, *more))
+
+
+def _powsum(x: Any, order: Any, dtype: torch.dtype | None = None) -> Any:
+    wanted = dtype or x.dtype
+    found = x.to(working_type(wanted)).abs().pow(order).sum()
+    return found.to(wanted.to_real())
+
+
+_BOUNDED: Final = {single: _bounded(single) for single in ("clamp_max", "clamp_min", "maximum", "minimum")}
+
+# What the operation for one tensor is where PyTorch has none of the name, or one that takes less.
+_OWN: Final[dict[str, Callable[..., Any]]] = {
+    **_BOUNDED,
+    **{single + "_": _written(functional) for single, functional in _BOUNDED.items()},
+    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
+    "powsum": _powsum,
+}
 
 
 def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -220,8 +249,9 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
 
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Local norms, then one reduction per mesh and set of mesh dims for all tensors together."""
+    args, kwargs = _by_position(args, kwargs)
     tensors = args[0]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    order = float(args[1] if len(args) > 1 else 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     if not all(isinstance(x, DTensor) for x in tensors) or (
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
