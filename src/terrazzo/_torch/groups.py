@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -111,12 +112,16 @@ def is_alive(group: ProcessGroup | None) -> bool:
 def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, description: str) -> ProcessGroup:
     """Create a group of these ranks, in this order, called by these ranks only; `name` must be new to the store."""
     default, world = default_group(), distributed_c10d._world  # looked up each time: tests of torch replace the world
+    store: Any = default_store()
+    if threading.current_thread() is not threading.main_thread():
+        # A store has one connection, on which a thread waits for the other ranks while theirs may wait for this thread.
+        store = store.clone()
     group, _ = _new_group(
         len(ranks),
         ranks.index(rank),
         list(ranks),
         world.pg_backend_config[default],
-        default_store(),
+        store,
         distributed_c10d.GroupName(name),
         timeout=timeout,
         group_desc=description,

@@ -104,9 +104,10 @@ def axis_over(ranks: tuple[int, ...], device_type: str) -> Axis:
 def axis_beside(axis: Axis) -> Axis:
     """An axis of the same ranks with its own process group, so that the collectives of the two axes never mix.
 
-    The first time, all ranks of the axis must call this together.
+    Axes with different groups get different ones, because threads may use them in an order that ranks do not share. The
+    first time, all ranks of the axis must call this together.
     """
-    return replace(axis, group=_own_group(axis.device_type, axis.ranks)) if axis.size > 1 else axis
+    return axis if axis.group is None else replace(axis, group=_own_group(axis.device_type, axis.ranks, axis.group))
 
 
 def _build_axis(mesh: DeviceMesh, dims: tuple[int, ...]) -> Axis:
@@ -148,7 +149,7 @@ def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[Process
 
 
 # The groups made below, while they are in use; how many were made of the same ranks; a lock per group being made.
-_Key = tuple[str, tuple[int, ...]]
+_Key = tuple[str, tuple[int, ...], str]
 _groups: weakref.WeakValueDictionary[_Key, ProcessGroup] = weakref.WeakValueDictionary()
 _made: Counter[_Key] = Counter()
 _making: weakref.WeakValueDictionary[_Key, "_Making"] = weakref.WeakValueDictionary()
@@ -163,9 +164,11 @@ class _Making:
         self.lock = threading.Lock()
 
 
-def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group of these ranks in this order, created once: meshes that share a line of ranks share the group."""
-    key = (device_type, ranks)
+def _own_group(device_type: str, ranks: tuple[int, ...], beside: ProcessGroup | None = None) -> ProcessGroup:
+    """A group of these ranks in this order, created once: meshes that share a line of ranks share the group, unless it
+    is to be used `beside` one that they do not share."""
+    source = "" if beside is None else f"_beside_{beside.group_name}"  # ranks know their groups by the same names
+    key = (device_type, ranks, source)
     with _lock:
         making = _making.get(key)
         if making is None:
@@ -179,7 +182,7 @@ def _own_group(device_type: str, ranks: tuple[int, ...]) -> ProcessGroup:
         # differs between them: they would wait for each other under different names. So the name is made from what all
         # of them know. It includes a counter because a store remembers the names of old groups.
         _made[key] += 1
-        name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}_{_made[key]}"
+        name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}{source}_{_made[key]}"
         default = default_group()
         limit = time_limit_of(default, device_types(default)[0])
         group = _groups[key] = make_group(ranks, dist.get_rank(), name, limit, "terrazzo_axis")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
 from terrazzo.errors import FSDPError
@@ -23,8 +25,8 @@ from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.run.watch import Watch
 
-# The number of roots so far: each has message tags of its own.
-_roots: Counter[tuple[int, ...]] = Counter()
+# The number of roots so far, by process group: each has message tags of its own.
+_roots: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 # The most bytes of unsharded parameters of consecutive small groups that share messages.
@@ -437,8 +439,10 @@ def _become_root(group: Group) -> Root:
             known.name = name
     root = Root(members, tops)
     note_model(root)
-    number = _roots[group.settings.mesh.shard.ranks]
-    _roots[group.settings.mesh.shard.ranks] += 1
+    process_group, number = group.settings.mesh.shard.group, 0
+    if process_group is not None:
+        number = _roots.get(process_group, 0)
+        _roots[process_group] = number + 1
     for unit in root.units:
         for i, bucket in enumerate(unit.buckets):
             bucket.tag = FIRST_TAG + number % 4096 * (1 << 17) + unit.index % (1 << 13) * 16 + i % 8 * 2
