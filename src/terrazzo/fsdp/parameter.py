@@ -75,8 +75,9 @@ class ShardedParameter:
         self.unsharded_local: Tensor = local
 
     def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """Create the sharded parameter, with `local` as its local tensor."""
-        self.sharded = as_parameter(local, self.layout, self.requires_grad, attributes)
+        """Create the sharded parameter, with the memory of `local` as its local tensor. It has its own version counter:
+        a write to one parameter is none to the others in the same buffer."""
+        self.sharded = as_parameter(local.data, self.layout, self.requires_grad, attributes)
         self.sharded.__dict__[_SHARDED] = self.name
 
     def materialise(self, values: Any) -> bool:
@@ -116,14 +117,14 @@ class ShardedParameter:
         )
 
     def make_unsharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
-        """Create the unsharded parameter from `local`. It has its own version counter, because for autograd gathering
-        again must not count as a modification. If there was one, it takes over its accumulated gradient."""
+        """Create the unsharded parameter from `local`, whose version counter it gets. If there was one before, it takes
+        over that one's accumulated gradient."""
         grad = self.unsharded_local.grad if self.unsharded is not None else None
         if self.within is not None:
             self.unsharded = as_counting_parameter(local, self.within, self.requires_grad)
             self.unsharded_local = self.unsharded._local
         else:
-            self.unsharded = self.unsharded_local = CountingParameter(local.data, self.requires_grad)
+            self.unsharded = self.unsharded_local = CountingParameter(local, self.requires_grad)
         self.unsharded.__dict__.update(attributes)
         if grad is not None:
             self.unsharded_local.grad = grad.to(local.device, local.dtype)
@@ -165,8 +166,9 @@ def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes:
 
 
 def as_counting_parameter(local: Tensor, layout: Layout, requires_grad: bool) -> Any:
-    """A DTensor that is an `nn.Parameter`, of whose memory `writes_to` its local tensor tells."""
-    result = wrap(CountingParameter(local.data, requires_grad), layout)
+    """A DTensor that is an `nn.Parameter`, of whose memory `writes_to` its local tensor tells. It gets the version
+    counter of `local`."""
+    result = wrap(CountingParameter(local, requires_grad), layout)
     mark_as_parameter(result)
     return result
 

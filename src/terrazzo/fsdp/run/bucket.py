@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from terrazzo._torch.counting import count_from_now, set_uncounted, uses, was_asked, writes_to
 from terrazzo._torch.tensors import version_of
@@ -61,6 +62,7 @@ class Bucket:
         self._counted: list[int] = []
         self._versions: list[int] = []
         self._uses = -1
+        self._filled: list[int] = []  # the shards' version counters when the unsharded parameters got their values
         self._places: list[Tensor] = []  # where the unsharded parameters are in the buffer, or in the shards
         self.pieces: list[Tensor] = []  # the same as the plan fills them
         self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
@@ -139,6 +141,24 @@ class Bucket:
         """Count a write to the shards that PyTorch's version counters do not count."""
         self._epochs_before += 1
 
+    def count_new_values(self) -> None:
+        """Have autograd count a write to each unsharded parameter whose shard was written since the last call.
+
+        The unsharded parameters are about to get new values, of which their own version counters know nothing. A graph
+        that needs the former ones then raises, as on one device, instead of using the new ones.
+        """
+        before, self._filled = self._filled, [version_of(p.sharded._local) for p in self.params]
+        if self._filled == before or not before:
+            return
+        written = [i for i, version in enumerate(self._filled) if version != before[i]]
+        increment_version([self.params[i].unsharded_local for i in written])
+        self._note_increments(written)
+
+    def _note_increments(self, written: list[int]) -> None:
+        for i in written:
+            self._counted[i] += 1
+            self._versions[i] += 1
+
     # ------------------------------------------------------------------ unsharded parameters
 
     def _layout(self) -> tuple[list[int], int]:
@@ -158,6 +178,8 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             if self.aliased:
                 self._buffer, locals_ = self.shard, self.plan.own_views(self.shard)
+                # A write to the one is a write to the other, also for autograd.
+                counting = [p.sharded._local.detach() for p in self.params]
             else:
                 starts, end = self._layout()
                 self._buffer = torch.empty(end, dtype=self.compute_dtype, device=self.settings.mesh.device)
@@ -166,7 +188,8 @@ class Bucket:
                     for start, p in zip(starts, self.params, strict=True)
                 ]
                 self.pieces = self.plan.pieces(locals_)
-            for param, local, attributes in zip(self.params, locals_, self._attributes, strict=True):
+                counting = [local.data for local in locals_]  # for autograd gathering again must not count as a write
+            for param, local, attributes in zip(self.params, counting, self._attributes, strict=True):
                 param.make_unsharded(local, attributes)
             self._places = locals_
             self._remember_writes()
@@ -226,7 +249,11 @@ class Bucket:
         chunks = self.plan.own_chunks(self.unsharded_locals())
         with torch.no_grad():
             for i in written:
-                _write(self.params[i].sharded._local, chunks[i])
+                local = self.params[i].sharded._local
+                was_filled = bool(self._filled) and self._filled[i] == version_of(local)
+                _write(local, chunks[i])
+                if was_filled:  # the unsharded parameter has this value already
+                    self._filled[i] = version_of(local)
         return [self.params[i].name for i in written]
 
     def note_write(self, i: int) -> None:

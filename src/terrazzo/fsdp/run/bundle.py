@@ -208,7 +208,7 @@ class Bundle:
         self._arrange()
         for unit in self.units:
             unit.check_ready()
-            unit.gathered_epoch = unit.epoch
+            unit.note_gather()
         for each in self._gathers:
             each.begin(self.units[0])
 

@@ -71,6 +71,7 @@ class ExtendedBucket(Bucket):
         self._metadata: Any = None
         self._outputs: list[Tensor] = []
         self._memories: list[ReturnableMemory] = []
+        self._filled: list[int] = []
         self._version = 0  # of the unsharded parameter, when nobody but its class had written there
 
     def _check(self, param: ShardedParameter, whole: Tensor) -> None:
@@ -134,6 +135,9 @@ class ExtendedBucket(Bucket):
     @property
     def epoch(self) -> int:
         return self._epochs_before + version_of(self.params[0].sharded._local)
+
+    def _note_increments(self, written: list[int]) -> None:
+        self._version += 1
 
     def is_touched(self) -> bool:
         return bool(self._memories) and self._writes() != self._version

@@ -46,7 +46,7 @@ class Kept:
         torch._foreach_copy_(views, plan.own_chunks(values))
         params = self._bucket.params
         self._faces = [
-            as_counting_parameter(view, layout, param.requires_grad)
+            as_counting_parameter(view.data, layout, param.requires_grad)
             for param, view, layout in zip(params, views, self._layouts, strict=True)
         ]
         for param, face in zip(params, self._faces, strict=True):

@@ -372,12 +372,20 @@ class Unit:
     def gather(self) -> None:
         """Start to gather the shards of all ranks."""
         self.check_ready()
-        self.gathered_epoch = self.epoch
+        self.note_gather()
         if self.in_place:
             self._pending = [bucket.gather_in_place() for bucket in self.buckets]
             return
         self._pending = [self._begin(bucket) for bucket in self.buckets if not bucket.aliased]
         self._wait_if_at_once()
+
+    def note_gather(self) -> None:
+        """Note what is gathered now."""
+        before, self.gathered_epoch = self.gathered_epoch, self.epoch
+        if before != self.gathered_epoch:
+            for bucket in self.buckets:
+                if not bucket.aliased:
+                    bucket.count_new_values()
 
     def gather_kept(self) -> None:
         """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
