@@ -94,7 +94,8 @@ _steps(
     {"torch": 0.45, "ddp": 1.2},
 )
 _steps("narrow", "The same on two ranks: latency counts.", 2, (64, 24, 8), {"torch": 0.3, "ddp": 1.7})
-_steps("wide", "Width 512, 6 blocks, batch 64: bytes count.", 2, (512, 6, 64), {"torch": 0.55, "ddp": 1.15}, 11)
+# 0.6, because DDP, which gathers nothing, takes 0.5 here: docs/fully-shard.md.
+_steps("wide", "Width 512, 6 blocks, batch 64: bytes count.", 2, (512, 6, 64), {"torch": 0.6, "ddp": 1.15}, 11)
 
 
 def _grown(width: int) -> None:
