@@ -21,6 +21,7 @@ from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.accumulate import join_norms, norm_of_nothing, working_type
+from terrazzo.tensor.ops.forms import Form, form_of
 from terrazzo.tensor.ops.pointwise import is_pointwise
 from terrazzo.tensor.ops.table import Handler, handler
 
@@ -99,25 +100,20 @@ def _kind(func: Any) -> tuple[bool, bool]:
     return is_pointwise(single) or single in ("copy", "zero", "clone"), inplace
 
 
-# The arguments that may be given by position or by name, in their order, in all list operations and overloads.
-_IN_ORDER: Final = (
-    *("self", "tensor1", "tensor2", "src", "mat2", "tensors1"),
-    *("other", "scalar", "weight", "weights", "exponent", "ord", "scalars"),
-)
+@functools.lru_cache(maxsize=512)
+def _form(func: Any, count: int, names: tuple[str, ...]) -> Form | None:
+    return form_of(func, (None,) * count, dict.fromkeys(names))
 
 
-def _by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _by_position(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The same arguments, with as few by name as possible."""
-    named = [name for name in _IN_ORDER if name in kwargs]
-    if not named:
-        return args, kwargs
-    rest = {name: value for name, value in kwargs.items() if name not in named}
-    return [*args, *[kwargs[name] for name in named]], rest
+    form = _form(func, len(args), tuple(kwargs))
+    return (args, kwargs) if form is None else form.apply(args, kwargs)
 
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs:
-        args, kwargs = _by_position(args, kwargs)
+        args, kwargs = _by_position(func, args, kwargs)
     elementwise, inplace = _kind(func)
     first = args[0]
     others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
@@ -141,7 +137,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     name, inplace = canonical_name(func)
     single = name.removeprefix("_foreach_") + ("_" if inplace else "")
     method = _OWN.get(single) or getattr(torch.Tensor, single, None) or getattr(torch, single)
-    args, kwargs = _by_position(args, kwargs)
+    args, kwargs = _by_position(func, args, kwargs)
     count = len(args[0]) if _is_list(args[0]) else len(args[1])
     if not _is_list(args[0]):
         method = torch.pow  # of a number
@@ -249,7 +245,7 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
 
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Local norms, then one reduction per mesh and set of mesh dims for all tensors together."""
-    args, kwargs = _by_position(args, kwargs)
+    args, kwargs = _by_position(func, args, kwargs)
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
