@@ -2,9 +2,12 @@
 # `make test ARGS="tests/comm -x"` passes arguments on.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
+# Everything with another PyTorch, in an environment of its own: `make test TORCH=2.14.1`.
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Done once, and again when what has to be installed changes.
 READY := $(VENV)/.ready
 # Libraries that tests run where they can be installed.
@@ -22,26 +25,27 @@ setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(CONSTRAINTS))
+	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 # Some tests compare with DeepSpeed.  It comes as sources that import torch when they are built: hence after the rest,
 # and without isolation.  Where it cannot be installed those tests are skipped.
 deepspeed: $(READY)
-	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-build-isolation deepspeed
+	$(PIP) install --retries 2 --timeout 30 -c $(CONSTRAINTS) --no-build-isolation deepspeed
 
 # A test trains torchtitan's model.  It asks for versions of other packages than ours and for many that the test has no
 # use for: hence by itself, with what it cannot be imported without.
 torchtitan: $(READY)
-	$(PIP) install --retries 2 --timeout 30 -c constraints.txt --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+	$(PIP) install --retries 2 --timeout 30 -c $(CONSTRAINTS) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 
 # Half a gigabyte with what it needs: only `make proofs` installs it.
 ray: $(READY)
-	$(PIP) install --retries 2 --timeout 30 -c constraints.txt -e '.[ray]'
+	$(PIP) install --retries 2 --timeout 30 -c $(CONSTRAINTS) -e '.[ray]'
 
 # The SDK of Kubeflow's Trainer, whose local processes run a job in a test: only `make proofs` installs it.
 kubeflow: $(READY)
-	$(PIP) install --retries 2 --timeout 30 -c constraints.txt 'kubeflow>=0.5'
+	$(PIP) install --retries 2 --timeout 30 -c $(CONSTRAINTS) 'kubeflow>=0.5'
 
 $(VENV)/.tried-%: $(READY)
 	$(MAKE) --no-print-directory $* || echo "NOTE: $* could not be installed (see above), so the tests that run it will be" \
@@ -109,4 +113,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

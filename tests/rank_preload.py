@@ -26,14 +26,16 @@ def _let_groups_share_a_device() -> None:
     gloo: Any = dist.ProcessGroupGloo
     init, devices = gloo.__init__, []
 
-    def with_the_device(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
-        if isinstance(timeout, timedelta):  # not options
+    def with_the_device(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+        if not given and "options" not in named:
             if not devices:
                 devices.append(gloo.create_default_device())
             options = gloo._Options()
-            options._devices, options._timeout = devices, timeout
-            timeout = options
-        init(self, store, rank, size, timeout)
+            options._devices, options._timeout = devices, named.pop("timeout", timedelta(minutes=30))
+            for name, value in named.items():  # what newer versions of PyTorch pass
+                setattr(options, name, value)
+            given, named = (options,), {}
+        init(self, store, rank, size, *given, **named)
 
     gloo.__init__ = with_the_device
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from traceback import extract_stack
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import terrazzo
 from engine.runs import engine_of, train
 from ranks import run_ranks
 from terrazzo.engine import Engine
 from terrazzo.tensor import DTensor
 
 STEPS = 3
+PACKAGE = os.path.join(os.path.dirname(terrazzo.__file__), "")
+TESTING = os.path.join(PACKAGE, "testing", "")
 
 # What makes a number of a tensor, and what has a result whose size depends on values.
 WAITING = (
@@ -36,8 +40,8 @@ class Waits(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does inside is seen here
         if func in WAITING and not self._counts_steps(args[0]):
-            ours = [f for f in extract_stack() if "/terrazzo/" in f.filename and "/tests/" not in f.filename]
-            stack = [f for f in ours if "/terrazzo/testing/" not in f.filename]  # which calls the test
+            ours = [frame for frame in extract_stack() if frame.filename.startswith(PACKAGE)]
+            stack = [frame for frame in ours if not frame.filename.startswith(TESTING)]  # which calls the test
             self.lines[f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "the test"] += 1
         return func(*args, **(kwargs or {}))
 
