@@ -2,7 +2,7 @@
 # `make test ARGS="tests/comm -x"` passes arguments on.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Everything with another PyTorch, in an environment of its own: `make test TORCH=2.14.1`.
+# Everything with another PyTorch, in an environment of its own: `make test TORCH=2.14.1`; `newest` is what pip finds.
 TORCH ?=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
@@ -19,13 +19,15 @@ TRIED_KUBEFLOW := $(VENV)/.tried-kubeflow
 # Tests and demo start many processes, and without bytecode each compiles the package again (1.5 of 4.5 seconds).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup deepspeed torchtitan ray kubeflow test long proofs demo docs site wheel try-wheel bench lint types format clean
+.PHONY: environment setup deepspeed torchtitan ray kubeflow test sample long proofs demo docs site wheel try-wheel bench lint types format clean
+
+environment: $(READY)
 
 setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(CONSTRAINTS))
+	$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/' constraints.txt >$(CONSTRAINTS))
 	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
@@ -55,6 +57,15 @@ $(VENV)/.tried-%: $(READY)
 # Three processes, each with ranks of its own, since a third of the time one only waits; a file's tests stay together.
 test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Some tests of each part, those nearest to PyTorch's own code, in a few minutes: for a PyTorch that is not the usual one.
+SAMPLE := _torch comm test_ranks.py test_imports.py \
+	tensor/test_dtensor.py tensor/test_redistribute.py tensor/test_import_swap.py tensor/test_foreach.py tensor/experimental \
+	fsdp/test_against_torch.py fsdp/test_module.py fsdp/test_streams.py fsdp/test_errors.py fsdp/test_works_with.py \
+	checkpoint/test_formats_dcp.py checkpoint/test_torch_storage.py checkpoint/test_torch_names.py checkpoint/test_async.py \
+	checkpoint/test_save_load.py checkpoint/state_dict integrations/test_installing.py engine/test_engine.py
+sample: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SAMPLE:%=tests/%) $(ARGS)
 
 # What says little more than a test, at length: on more ranks, through other people's programs (torchtitan, Lightning,
 # Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests.

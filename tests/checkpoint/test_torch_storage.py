@@ -190,8 +190,9 @@ MODULES = (
     "utils",
 )  # fmt: skip
 
-# What differs from PyTorch 2.13 by choice, or is not there.
+# What differs from PyTorch 2.13 and 2.14 by choice, or is not there.
 ABSENT = {
+    "CheckpointableTensor": "of PyTorch 2.14: a tensor with the place of its parts as attributes; not yet",
     "HuggingFaceStorageReader": "PyTorch's own works with our save and load",
     "HuggingFaceStorageWriter": "the same",
     "QuantizedHuggingFaceStorageReader": "the same",

@@ -25,6 +25,8 @@ from terrazzo.tensor import (
     empty,
     full,
     init_device_mesh,
+    linspace,
+    logspace,
     ones,
     rand,
     randn,
@@ -187,6 +189,16 @@ def factories() -> None:
         equal(full((5, 3), 7, **options), torch.full((5, 3), 7))
         assert empty([5, 3], **options, dtype=torch.bfloat16).dtype == torch.bfloat16
         assert rand(5, 3, **options, requires_grad=True).requires_grad
+    for placements in ([R], [Shard(0)], [P]):
+        options = {"device_mesh": mesh, "placements": placements}
+        for dtype in (None, torch.float64, torch.int64, torch.complex64):
+            equal(linspace(-1.5, 4, 11, dtype=dtype, **options), torch.linspace(-1.5, 4, 11, dtype=dtype))
+            equal(logspace(-1, 2, 3, dtype=dtype, **options), torch.logspace(-1, 2, 3, dtype=dtype))
+        equal(linspace(torch.tensor(0), torch.tensor(3.0), 2, **options), torch.linspace(0, 3, 2))
+        equal(logspace(0, zeros((), device_mesh=mesh) + 3, 5, 2.0, **options), torch.logspace(0, 3, 5, 2.0))
+        equal(linspace(0, 1j, 5, **options), torch.linspace(0, 1j, 5))
+    with pytest.raises(DTensorError, match="0-dimensional"):
+        linspace(torch.zeros(2), 1, 3, device_mesh=mesh)
     torch.manual_seed(7)
     values = {}
     for make in (rand, randn):

@@ -13,7 +13,7 @@ from terrazzo.tensor import patching
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
 from terrazzo.tensor.explanation import Explanation, explain
-from terrazzo.tensor.factories import empty, full, ones, rand, randn, zeros
+from terrazzo.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
 from terrazzo.tensor.ops import loaded  # noqa: F401  (loaded: they register what they handle)
 
 patching.install()
@@ -32,6 +32,8 @@ __all__ = [
     "explain",
     "full",
     "init_device_mesh",
+    "linspace",
+    "logspace",
     "ones",
     "rand",
     "randn",

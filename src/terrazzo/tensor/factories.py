@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,19 @@ def _make(
 def _filled(value: Any) -> Callable[[Layout, torch.dtype | None], torch.Tensor]:
     def fill(layout: Layout, dtype: torch.dtype | None) -> torch.Tensor:
         local = torch.full(tuple(layout.local_shape), value, dtype=dtype, device=layout.mesh.device_type)
-        # The terms of a sum must add up to the value: the first rank holds it, the others the neutral element.
-        for m, p in enumerate(layout.placements):
-            if p.is_partial("sum") and layout.coord is not None and layout.coord[m]:
-                local.zero_()
-            elif p.is_partial("product") and layout.coord is not None and layout.coord[m]:
-                local.fill_(1)
-        return local
+        return _as_term(local, layout)
 
     return fill
+
+
+def _as_term(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The terms of a sum must add up to the value: the first rank holds it, the others the neutral element."""
+    for m, p in enumerate(layout.placements):
+        if p.is_partial("sum") and layout.coord is not None and layout.coord[m]:
+            local.zero_()
+        elif p.is_partial("product") and layout.coord is not None and layout.coord[m]:
+            local.fill_(1)
+    return local
 
 
 def zeros(
@@ -130,3 +135,63 @@ def randn(
 ) -> DTensor:
     """Standard normal values that depend on `torch.manual_seed` and the global index only, not on the placements."""
     return _make(_shape(size), random.normal, requires_grad, dtype, layout, device_mesh, placements)
+
+
+def linspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """`steps` values evenly spaced from `start` to `end`: numbers, or tensors of one element.
+
+    Each rank computes all of them and keeps its own, so that they are exactly those of `torch.linspace`.
+    """
+    make = partial(torch.linspace, _number(start), _number(end), steps)
+    return _spaced(make, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def logspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """`base` to the power of each of `linspace(start, end, steps)`."""
+    make = partial(torch.logspace, _number(start), _number(end), steps, base)
+    return _spaced(make, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim:
+        raise DTensorArgumentError(f"start and end are numbers or 0-dimensional tensors, not of shape {value.shape}")
+    return (value.full_tensor() if isinstance(value, DTensor) else value).item()
+
+
+def _spaced(
+    make: Callable[..., torch.Tensor],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    whole = make(dtype=dtype, device=current_mesh(device_mesh).device_type)
+
+    def fill(described: Layout, kind: torch.dtype) -> torch.Tensor:
+        return _as_term(whole[described.box().slices()].clone(), described)
+
+    return _make(tuple(whole.shape), fill, requires_grad, whole.dtype, layout, device_mesh, placements)

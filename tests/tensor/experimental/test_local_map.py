@@ -76,6 +76,8 @@ def check_redistribution_and_errors():
         local_map(lambda t, n: t, [Shard(0)], (None, None, None))(x, 3)
     with pytest.raises(AssertionError, match="returned a DTensor"):
         local_map(lambda t: x, [Shard(0)])(x)
+    with pytest.raises(NotImplementedError, match="in_grad_placements"):
+        local_map(torch.neg, [Shard(0)], spmd_types=True)
     # Without any DTensor it is the function itself; plain tensors among DTensors are handed through.
     assert local_map(lambda a, b: a + b, [Shard(0)], ([Shard(0)], None))(2, 3) == 5
     assert type(local_map(torch.neg, [Shard(0)])(torch.ones(2))) is torch.Tensor

@@ -59,6 +59,7 @@ _PLAIN: Final = {
     "float8_e5m2fnuz": Stored(1, "U8", 1),
     "float8_e8m0fnu": Stored(1, "U8", 1),
     "complex32": Stored(4, "F16", 2),
+    "bcomplex32": Stored(4, "BF16", 2),
     "complex64": Stored(8, "F32", 2),
     "complex128": Stored(16, "F64", 2),
 }

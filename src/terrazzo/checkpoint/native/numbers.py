@@ -22,6 +22,7 @@ _NUMPY: Final = {
     "uint16": "<u2",
     "uint32": "<u4",
     "uint64": "<u8",
+    "bcomplex32": "<u2",  # two of these
     "complex64": "<c8",
     "complex128": "<c16",
 }
@@ -33,6 +34,8 @@ def numbers_of(dtype: str, data: bytes) -> list[Any]:
 
     >>> numbers_of("bfloat16", bytes.fromhex("803f0040")), numbers_of("complex64", bytes(8))
     ([1.0, 2.0], ['0j'])
+    >>> numbers_of("bcomplex32", bytes.fromhex("803f0040"))
+    ['(1+2j)']
     >>> numbers_of("int4", bytes([7, 1]))
     ['0x07', '0x01']
     """
@@ -44,8 +47,8 @@ def numbers_of(dtype: str, data: bytes) -> list[Any]:
 
         return from_bytes(dtype, data)
     values = np.frombuffer(data, kind)
-    if dtype == "bfloat16":
-        values = (values.astype("<u4") << 16).view("<f4")
+    if dtype in ("bfloat16", "bcomplex32"):
+        values = (values.astype("<u4") << 16).view("<f4" if dtype == "bfloat16" else "<c8")
     if values.dtype.kind == "c":
         return [str(value) for value in values.astype(np.complex128).tolist()]
     found: list[Any] = values.astype(np.float64).tolist()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.dispatching import functional_collectives, tree_flatten, tree_unflatten
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
-from terrazzo.errors import LocalMapError, PlacementMismatchError
+from terrazzo.errors import LocalMapError, PlacementMismatchError, UnsupportedCallError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.placement import check_placement
 from terrazzo.tensor.convert import current_mesh
@@ -31,6 +31,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Callable[..., Any]:
     """Turn a function of plain tensors into one of DTensors: it gets local tensors, and its results are wrapped.
 
@@ -50,11 +51,18 @@ def local_map(
             `in_placements`. A mesh is taken for `device_mesh`, which had this position before PyTorch 2.7.
         device_mesh: The mesh of all DTensors; by default that of the arguments.
         redistribute_inputs: Redistribute inputs to the required placements instead of raising.
+        spmd_types: A parameter of PyTorch 2.14's, for its package of that name. It has to be False.
 
     Raises:
+        UnsupportedCallError: (a `NotImplementedError`) `spmd_types` is True.
         LocalMapError: (an `AssertionError`) Meshes differ, or values and placements do not match in number or kind.
         PlacementMismatchError: (a `ValueError`) An input does not have the required placements.
     """
+    if spmd_types:
+        raise UnsupportedCallError(
+            "local_map(spmd_types=True): local tensors are not annotated with types of the package spmd_types here; "
+            "say with in_grad_placements what they would have told"
+        )
     if isinstance(in_grad_placements, DeviceMesh):
         in_grad_placements, device_mesh = None, in_grad_placements
     if func is None:
