@@ -7,6 +7,7 @@ more work, so what used one would fail, without an error that the program sees.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -18,8 +19,39 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 
+def streams_of_this_thread() -> Callable[[], None]:
+    """A function that gives the thread that calls it this thread's current device and streams of the accelerator.
+
+    A new thread has device 0 and the default streams. Work that it queues for a tensor would not come after what the
+    thread that has made the tensor has queued on a stream of its own.
+    """
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    accelerator = None if torch is None else torch.accelerator.current_accelerator()
+    if torch is None or accelerator is None or not _is_initialized(torch.get_device_module(accelerator)):
+        return lambda: None
+    streams = [torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())]
+    device = torch.accelerator.current_device_index()
+
+    def take() -> None:
+        # Only what differs: to make a device current may allocate memory there.
+        for stream in streams:
+            if torch.accelerator.current_stream(stream.device) != stream:
+                torch.accelerator.set_stream(stream)
+        if torch.accelerator.current_device_index() != device:
+            torch.accelerator.set_device_index(device)
+
+    return take
+
+
+def _is_initialized(module: Any) -> bool:
+    """Whether this process has used the accelerator; one that does not say so has."""
+    return bool(getattr(module, "is_initialized", module.is_available)())
+
+
 def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> list[T]:
     """The results of all calls, of which so many run at once; or the first error, when all that had begun have ended.
+
+    All calls have the current device and streams of this thread.
 
     >>> results_of([lambda: 1, lambda: 2, lambda: 3], 2, "example")
     [1, 2, 3]
@@ -28,6 +60,7 @@ def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> lis
     errors: list[BaseException] = []
     left = iter(enumerate(calls))
     lock = threading.Lock()
+    take_streams = streams_of_this_thread()
 
     def run() -> None:
         while not errors:
@@ -36,6 +69,7 @@ def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> lis
             if call is None:
                 return
             try:
+                take_streams()
                 results[number] = call()
             except BaseException as error:  # noqa: B036  # raised below
                 errors.append(error)
@@ -75,14 +109,23 @@ class Worker:
         _workers.add(self)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The future of a call, which is made when those before it have ended."""
+        """The future of a call, which is made when those before it have ended.
+
+        It has the current device and streams of this thread.
+        """
         future: Future[T] = Future()
+        take_streams = streams_of_this_thread()
+
+        def call_as_here() -> T:
+            take_streams()
+            return call()
+
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=False)
                 thread.start()
                 self._thread = thread
-            self._calls.append((future, call))
+            self._calls.append((future, call_as_here))
         return future
 
     def wait(self) -> None:

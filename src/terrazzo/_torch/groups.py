@@ -6,6 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +99,12 @@ def empty_from(group: ProcessGroup, numel: int, dtype: torch.dtype, device: torc
 
 
 def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
-    """The time limit of a group's collectives; torch's default without a group."""
-    options = None if group is None else group._get_backend(device).options
+    """The time limit of a group's collectives; torch's default without a group, or with a backend that has no options,
+    as those of other makers."""
+    options = None
+    if group is not None:
+        with suppress(AttributeError, RuntimeError):
+            options = group._get_backend(device).options
     limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
     return limit
 

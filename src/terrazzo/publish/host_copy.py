@@ -88,7 +88,7 @@ class HostCopy:
         slots: dict[_Key, Slot] = {}
         for key, part in self._keyed(parts):
             if key not in slots:
-                data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=part.data.device.type == "cuda")
+                data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu)
                 slots[key] = Slot(key[0], part.box, data, [])
             slots[key].in_model.append(part.data)
         self.slots = list(slots.values())
@@ -161,11 +161,11 @@ class HostCopy:
             for live in slot.in_model:
                 as_bytes(live).copy_(as_bytes(slot.data), non_blocking=True)
                 copied += slot.data.nbytes
-                devices.add(live.device)
+                if not live.is_cpu:
+                    devices.add(live.device)
             slot.is_dirty = False
-        for device in devices:
-            if device.type == "cuda":  # the copies are asynchronous, and the next poll writes to the slots
-                torch.cuda.synchronize(device)
+        for device in devices:  # the copies are asynchronous, and the next poll writes to the slots
+            torch.accelerator.current_stream(device).synchronize()
         return copied
 
 

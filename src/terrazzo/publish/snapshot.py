@@ -45,7 +45,7 @@ class Snapshot:
             torch.empty(
                 part.box.lengths,
                 dtype=published_dtype(part.data.dtype, dtype),
-                pin_memory=part.data.device.type == "cuda",
+                pin_memory=not part.data.is_cpu,
             )
             for part in parts
         ]

@@ -44,6 +44,10 @@ class Accelerator:
         self.log.append("pinned")
         return torch.full((nbytes,), 7, dtype=torch.uint8)
 
+    def pin(self, memory: torch.Tensor) -> None:
+        assert memory.is_shared()
+        self.log.append(f"pin {memory.nbytes}")
+
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
         self.log.append(f"beside {device}")
@@ -115,11 +119,15 @@ def test_pinned_memory_is_taken_in_slabs_which_stay() -> None:
     assert double.log.count("pinned") == 3
 
 
-def test_memory_that_another_process_maps_is_not_pinned() -> None:
+def test_memory_that_another_process_maps_is_pinned_when_a_device_copies_to_it() -> None:
     double = Accelerator()
     memory = HostMemory(shared=True, accelerator=double)
+    memory.copy([torch.arange(4.0)])
+    assert double.log == []  # the host copies
     sources = [OnDevice(torch.arange(4.0), "cuda:0", double)]
     assert torch.equal(memory.copy(sources)[0], torch.arange(4.0))
     before = memory.buffer
     memory.copy(sources)
-    assert "pinned" not in double.log and memory.buffer is before
+    assert memory.buffer is before and double.log.count("pin 64") == 1 and "pinned" not in double.log
+    memory.copy([OnDevice(torch.arange(400.0), "cuda:0", double)])  # needs more memory
+    assert double.log.count("pin 1600") == 1

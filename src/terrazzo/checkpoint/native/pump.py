@@ -149,9 +149,8 @@ class Pump:
         for i, window in enumerate(windows):
             target = buffers[i % 2][: window.numel()]
             target.view(window.shape).copy_(window, non_blocking=on_device)
-            event = torch.Event(tensor.device) if on_device else None
-            if event is not None:
-                event.record()
+            # Not `torch.Event(device).record()`: that is recorded on the current device, whatever the tensor's is.
+            event = torch.accelerator.current_stream(tensor.device).record_event() if on_device else None
             if ahead is not None:
                 yield _arrived(*ahead)
             ahead = (target, event)

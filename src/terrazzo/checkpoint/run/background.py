@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from terrazzo._threads import streams_of_this_thread
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
@@ -187,9 +188,15 @@ class Background:
         # return, and keep it for 5 ms or longer.
         may_begin = threading.Event()
 
+        take_streams = streams_of_this_thread()
+
+        def work_as_here() -> Metadata:
+            take_streams()
+            return work()
+
         def run() -> None:
             may_begin.wait()
-            future.settle(work)
+            future.settle(work_as_here)
 
         # Not a daemon: a process that ends waits for its checkpoint.
         thread = threading.Thread(target=run, name="terrazzo-save")

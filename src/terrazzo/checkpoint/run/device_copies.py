@@ -6,11 +6,18 @@ for an event on that stream, not for the whole device.
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, suppress
+from typing import Final, Protocol
 
 import torch
+
+LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class Accelerator(Protocol):
@@ -18,6 +25,10 @@ class Accelerator(Protocol):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Allocate pinned host memory."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pin host memory that exists, such as shared memory, if the accelerator can do that."""
         ...
 
     def beside(self, device: torch.device) -> AbstractContextManager[object]:
@@ -41,6 +52,24 @@ class ThisAccelerator:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def pin(self, memory: torch.Tensor) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != "cuda":  # torch has no function for others
+            return
+        storage = memory.untyped_storage()
+        error = int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes(), _PORTABLE))
+        if not error:
+            weakref.finalize(storage, _unpin, storage.data_ptr(), os.getpid()).atexit = False
+            return
+        LOGGER.warning(
+            "%d bytes of shared memory could not be pinned (CUDA error %d), so copies to it are slower; "
+            "StagingOptions(use_shared_memory=False) stages in pinned memory of this process",
+            storage.nbytes(),
+            error,
+        )
+        with suppress(RuntimeError):  # CUDA keeps the error until a kernel starts, which then fails
+            torch.ones(1, device=accelerator).add_(1)
+
     def beside(self, device: torch.device) -> AbstractContextManager[object]:
         stream = self._streams.get(device)
         if stream is None:
@@ -50,6 +79,11 @@ class ThisAccelerator:
 
     def wait(self, device: torch.device) -> None:
         self._streams[device].record_event().synchronize()
+
+
+def _unpin(address: int, process: int) -> None:
+    if process == os.getpid():  # a forked process has not pinned it, and cannot use CUDA
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def copy_from_devices(

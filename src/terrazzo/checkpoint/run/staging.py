@@ -388,7 +388,8 @@ class HostMemory:
     """Memory for copies of tensors, which is used again; it grows if they do.
 
     It is one buffer, which another process can map if it is `shared`. Memory for copies from accelerators is pinned.
-    Pinning is slow and may fail for large sizes, so that memory is allocated in slabs of one size, which are kept.
+    Pinning is slow and may fail for large sizes, so that memory is allocated in slabs of one size, which are kept; a
+    `shared` buffer is pinned as a whole.
     """
 
     shared: bool = False
@@ -401,11 +402,13 @@ class HostMemory:
     _views: list[torch.Tensor] = field(default_factory=list)
     _opaque: list[int] = field(default_factory=list)  # which torch can copy only as plain bytes
     _large: list[int] = field(default_factory=list)
+    _pinned: torch.Tensor | None = None  # the shared buffer, when it has been pinned
 
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, complete when this returns, and valid until the next call."""
         if self._process != os.getpid():  # forked since: shared memory is the parent's, too, and pinning is lost
             self.buffer, self._slabs, self._views, self._process = None, [], [], os.getpid()
+            self._pinned = None
         specs = [(tensor.shape, tensor.dtype) for tensor in sources]
         from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
         pinned = from_devices and not self.shared
@@ -415,6 +418,9 @@ class HostMemory:
             self._specs = specs
             self._opaque = [number for number, (_, dtype) in enumerate(specs) if dtype in OPAQUE]
             self._large = [number for number, view in enumerate(self._views) if view.nbytes >= _LARGE]
+        if from_devices and self.shared and self._pinned is not self.buffer and self.buffer is not None:
+            self.accelerator.pin(self.buffer)
+            self._pinned = self.buffer
         targets, sources = list(self._views), list(sources)
         with torch.no_grad():
             for number in self._opaque:
@@ -428,7 +434,7 @@ class HostMemory:
     def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         positions, total = layout_of(specs)
         if self.buffer is None or self.buffer.numel() < total:
-            self.buffer = None  # free the old one before the new one is allocated
+            self.buffer = self._pinned = None  # free the old one before the new one is allocated
             self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
             if self.shared:
                 self.buffer.share_memory_()
