@@ -207,6 +207,26 @@ def test_of_two_publishers_the_later_one_counts():
     assert receiver.poll() == 3
 
 
+def test_a_lost_reply_to_the_list_stops_no_publisher(monkeypatch):
+    store = MemoryStore()
+    _, _, publisher, receiver = pair(store)
+    put = MemoryStore.put
+
+    def loses_the_reply(self, key, data, **options):
+        version = put(self, key, data, **options)
+        if key == "published.json":
+            raise TimeoutError(110, "the reply was lost")
+        return version
+
+    for number in (1, 2):
+        monkeypatch.setattr(MemoryStore, "put", loses_the_reply)
+        publisher.publish(number)
+        publisher.wait()
+        monkeypatch.setattr(MemoryStore, "put", put)
+        assert receiver.poll() == number
+        receiver.apply()
+
+
 def test_what_a_receiver_reads_is_not_removed():
     store = MemoryStore()
     model, served, publisher, receiver = pair(store, anchor_every=1, keep=1)

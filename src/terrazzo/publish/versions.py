@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -150,13 +150,21 @@ class Versions:
     def write(self, published: Published) -> None:
         """Replace the list if it is still the one that was read or written last."""
         store = self._catalog.root.store
+        data = msgspec.json.encode(published)
         try:
-            self._mark = store.put(LIST, msgspec.json.encode(published), only_if=self._mark)
+            self._mark = store.put(LIST, data, only_if=self._mark)
         except ConflictError as error:
             raise ConflictError(
                 f"{self.location}: another publisher has begun to publish here, so this one cannot go on: close it, or "
                 "give each publisher a folder of its own"
             ) from error
+        except OSError:  # which it may raise after it took effect: its reply was lost, or its last part failed
+            with suppress(OSError):
+                present, mark = store.get(LIST)
+                if present == data:
+                    self._mark = mark
+                    return
+            raise
 
     def take_over(self) -> Published:
         """Replace the list, so that an earlier publisher gets a `ConflictError`."""

@@ -52,6 +52,7 @@ class DCPWriter(StorageWriter):
         self.overwrite = overwrite
         self._name = ""  # the prefix of this rank's files
         self._committed = False
+        self._root = b""  # the metadata that the commit puts
         self._replacing: Absent | Version = ABSENT
         self._replaced: set[str] = set()  # the files of the old checkpoint
         self._lease = SaveLease()
@@ -74,7 +75,7 @@ class DCPWriter(StorageWriter):
         self._lease.release()
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
-        self._name, self._committed = "", False
+        self._name, self._committed, self._root = "", False, b""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self._store.prepare()
@@ -154,7 +155,8 @@ class DCPWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
-        self._store.put(METADATA, dcp_metadata.encode(metadata), only_if=self._replacing)
+        self._root = dcp_metadata.encode(metadata)
+        self._store.put(METADATA, self._root, only_if=self._replacing)
         self._committed = True
         self._lease.release()
         used = {location.file for location in metadata.storage_data.values()}
@@ -171,7 +173,14 @@ class DCPWriter(StorageWriter):
 
     def may_abandon(self) -> bool:
         """Whether the checkpoint is certainly not committed, so that its files can be removed."""
-        return not self._committed
+        if self._committed:
+            return False
+        try:  # a put that raised may have taken effect: its reply was lost, or its last part failed
+            return self._store.get(METADATA)[0] != self._root
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
     def _remove_own(self) -> None:
         if self._name:

@@ -148,7 +148,8 @@ class Team:
         if error is not None and not isinstance(error, Exception):
             raise error
         if message.failures:
-            raise StepFailed(exception_of(message.failures, message.doing or self.doing, error), message.discard)
+            why = "" if message.discard else "The checkpoint may have been committed all the same, so its files stay"
+            raise StepFailed(exception_of(message.failures, message.doing or self.doing, error, why), message.discard)
         return message.data
 
     @contextmanager

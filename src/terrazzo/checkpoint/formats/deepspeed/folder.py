@@ -72,10 +72,10 @@ class NewFolder:
         self.store.sync_folder(local.parent)
 
     def discard(self) -> None:
-        """Remove everything."""
+        """Remove everything, unless the commit took effect although it raised."""
         if self._hidden is not None:
             shutil.rmtree(str(self._hidden), ignore_errors=True)
-        else:
+        elif self.store.exists(UNFINISHED):
             files = [entry.key for entry in self.store.list()]
             self.store.delete([name for name in files if name != UNFINISHED])
             self.store.delete([UNFINISHED])

@@ -1,0 +1,119 @@
+"""A request that takes effect and then raises, as when its reply is lost: what was committed is not removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from checkpoint.formats.deepspeed import made
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, load, save
+from terrazzo.checkpoint.formats import DCPWriter
+from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Upload, Version
+from terrazzo.checkpoint.tools.compare import compare
+from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+
+
+class LosesAReply(MemoryStore):
+    """Its request number `at` takes effect, and raises."""
+
+    lease_seconds = 0.0
+    at = -1
+    count = 0
+
+    def put(self, *args: Any, **options: Any) -> Version:
+        version = super().put(*args, **options)
+        self._answered()
+        return version
+
+    def delete(self, keys: Iterable[str]) -> None:
+        super().delete(keys)
+        self._answered()
+
+    def stream(self, key: str) -> Upload:
+        upload = super().stream(key)
+        finish: Callable[[], None] = upload.finish
+        upload.finish = lambda: (finish(), self._answered())  # type: ignore[method-assign, assignment]
+        return upload
+
+    def _answered(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            raise TimeoutError(110, "the reply was lost")
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "huggingface", "torch_save", "deepspeed"])
+@pytest.mark.parametrize("replacing", [False, True])
+def test_any_reply_of_a_conversion_is_lost(to: str, replacing: bool, tmp_path: Path) -> None:
+    if to == "deepspeed":
+        if replacing:
+            pytest.skip("it replaces nothing")
+        made.write(tmp_path, 2)
+        old = new = tmp_path / "native"
+        convert(new, tmp_path / "expected", to)
+        expected = [tmp_path / "expected"]
+    else:
+        old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+        torch.save({"w": torch.ones(300), "v": torch.ones(2)}, old)
+        torch.save({"w": torch.full((300,), 2.0), "v": torch.full((2,), 2.0)}, new)
+        expected = [old, new] if replacing else [new]
+    at = failed = 0
+    absent = []
+    while True:
+        at += 1
+        store = LosesAReply()
+        place = Place(store) / "file.pt" if to == "torch_save" else Place(store)
+        if replacing:
+            convert(old, place, to)
+        store.at = store.count + at
+        try:
+            convert(new, place, to, overwrite=replacing)
+        except (OSError, CheckpointError):
+            failed += 1
+        if store.count < store.at:
+            break
+        try:
+            assert any(not list(compare(Checkpoint(one), Checkpoint(place))) for one in expected), at
+        except CheckpointNotFoundError:
+            assert not replacing, at
+            absent.append(at)
+            convert(new, place, to)
+            assert not list(compare(Checkpoint(expected[-1]), Checkpoint(place))), at
+    assert failed >= 1 and at - 1 not in absent, "the last request is the commit, or comes after it"
+
+
+class LosesTheCommit(LocalStore):
+    def put(self, key: str, *args: Any, **options: Any) -> Version:
+        version = super().put(key, *args, **options)
+        if key == ".metadata":
+            raise TimeoutError(110, "the reply was lost")
+        return version
+
+
+def save_for_pytorch(folder: str) -> str:
+    """Twice on all ranks; the second reply to the commit is lost."""
+    for fill, store in ((1.0, LocalStore(folder)), (2.0, LosesTheCommit(folder))):
+        state = {f"of {dist.get_rank()}": torch.full((5,), fill), "w": torch.full((3,), fill)}
+        try:
+            save(state, storage_writer=DCPWriter(store))
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_lost_reply_to_the_commit_for_pytorch(tmp_path: Path) -> None:
+    first, second = run_ranks(2, save_for_pytorch, str(tmp_path))
+    assert first == second and "the reply was lost" in first and "may have been committed" in first
+    state = {name: torch.zeros(size) for name, size in (("of 0", 5), ("of 1", 5), ("w", 3))}
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    assert all(tensor.eq(2).all() for tensor in state.values())
+    save({"w": torch.full((3,), 3.0)}, storage_writer=DCPWriter(tmp_path), no_dist=True)
+    load(state := {"w": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
+    assert state["w"].eq(3).all()
