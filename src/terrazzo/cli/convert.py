@@ -19,7 +19,7 @@ def convert(
     to: Annotated[
         str, typer.Option("--to", "--format", help=f"The new checkpoint's format: {', '.join(names())}.")
     ] = "native",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format.")] = False,
     stage: Annotated[
         int | None, typer.Option(help="To deepspeed: the ZeRO stage that resumes; default as saved.")
     ] = None,
@@ -47,5 +47,5 @@ def convert(
             except CheckpointExistsError as error:
                 if overwrite or not format.replaces:
                     raise
-                raise CheckpointExistsError(f"{target} exists: name another target, or pass --overwrite") from error
+                raise CheckpointExistsError(str(error).replace("with overwrite=True", "pass --overwrite")) from error
         say(f"{source} -> {target} ({to})")

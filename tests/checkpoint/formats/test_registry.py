@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from checkpoint.formats.deepspeed import made
-from terrazzo.checkpoint import Checkpoint, load, save, verify
-from terrazzo.checkpoint.formats import Format, detect, registry
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save, verify
+from terrazzo.checkpoint.formats import DCPWriter, Format, HuggingFaceWriter, detect, registry
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.stores import MemoryStore, Place
 from terrazzo.checkpoint.tools.compare import compare
@@ -286,3 +287,73 @@ def test_formats_that_installed_packages_bring(monkeypatch: pytest.MonkeyPatch, 
     with pytest.warns(UserWarning, match="'broken'.*cannot be used: RuntimeError: no such library"):
         assert detect(tmp_path / "a.pt") == "brought"
     assert registry.names()[0] == "brought" and "broken" not in registry.names()
+
+
+# ------------------------------------------------------------------ what is there already
+
+
+@pytest.mark.parametrize("there", ["native", "dcp", "huggingface"])
+def test_a_folder_has_one_format(there: str, tmp_path: Path) -> None:
+    """Nothing puts a checkpoint beside one of another format that would be read in its place."""
+    old, new = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    torch.save(new, tmp_path / "new.pt")
+
+    def value(folder: Path) -> float:
+        load(state := {"w": torch.zeros(3)}, checkpoint_id=folder, no_dist=True)
+        return float(state["w"][0])
+
+    for to in ("native", "dcp", "huggingface", "torch_save", "safetensors"):
+        folder = tmp_path / to
+        write(there, folder, old)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(CheckpointExistsError):
+            convert(tmp_path / "new.pt", folder, to)
+        done = CliRunner().invoke(app, ["convert", str(tmp_path / "new.pt"), str(folder), "--to", to])
+        assert done.exit_code == 2 and ("--overwrite" in done.output) == (to == there)
+        if to != there:
+            with pytest.raises(CheckpointExistsError, match=f"format {there}.*remove that checkpoint"):
+                convert(tmp_path / "new.pt", folder, to, overwrite=True)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    order = ["native", "dcp", "huggingface"]
+    for to, writer in (("native", FileSystemWriter), ("dcp", DCPWriter), ("huggingface", HuggingFaceWriter)):
+        folder = tmp_path / f"saved_{to}"
+        write(there, folder, old)
+        if order.index(to) > order.index(there):
+            with pytest.raises(CheckpointExistsError, match=f"format {there}, which would be read"):
+                save(new, storage_writer=writer(folder), no_dist=True)
+            assert value(folder) == 1
+        else:
+            save(new, storage_writer=writer(folder), no_dist=True)
+            assert value(folder) == 2
+
+
+def test_what_pytorch_saved_over_a_checkpoint_is_not_hidden(tmp_path: Path) -> None:
+    write("native", tmp_path, {"w": torch.ones(3)})
+    os.utime(tmp_path / "manifest.terrazzo", (1, 1))  # some time before
+    write("dcp", tmp_path, {"w": torch.full((3,), 2.0)})
+    for read_it in (Checkpoint, detect, lambda path: load({"w": torch.zeros(3)}, checkpoint_id=path, no_dist=True)):
+        with pytest.raises(CheckpointFormatError, match="two checkpoints"):
+            read_it(tmp_path)
+    save({"w": torch.full((3,), 3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    assert Checkpoint(tmp_path)["w"][0] == 3, "what was saved last"
+
+
+def test_folders_with_other_files_are_not_empty(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    target = tmp_path / "target"
+    for to in ("native", "dcp", "huggingface"):
+        (target / to).mkdir(parents=True)
+        (target / to / "notes.txt").write_text("keep")
+        with pytest.raises(CheckpointExistsError, match="has notes.txt"):
+            convert(tmp_path / "a.pt", target / to, to)
+        assert len(list((target / to).iterdir())) == 1
+        convert(tmp_path / "a.pt", target / to, to, overwrite=True)
+        assert detect(target / to) == to and (target / to / "notes.txt").read_text() == "keep"
+    save({"w": torch.zeros(3)}, checkpoint_id=target / "run" / "step-1", no_dist=True)
+    (target / "run" / "latest").write_text("step-1")
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointExistsError, match="holds a checkpoint"):
+            convert(tmp_path / "a.pt", target / "run", "native", overwrite=overwrite)
+        with pytest.raises(CheckpointExistsError, match="is a folder"):
+            (target / "empty").mkdir(exist_ok=True)
+            convert(tmp_path / "a.pt", target / "empty", "torch_save", overwrite=overwrite)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 
 from terrazzo.checkpoint.formats import registry
+from terrazzo.checkpoint.formats.dcp_metadata import METADATA
+from terrazzo.checkpoint.formats.dcp_writer import save_of_file
 from terrazzo.checkpoint.formats.format import Progress, Writing
+from terrazzo.checkpoint.native.format import is_temporary, save_of
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointFormatError
+from terrazzo.errors import CheckpointExistsError, CheckpointFormatError
 
 
 def convert(
@@ -37,8 +40,9 @@ def convert(
             terrazzo's or DeepSpeed's.
         to: `native`, `dcp`, `deepspeed`, `huggingface`, `safetensors`, `torch_save`, or a format of your own
             (`formats.register`).
-        overwrite: whether a checkpoint at `target` may be replaced; it stays complete until the new one is. Not for
-            `deepspeed`, whose files cannot be replaced by one operation.
+        overwrite: whether a checkpoint of the same format at `target` may be replaced (it stays complete until the new
+            one is), and whether a folder may have other files. Not for `deepspeed`, whose files cannot be replaced by
+            one operation. A checkpoint of another format is never replaced.
         allow_pickle: store values that terrazzo's format has no type for as pickles.
         progress: called with the name and the bytes of each part that has been copied.
         stage: for `deepspeed`, the ZeRO stage that will resume; None: that of the saved run, or 1.
@@ -61,4 +65,31 @@ def convert(
             raise CheckpointFormatError(f"the format {to} does not use {option}={value!r}, which is for {takers}")
     reader = source if isinstance(source, StorageReader) else reader_for(source)
     place = target if isinstance(target, Place) else Place(target)
+    if format.replaces:
+        _check_target(place, to, overwrite)
     format.write(reader, place, Writing(overwrite, allow_pickle, progress, stage, ranks, only))
+
+
+def _check_target(place: Place, to: str, overwrite: bool) -> None:
+    """Raise if a folder has files that are not to be overwritten, or a checkpoint that would stay beside the new one.
+
+    Hidden files, and what a killed save left, do not count.
+    """
+    if not place.is_dir():
+        return
+    names = sorted(name for name in place.names() if name == METADATA or not _is_left(name))
+    if not names:
+        return
+    found = registry.find(place)
+    if found is not None and (found[0].name != to or str(found[1]) != str(place)):
+        raise CheckpointExistsError(
+            f"{place} holds a checkpoint of the format {found[0].name}, which one of the format {to} does not replace: "
+            "convert to another name, or remove that checkpoint first"
+        )
+    if not overwrite:
+        what = ", ".join(names[:3]) + (", ..." if names[3:] else "") if found is None else "a checkpoint"
+        raise CheckpointExistsError(f"{place} has {what}: convert to another name, or with overwrite=True")
+
+
+def _is_left(name: str) -> bool:
+    return name.startswith(".") or is_temporary(name) or save_of(name) is not None or save_of_file(name) is not None

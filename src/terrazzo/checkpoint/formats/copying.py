@@ -33,7 +33,9 @@ def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None
 
 
 def check_absent(target: Place, how: Writing) -> None:
-    """Raise if the target exists and may not be replaced."""
+    """Raise if the target, a file, exists and may not be replaced."""
+    if target.local is not None and target.is_dir():
+        raise CheckpointExistsError(f"{target} is a folder, and the checkpoint one file: convert to a name in it")
     if not how.overwrite and target.exists():
         raise CheckpointExistsError(f"{target} exists: convert to another name, or with overwrite=True")
 

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
+from terrazzo.checkpoint.formats.registry import check_is_found
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.format import lease_name, save_of
@@ -81,6 +82,7 @@ class DCPWriter(StorageWriter):
         self._store.prepare()
         if not is_coordinator:
             return
+        check_is_found(Place(self._store), "dcp")
         # First, so that this save fails if another one commits from now on.
         try:
             data, self._replacing = self._store.get(METADATA)
@@ -209,6 +211,16 @@ class _Side(PlainSide):
         self._writer.abandon()
 
 
+def save_of_file(name: str) -> str | None:
+    """The id of the save that wrote a data file; None if no `DCPWriter` did.
+
+    >>> save_of_file("__0_0123456789ab.distcp"), save_of_file("__0_0.distcp")
+    ('0123456789ab', None)
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else match["save"]
+
+
 def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
     """The data files of a checkpoint; None if its metadata cannot be read."""
     try:
@@ -226,8 +238,7 @@ def _remove_leftovers(store: Store) -> None:
     """
     by_save: dict[str, list[Entry]] = defaultdict(list)
     for entry in store.list():
-        match = _NAME.fullmatch(entry.key)
-        save_id = save_of(entry.key) if match is None else match["save"]
+        save_id = save_of_file(entry.key) or save_of(entry.key)
         if save_id is not None:
             by_save[save_id].append(entry)
     stale: list[str] = []

@@ -27,10 +27,14 @@ _START: Final = 32  # bytes that are enough to recognise a file
 
 
 class Found:
-    """What lies at a place; looked at as far as formats ask, and once."""
+    """What lies at a place; looked at as far as formats ask, and once.
 
-    def __init__(self, place: Place) -> None:
+    With `follow=False` only what lies at the place itself, not what its `latest` names.
+    """
+
+    def __init__(self, place: Place, *, follow: bool = True) -> None:
         self.place = place
+        self._follow = follow
 
     def has(self, name: str) -> bool:
         """Whether there is a folder with a file of this name."""
@@ -51,7 +55,7 @@ class Found:
     def latest(self) -> list[Place]:
         """The folders that a file `latest` in this folder names."""
         try:
-            return named_by_latest(self.place) if self._may_be_folder else []
+            return named_by_latest(self.place) if self._follow and self._may_be_folder else []
         except CheckpointFormatError:  # a file of this name that means something else
             return []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.checkpoint.formats.format import Format, Found, Writing
 from terrazzo.checkpoint.listing import Listing
+from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.verify import Damage, verify_store
@@ -26,6 +27,7 @@ class Native(Format):
 
     def find(self, found: Found) -> Place | None:
         if found.has(MANIFEST):
+            marker.check_is_newest(found.place.local)
             return found.place
         return next((folder for folder in found.latest if (folder / MANIFEST).is_file()), None)
 

@@ -12,7 +12,7 @@ from terrazzo.checkpoint.formats.format import Format, Found
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, CheckpointNotFoundError
 
 # In the order in which they are tried; the first that finds a checkpoint is used. terrazzo's own ones are imported when
 # they are tried: most checkpoints are native, and the others have many modules.
@@ -97,6 +97,19 @@ def find(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place] |
         if place is not None:
             return format, place
     return None
+
+
+def check_is_found(place: Place, name: str) -> None:
+    """Raise if a checkpoint of the format `name` would not be found in a folder, because another one would be."""
+    found = Found(place, follow=False)
+    for other in names():
+        if other == name:
+            return
+        if named(other).find(found) is not None:
+            raise CheckpointExistsError(
+                f"{place} holds a checkpoint of the format {other}, which would be read instead of one of the format "
+                f"{name} beside it: save to another folder, or remove that checkpoint first"
+            )
 
 
 def detect(path: str | os.PathLike[str] | Place | Store) -> str | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from terrazzo._torch import replaced
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores.base import ABSENT, Store
-from terrazzo.errors import ConflictError
+from terrazzo.errors import CheckpointFormatError, ConflictError
 
 MARKER: Final = ".metadata"
 _TEXT: Final = f"a checkpoint of terrazzo, whose table of contents is {MANIFEST}; load it with terrazzo\n"
@@ -37,6 +38,18 @@ def as_told(wanted: bool) -> Iterator[None]:
         yield
     finally:
         _told = before
+
+
+def check_is_newest(folder: Path | None) -> None:
+    """Raise if PyTorch has saved into a folder after terrazzo did: its checkpoint would not be what is read."""
+    if folder is None or not (folder / MARKER).is_file() or (folder / MARKER).read_bytes() == _TEXT.encode():
+        return
+    if (folder / MARKER).stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
+        raise CheckpointFormatError(
+            f"{folder} holds two checkpoints, terrazzo's ({MANIFEST}) and a later one of PyTorch ({MARKER}): move one "
+            f"of the two files, with its data, to another folder, or load with storage_reader=FileSystemReader(...) "
+            f"or DCPReader(...)"
+        )
 
 
 def leave(store: Store) -> None:

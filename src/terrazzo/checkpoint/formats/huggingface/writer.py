@@ -31,6 +31,7 @@ from terrazzo.checkpoint.formats.huggingface.claim import Claim, part_name, part
 from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, Layout, Slot, lay_out
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
+from terrazzo.checkpoint.formats.registry import check_is_found
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -121,6 +122,7 @@ class HuggingFaceWriter(StorageWriter):
         self._store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
+            check_is_found(self.place, "huggingface")
             self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
             if self._claim.usual_names:
                 self.save_id += _USUAL
