@@ -11,6 +11,7 @@ from torch import nn
 
 from publish import worlds
 from ranks import run_ranks
+from terrazzo.checkpoint import save, verify
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
 from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.errors import (
@@ -225,6 +226,20 @@ def test_a_lost_reply_to_the_list_stops_no_publisher(monkeypatch):
         monkeypatch.setattr(MemoryStore, "put", put)
         assert receiver.poll() == number
         receiver.apply()
+
+
+def test_checkpoints_of_a_run_are_not_removed(tmp_path):
+    for step in (1, 2):
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"global_step{step}", no_dist=True)
+    with pytest.raises(PublishValueError, match="folder of its own"):
+        Publisher(tmp_path, nn.Linear(6, 5))
+    with Publisher(tmp_path / "weights", nn.Linear(6, 5), keep=1, anchor_every=1) as publisher:
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "weights" / "global_step7", no_dist=True)
+        for number in range(3):
+            publisher.publish(number)
+            publisher.wait()
+    assert sorted(os.listdir(tmp_path / "weights")) == ["global_step10", "global_step7", "published.json"]
+    assert verify(tmp_path / "weights" / "global_step7") == [] == verify(tmp_path / "global_step1")
 
 
 def test_what_a_receiver_reads_is_not_removed():

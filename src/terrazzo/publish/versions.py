@@ -26,11 +26,13 @@ import msgspec
 
 from terrazzo.checkpoint.manager.records import Catalog
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
+from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import ABSENT, Absent, Place, Store
 from terrazzo.checkpoint.stores import Version as StoredVersion
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
-from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
+from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, ConflictError, PublishValueError
+from terrazzo.publish.parts import RESERVED
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
 
@@ -172,6 +174,7 @@ class Versions:
         store.prepare()
         for last in reversed(range(_TRIES)):
             published = msgspec.structs.replace(self.read(), publisher=uuid.uuid4().hex)
+            self._check_own_folder()
             try:
                 self.write(published)
                 break
@@ -180,6 +183,15 @@ class Versions:
                     raise
         self._clear_temporary()
         return published
+
+    def _check_own_folder(self) -> None:
+        """Raise if there are checkpoints but no list: they are a run's, whose folder can have no versions."""
+        steps = [] if self._mark is not ABSENT else self._catalog.steps()
+        if steps:
+            raise PublishValueError(
+                f"{self.location} holds checkpoints of a run ({name_of_step(steps[-1])}), which would be taken for "
+                f"versions: publish to a folder of its own"
+            )
 
     def _clear_temporary(self) -> None:
         """Remove temporary files and locks of the list that publishers left when they died."""
@@ -201,8 +213,19 @@ class Versions:
             LOGGER.warning("%s: cannot list the folders to remove old versions: %s", self.location, error)
             return
         for place in places:
-            if place not in counted and place < published.newest.place:
+            if place not in counted and place < published.newest.place and self._is_version(place):
                 self.discard(place)
+
+    def _is_version(self, place: int) -> bool:
+        """Whether a folder has a version, or no checkpoint; not if it has one of another kind, or cannot be read."""
+        store = self._catalog.store_of(place)
+        try:
+            return any(name.startswith(RESERVED) for name in read_manifest(store).names)
+        except FileNotFoundError:
+            return True
+        except (OSError, CheckpointError) as error:
+            LOGGER.warning("%s stays, because it cannot be read: %s", store.location, error)
+            return False
 
     def discard(self, place: int) -> None:
         """Remove a version, unless a receiver holds it. If that fails, a later `clear` tries again."""
