@@ -19,6 +19,7 @@ from terrazzo.checkpoint import Checkpoint, CheckpointManager, PerRank, verify
 from terrazzo.engine import initialize
 from terrazzo.engine.content import content
 from terrazzo.errors import (
+    CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DivergentValueError,
@@ -169,6 +170,12 @@ def check_parts(folder: str) -> None:
     saved = weights(engine)
     with pytest.raises(CheckpointNotFoundError, match="has first, thin"):
         engine.load_checkpoint(folder, "absent")
+
+    if dist.get_rank() == 0:
+        os.symlink("first", os.path.join(folder, "best"))
+    dist.barrier()
+    with pytest.raises(CheckpointExistsError, match="best is a link or a mount point"):
+        engine.save_checkpoint(folder, "best")
 
     other = engine_of(1, make_model(seed=9))
     before = weights(other)

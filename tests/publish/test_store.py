@@ -13,7 +13,7 @@ from publish import worlds
 from ranks import run_ranks
 from terrazzo.checkpoint import save, verify
 from terrazzo.checkpoint.plan.chunked import ChunkedTensor
-from terrazzo.checkpoint.stores import MemoryStore
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointException,
@@ -257,6 +257,32 @@ def test_what_a_receiver_reads_is_not_removed():
     publisher.publish(3)
     publisher.wait()
     assert sorted(store.folders()) == ["global_step3"]
+
+
+def test_only_versions_are_removed(tmp_path, caplog):
+    """A run's steps are in the same folder, one behind a link, one of which this release cannot read."""
+    model, served, publisher, receiver = pair(LocalStore(tmp_path / "run"), anchor_every=1, keep=1)
+    for name in ("run/global_step1", "run/global_step3", "shared"):
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / name)
+    with Publisher(tmp_path / "others", nn.Linear(6, 5)) as another:
+        another.publish()
+    os.rename(tmp_path / "others" / "global_step0", tmp_path / "version")
+    for link, there in (("global_step2", "shared"), ("global_step4", "version")):
+        (tmp_path / "run" / link).symlink_to(tmp_path / there)
+    (tmp_path / "run" / "global_step3" / "manifest.terrazzo").write_bytes(b"of another release")
+    before = [sorted(os.listdir(tmp_path / "run" / f"global_step{step}")) for step in (1, 2, 3, 4)]
+    for number in range(3):
+        publisher.publish(number)
+        publisher.wait()
+    publisher.close()
+    assert receiver.poll() == 2
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        *(f"global_step{step}" for step in (1, 2, 3, 4, 7)),
+        "published.json",
+    ]
+    assert [sorted(os.listdir(tmp_path / "run" / f"global_step{step}")) for step in (1, 2, 3, 4)] == before
+    assert caplog.text.count("global_step1 is not a published version") == 1
+    assert "global_step3 could not be removed" in caplog.text and "global_step4 is a link" in caplog.text
 
 
 def test_damage_is_found_and_the_model_keeps_what_it_has(tmp_path):

@@ -50,7 +50,13 @@ from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.engine.saved_keys import keyed_like
 from terrazzo.engine.trained import Trained
-from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, DivergentValueError, EngineError
+from terrazzo.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DivergentValueError,
+    EngineError,
+)
 
 Result = TypeVar("Result")
 
@@ -84,6 +90,7 @@ def save_engine(
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
+    do_together(f"looking at {folder / tag}", lambda: _check_no_link(folder, tag), timeout=timeout)
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' cannot be written in the background: leave out async_op")
@@ -121,6 +128,15 @@ class _RunPlanner(DefaultSavePlanner):
     ) -> None:
         self.lowest_rank_wins = tuple(as_pattern(f"module.{name}") for name in state_dict["buffer_names"])
         super().set_up_planner(dict(state_dict), storage_meta, is_coordinator)
+
+
+def _check_no_link(folder: Place, tag: str) -> None:
+    """Raise if the tag's folder is a link, because saving there would replace what it leads to."""
+    if dist.get_rank() == 0 and folder.store.is_link(tag):
+        raise CheckpointExistsError(
+            f"{folder / tag} is a link or a mount point, and what it leads to is not replaced: remove the link, or use "
+            "another tag"
+        )
 
 
 def _point(folder: Place, tag: str, save_latest: bool) -> None:

@@ -117,6 +117,7 @@ class Versions:
     def __init__(self, root: Place) -> None:
         self._catalog = Catalog(root)
         self._mark: StoredVersion | Absent = ABSENT
+        self._foreign: set[int] = set()  # folders of which a warning has said that they are no versions
 
     @property
     def location(self) -> str:
@@ -213,26 +214,29 @@ class Versions:
             LOGGER.warning("%s: cannot list the folders to remove old versions: %s", self.location, error)
             return
         for place in places:
-            if place not in counted and place < published.newest.place and self._is_version(place):
+            if place not in counted and place < published.newest.place:
                 self.discard(place)
 
-    def _is_version(self, place: int) -> bool:
-        """Whether a folder has a version, or no checkpoint; not if it has one of another kind, or cannot be read."""
-        store = self._catalog.store_of(place)
-        try:
-            return any(name.startswith(RESERVED) for name in read_manifest(store).names)
-        except FileNotFoundError:
-            return True
-        except (OSError, CheckpointError) as error:
-            LOGGER.warning("%s stays, because it cannot be read: %s", store.location, error)
-            return False
-
     def discard(self, place: int) -> None:
-        """Remove a version, unless a receiver holds it. If that fails, a later `clear` tries again."""
+        """Remove a version, unless a receiver holds it. If that fails, a later `clear` tries again.
+
+        A checkpoint that is no version stays, for example a step of a run that is saved to the same folder.
+        """
         try:
-            remove(self._catalog, place)
+            if self._may_be_version(place):
+                remove(self._catalog, place)
+            elif place not in self._foreign:
+                self._foreign.add(place)
+                LOGGER.warning("%s: %s is not a published version, so it stays", self.location, name_of_step(place))
         except (OSError, CheckpointError) as error:
             LOGGER.warning("%s: %s could not be removed: %s", self.location, name_of_step(place), error)
+
+    def _may_be_version(self, place: int) -> bool:
+        try:
+            manifest = read_manifest(self.store_of(place))
+        except FileNotFoundError:  # left by a publisher that died
+            return True
+        return any(name.startswith(RESERVED) for name in manifest.names)
 
     @contextmanager
     def held(self, versions: Iterable[Version]) -> Iterator[None]:

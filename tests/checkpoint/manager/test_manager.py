@@ -31,6 +31,7 @@ from terrazzo.checkpoint.manager import (
 from terrazzo.checkpoint.manager.records import read_reasons
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store
 from terrazzo.errors import (
+    CheckpointError,
     CheckpointException,
     CheckpointExistsError,
     CheckpointManagerError,
@@ -156,14 +157,14 @@ def test_what_others_have_saved_there(tmp_path: Path):
     save(state(5), checkpoint_id=tmp_path / "mine")
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "global_step7" / "notes.txt").write_text("mine")
-    (tmp_path / "global_step8").mkdir()
-    (tmp_path / "global_step8" / "manifest.terrazzo").write_bytes(b"damaged")
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "manifest.terrazzo").write_bytes(b"damaged")
     with CheckpointManager(tmp_path, keep=1) as manager:
         assert manager.steps() == [5] and restored(manager, "latest") == 5
         manager.save(6, state(6))
-    assert folders(tmp_path) == [6, 7, 8] and (tmp_path / "mine").is_dir()
+    assert folders(tmp_path) == [3, 6, 7] and (tmp_path / "mine").is_dir()
     assert (tmp_path / "global_step7" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "global_step8" / "manifest.terrazzo").read_bytes() == b"damaged"
+    assert (tmp_path / "global_step3" / "manifest.terrazzo").read_bytes() == b"damaged"
 
 
 @pytest.mark.parametrize(
@@ -171,13 +172,15 @@ def test_what_others_have_saved_there(tmp_path: Path):
     [7, "", "[" * 100_000, "[1]", "{}", '{"saved": NaN}', '{"saved": 1, "metrics": {"loss": "low"}}', torch.zeros(2)],
 )
 def test_what_is_said_of_a_checkpoint_may_be_nonsense(tmp_path: Path, said: object, caplog: pytest.LogCaptureFixture):
-    """Such a checkpoint is left where it is, and the others are used."""
+    """Such a checkpoint is left where it is, and the others are used if the run says so."""
     save({**state(1), "checkpoint_manager": '{"saved": 5.0, "step": 99}'}, checkpoint_id=tmp_path / "global_step1")
     save({**state(2), "checkpoint_manager": said}, checkpoint_id=tmp_path / "global_step2")
     (tmp_path / "kept.json").write_bytes(b'{"\xff": ["x"]}')
     with CheckpointManager(tmp_path, keep=1) as manager:
-        assert manager.steps() == [1] and restored(manager, "latest") == 1
-        assert "global_step2 is ignored" in caplog.text
+        with pytest.raises(CheckpointError, match="global_step2 cannot be read, and it may be the newest"):
+            manager.latest_step()
+        assert manager.steps() == [1] and restored(manager, 1) == 1
+        assert caplog.text.count("global_step2 cannot be read") == 1
         assert read_reasons(Place(tmp_path)) == {}
         manager.save(3, state(3))
     assert folders(tmp_path) == [2, 3]

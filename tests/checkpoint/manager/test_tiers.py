@@ -381,7 +381,7 @@ def ask_little(folder: str) -> list[str]:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(PeerStore, "_call", told)
-                assert [record.step for record, _ in manager._tiers.read()] == [1, 2, 3]
+                assert manager._tiers.look().steps == [1, 2, 3]
         dist.barrier()
     return asked
 

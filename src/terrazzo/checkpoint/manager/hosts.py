@@ -32,7 +32,7 @@ from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.comm.addresses import own_address
-from terrazzo.errors import CheckpointError, CheckpointManagerError, ConflictError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointManagerError, ConflictError
 
 _MARK: Final = "host-"
 _PATIENCE: Final = 60.0  # seconds without a message from another host
@@ -142,14 +142,14 @@ class HostsStore(Store):
         """The valid manifest, and a host that has it."""
         found: list[tuple[float, str, LocalStore | PeerStore, bytearray]] = []
         files: set[tuple[str, int]] | None = None
-        errors: list[CheckpointError] = []
+        errors: list[CheckpointCorruptError] = []
         for host in self.hosts.all:
             try:
                 data = host.get(MANIFEST)[0]
                 manifest = decode_manifest(data, host.location)
             except FileNotFoundError:
                 continue
-            except CheckpointError as error:  # damaged on this host
+            except CheckpointCorruptError as error:  # on this host; of another release it is on none
                 errors.append(error)
                 continue
             if files is None:
@@ -182,7 +182,12 @@ class HostsStore(Store):
         for host in self.hosts.all if named else ():
             host.delete(named)
 
+    def is_link(self, name: str) -> bool:
+        return any(host.is_link(name) for host in self.hosts.all)
+
     def remove_folder(self, name: str) -> None:
+        if self.is_link(name):
+            return
         folder = self.beneath(name)
         with suppress(CheckpointError):  # leave a damaged checkpoint
             if not folder.exists(MANIFEST):  # the manifest may be left if a host with files was lost
@@ -192,7 +197,8 @@ class HostsStore(Store):
 
     def sync(self) -> None:
         for host in self.hosts.all:
-            host.sync()
+            with suppress(FileNotFoundError):  # a host that came back with an empty disk has no such folder
+                host.sync()
 
     def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
         known: dict[str, LocalStore | PeerStore] = {}

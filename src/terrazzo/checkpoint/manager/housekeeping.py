@@ -89,7 +89,7 @@ class Housekeeping:
         local = self._tiers.local
         if local is None:
             return
-        last = [record.step for record, _ in self._tiers.read()[-1:]] if newest else []
+        last = [record.step for record in self._tiers.look().records[-1:]] if newest else []
         due = [record for record in self._tiers.uncopied() if record.uncopied == 0 or record.step in last]
         failed: CheckpointError | None = None
         for record in due:
@@ -104,7 +104,12 @@ class Housekeeping:
             raise failed
 
     def _copy(self, local: Tier, record: Record) -> None:
-        target = self._tiers.root.catalog.store_of(record.step)
+        catalog = self._tiers.root.catalog
+        target = catalog.store_of(record.step)
+        if record.step in catalog.look()[1]:
+            raise CheckpointExistsError(f"cannot replace {target.location}, which cannot be read: move it away")
+        if catalog.is_link(record.step):
+            raise CheckpointExistsError(f"cannot replace {target.location}, which is a link: remove the link")
         if target.exists(MANIFEST) and is_held(target):
             raise CheckpointExistsError(f"cannot replace {target.location} while it is being read")
         lease = take_to_read(local.catalog, record.step)

@@ -30,6 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 import torch.distributed as dist
 
+from terrazzo import errors
 from terrazzo.checkpoint.manager.committing import Unmade, do_together, reduce_over, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
@@ -37,7 +38,7 @@ from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, 
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.restoring import Loading
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
-from terrazzo.checkpoint.manager.tiers import Which, choose, in_order_of_merit, open_tiers
+from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
@@ -116,6 +117,7 @@ class CheckpointManager:
         self._went_back = False  # whether existing steps may be saved again
         self._trains = False  # a manager that only restores or holds does not copy
         self._records: list[Record] = []
+        self._why_no_latest: CheckpointError | None = None
         self._pending: Future[None] | None = None  # the running save
         self._tiers = open_tiers(
             Place(root), local, keep, keep_local, self._best, replicas, process_group=process_group, timeout=timeout
@@ -224,10 +226,21 @@ class CheckpointManager:
                 raise DivergentValueError(
                     f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
-            records = [record for record, _ in self._tiers.read()]
-            fast = self._tiers.fast
+            looked = self._tiers.look()
+            records, fast = looked.records, self._tiers.fast
             if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
                 return b""  # the step may be being removed or copied
+            if step in looked.unreadable:
+                raise CheckpointExistsError(
+                    f"{fast.catalog.store_of(step).location} cannot be replaced, because a checkpoint of this step is "
+                    f"there that cannot be read: {looked.unreadable[step].error}; move it away, or use another folder"
+                )
+            for tier in self._tiers.all:
+                if tier.catalog.is_link(step):
+                    raise CheckpointExistsError(
+                        f"{tier.catalog.store_of(step).location} is a link or a mount point, and what it leads to is "
+                        "not replaced: remove the link, or use another folder"
+                    )
             if any(record.step == step for record in records):
                 self._check_replacing(step)
             fast.being_saved.add(step)
@@ -284,7 +297,13 @@ class CheckpointManager:
         return list(self._records)
 
     def latest_step(self) -> int | None:
-        """The step that was saved last, or None."""
+        """The step that was saved last; None if there is no checkpoint.
+
+        Raises an error if a checkpoint that may be the newest is there and cannot be read: of a newer release, damaged,
+        or not accessible; or if the file `latest` names a step that is not there.
+        """
+        if self._why_no_latest is not None:
+            raise self._why_no_latest
         return self._records[-1].step if self._records else None
 
     def best_step(self) -> int | None:
@@ -294,11 +313,18 @@ class CheckpointManager:
 
     def reload(self) -> None:
         """Look again which checkpoints there are."""
-        told = self._reduce(f"looking at {self.root}", lambda: b"", lambda _: self._encoded_records())
-        self._records = msgspec.msgpack.decode(told, type=list[Record])
+        told = self._reduce(f"looking at {self.root}", lambda: b"", lambda _: self._encoded(self._tiers.look()))
+        self._know(msgspec.msgpack.decode(told, type=_Known))
 
-    def _encoded_records(self) -> bytes:
-        return msgspec.msgpack.encode([record for record, _ in self._tiers.read()])
+    def _encoded(self, looked: Looked) -> bytes:
+        """On the first rank: what all ranks are to know."""
+        unknown = self._tiers.why_no_latest(looked)
+        kind, text = ("", "") if unknown is None else (type(unknown).__name__, str(unknown))
+        return msgspec.msgpack.encode(_Known(looked.records, kind, text))
+
+    def _know(self, known: _Known) -> None:
+        self._records = known.records
+        self._why_no_latest = getattr(errors, known.kind)(known.text) if known.kind else None
 
     # ------------------------------------------------------------------ restoring
 
@@ -325,14 +351,15 @@ class CheckpointManager:
             return b""
 
         def take(_: list[bytes]) -> bytes:
-            found = self._tiers.read()
-            chosen, tier = choose(step, found, self._best, self.root)
+            looked = self._tiers.look()
+            chosen, tier = choose(step, looked, self._tiers, self._best)
             leases.append(take_to_read(tier.catalog, chosen))
-            return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), [record for record, _ in found]))
+            return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), msgspec.Raw(self._encoded(looked))))
 
         try:
             told = self._reduce(f"restoring {step} from {self.root}", ready, take)
-            chosen, number, self._records = msgspec.msgpack.decode(told, type=tuple[int, int, list[Record]])
+            chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Known])
+            self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
             loading = Loading(self._tiers, record, partial(self._load, state, planner), self._group, self._timeout)
             damaged = loading.load_from(self._tiers.all[number], leases)
@@ -370,7 +397,7 @@ class CheckpointManager:
         ...         Checkpoint(store)["w"][...]
         tensor([1., 1.])
         """
-        chosen, tier = choose(step, self._tiers.read(), self._best, self.root)
+        chosen, tier = choose(step, self._tiers.look(), self._tiers, self._best)
         lease = take_to_read(tier.catalog, chosen)
         try:
             yield tier.catalog.store_of(chosen)
@@ -398,14 +425,14 @@ class CheckpointManager:
                 return b""
             for future in copying:
                 future.result()
-            return self._encoded_records()
+            return self._encoded(self._tiers.look())
 
         try:
             told = self._patiently(f"waiting for the last save to {self.root}", ready, look)
         except CheckpointError:
             self._last = self._settled
             raise
-        self._records = msgspec.msgpack.decode(told, type=list[Record])
+        self._know(msgspec.msgpack.decode(told, type=_Known))
         self._settled = self._last
 
     def close(self) -> None:
@@ -457,6 +484,14 @@ class CheckpointManager:
 
     def _reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
         return reduce_over(doing, step, combine, self._group, self._timeout)
+
+
+class _Known(msgspec.Struct, array_like=True, frozen=True):
+    """What all ranks know of the checkpoints: their records, and the error if it is not known which is the newest."""
+
+    records: list[Record]
+    kind: str = ""
+    text: str = ""
 
 
 def _check_names(state: object) -> None:

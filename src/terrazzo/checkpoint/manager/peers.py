@@ -130,6 +130,8 @@ class PeerServer:
         match call.operation, call.arguments:
             case "folders", ():
                 return list(store.folders())
+            case "is_link", (str(name),):
+                return store.is_link(_plain(name))
             case "list", (str(prefix),):
                 return [(entry.key, entry.size, entry.modified) for entry in store.list(prefix)]
             case "stat", (str(key),):
@@ -189,6 +191,9 @@ class PeerStore(Store):
 
     def folders(self) -> Sequence[str]:
         return list(self._call("folders"))
+
+    def is_link(self, name: str) -> bool:
+        return bool(self._call("is_link", name))
 
     def beneath(self, name: str) -> PeerStore:
         return PeerStore(self._pool.address, self._pool.timeout, name, self._pool)

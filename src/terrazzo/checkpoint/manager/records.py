@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import name_of_step, step_of_name
 from terrazzo.checkpoint.stores import Entry, Place, Store
-from terrazzo.errors import CheckpointError, CheckpointManagerError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointIOError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -81,6 +82,19 @@ def checked_step(step: Any) -> int:
     return number
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A checkpoint that is there and cannot be read: damaged, of a newer release, or not accessible.
+
+    Attributes:
+        error: why it cannot be read.
+        modified: when its manifest was written; infinite if that cannot be read either.
+    """
+
+    error: CheckpointError
+    modified: float = math.inf
+
+
 class Catalog:
     """The complete checkpoints of numbered steps in a run's folder.
 
@@ -90,6 +104,7 @@ class Catalog:
     def __init__(self, root: Place) -> None:
         self.root = root
         self._known: dict[int, tuple[Entry, Record]] = {}
+        self._told: set[str] = set()
 
     def store_of(self, step: int) -> Store:
         """The store of a step's checkpoint, which need not exist."""
@@ -100,24 +115,66 @@ class Catalog:
         steps = map(step_of_name, self.root.store.folders())
         return sorted(step for step in steps if step is not None)
 
-    def read(self) -> list[Record]:
-        """The records of the present complete checkpoints, the newest last."""
-        records = [record for step in self.steps() if (record := self._record(step)) is not None]
-        return sorted(records, key=lambda record: (record.saved, record.step))
+    def is_link(self, step: int) -> bool:
+        """Whether a step's folder is a link or a mount point, so that nothing may be written or removed there."""
+        return self.root.store.is_link(name_of_step(step))
 
-    def _record(self, step: int) -> Record | None:
+    def read(self) -> list[Record]:
+        """The records of the complete checkpoints that can be read, the newest last."""
+        return self.look()[0]
+
+    def look(self) -> tuple[list[Record], dict[int, Unreadable]]:
+        """The records of the complete checkpoints, the newest last; and by step, those that cannot be read."""
+        records: list[Record] = []
+        unreadable: dict[int, Unreadable] = {}
+        for step in self.steps():
+            modified = math.inf
+            try:
+                entry = self._entry(step)
+                if entry is None:  # not complete
+                    continue
+                modified = entry.modified
+                record = self._record(step, entry)
+                if record is not None:
+                    records.append(record)
+                continue
+            except CheckpointError as error:
+                found = error
+            except OSError as error:
+                found = CheckpointIOError(f"{self.store_of(step).location}: {error}")
+                found.__cause__ = error
+            unreadable[step] = Unreadable(found, modified)
+            self._tell(step, found)
+        return sorted(records, key=lambda record: (record.saved, record.step)), unreadable
+
+    def _entry(self, step: int) -> Entry | None:
         store = self.store_of(step)
         try:
-            entry = store.stat(MANIFEST)
-            known = self._known.get(step)
-            if known is None or known[0] != entry:
+            return store.stat(MANIFEST)
+        except FileNotFoundError:
+            if not self.is_link(step):
+                return None
+            raise CheckpointCorruptError(f"{store.location} is a link, and it leads to no checkpoint") from None
+
+    def _record(self, step: int, entry: Entry) -> Record | None:
+        known = self._known.get(step)
+        if known is None or known[0] != entry:
+            store = self.store_of(step)
+            try:
                 known = self._known[step] = entry, _read_record(store, step)
-        except FileNotFoundError:  # not complete, or just removed
-            return None
-        except CheckpointError as error:
-            LOGGER.warning("%s is ignored, because it cannot be read: %s", store.location, error)
-            return None
+            except FileNotFoundError as error:
+                if not store.exists(MANIFEST):  # it was just removed
+                    return None
+                raise CheckpointCorruptError(
+                    f"{store.location}: a file of the checkpoint is missing: {error}"
+                ) from error
         return known[1]
+
+    def _tell(self, step: int, error: CheckpointError) -> None:
+        text = f"{self.store_of(step).location} cannot be read, so it is neither used, replaced nor removed: {error}"
+        if text not in self._told:
+            self._told.add(text)
+            LOGGER.warning("%s", text)
 
 
 def _read_record(store: Store, step: int) -> Record:

@@ -25,7 +25,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
 from terrazzo.checkpoint.stores import Entry, Lease, Store
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
-from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.errors import CheckpointManagerError, CheckpointNotFoundError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -67,6 +67,8 @@ def is_held(store: Store, kind: str = _READER) -> bool:
 def remove(catalog: Catalog, step: int) -> bool:
     """Remove a checkpoint; returns False if a reader holds it."""
     store = catalog.store_of(step)
+    if catalog.is_link(step):
+        raise CheckpointManagerError(f"{store.location} is a link or a mount point, and nothing is removed through it")
     with removing(store) as may:
         if not may:
             return False
@@ -89,7 +91,7 @@ def clear(catalog: Catalog, step: int) -> None:
 
 
 def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
-    """`clear` every step of a run except `spared`, and remove temporary files of `latest` and the like.
+    """`clear` every step of a run except `spared` and links, and remove temporary files of `latest` and the like.
 
     A step that is being saved must be in `spared`, because its folder may still be empty.
     """
@@ -99,7 +101,7 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
     ]
     root.delete([entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
     for step in catalog.steps():
-        if step not in spared:
+        if step not in spared and not catalog.is_link(step):
             clear(catalog, step)
 
 

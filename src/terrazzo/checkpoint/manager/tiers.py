@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,11 +15,17 @@ from terrazzo.checkpoint.manager.committing import do_together, reduce_over
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import Connected, connect
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
-from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, checked_step, write_reasons
+from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
-from terrazzo.checkpoint.native.names import step_of_name
+from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import ABSENT, LocalStore, Place
-from terrazzo.errors import CheckpointManagerError, CheckpointNotFoundError, ConflictError
+from terrazzo.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointManagerError,
+    CheckpointNotFoundError,
+    ConflictError,
+)
 
 Which = int | Literal["latest", "best"]
 
@@ -42,19 +49,29 @@ class Tier:
         self._removing = threading.Lock()
 
     def remove(self, needed: Mapping[int, str] | None = None) -> None:
-        """Remove checkpoints that no policy keeps, that are not `needed` (for a reason) and that no reader holds."""
+        """Remove checkpoints that no policy keeps, that are not `needed` (for a reason) and that no reader holds.
+
+        Nothing is removed that cannot be read, or behind a link.
+        """
         with self._removing:
-            records = self.catalog.read()
+            records, unreadable = self.catalog.look()
+            for each in unreadable.values():
+                if isinstance(each.error, OSError):  # it may be readable again, and the policies depend on all
+                    raise each.error
             reasons = reasons_to_keep(self._keep, self._best, records)
             for step, why in (needed or {}).items():
                 reasons.setdefault(step, []).append(why)
             for record in records:
-                if record.step not in reasons and not remove(self.catalog, record.step):
+                if record.step in reasons:
+                    continue
+                if self.catalog.is_link(record.step):
+                    reasons[record.step] = ["a link"]
+                elif not remove(self.catalog, record.step):
                     reasons[record.step] = ["being read"]
-            write_reasons(self.root, reasons)
+            write_reasons(self.root, reasons | {step: ["cannot be read"] for step in unreadable})
             if not self._cleared:  # once: files that killed runs have left
                 self._cleared = True
-                clear_all(self.catalog, self.being_saved)
+                clear_all(self.catalog, self.being_saved | set(unreadable))
 
 
 class Tiers:
@@ -90,21 +107,85 @@ class Tiers:
         """All tiers, the fast one first."""
         return [self.root] if self.local is None else [self.local, self.root]
 
-    def read(self) -> list[tuple[Record, Tier]]:
-        """The complete checkpoints, the newest last. If both tiers have a step: the newer one, or the local one."""
+    def look(self) -> Looked:
+        """The checkpoints that there are. If both tiers have a step: the newer one, or the local one."""
         found: dict[int, tuple[Record, Tier]] = {}
+        unreadable: dict[int, Unreadable] = {}
         for tier in self.all:
-            for record in tier.catalog.read():
+            records, wrong = tier.catalog.look()
+            unreadable = wrong | unreadable
+            for record in records:
                 known = found.get(record.step)
                 if known is None or known[0].saved < record.saved:
                     found[record.step] = record, tier
-        return sorted(found.values(), key=lambda each: (each[0].saved, each[0].step))
+        there = sorted(found.values(), key=lambda each: (each[0].saved, each[0].step))
+        return Looked(there, unreadable)
+
+    def why_no_latest(self, looked: Looked) -> CheckpointError | None:
+        """Why it is not known which checkpoint is the newest; None if it is known, or if there is none at all."""
+        named: int | None = None
+        try:
+            tags = [place.name for place in named_by_latest(self.root.root, LATEST[:1])]
+            named = step_of_name(tags[0]) if tags else None
+        except CheckpointError as error:
+            if not looked.there:
+                return error
+        except OSError as error:
+            if not looked.there:
+                return CheckpointIOError(f"{self.root.root / LATEST[0]}: {error}")
+        newest = looked.there[-1][0] if looked.there else None
+        for step, each in sorted(looked.unreadable.items(), reverse=True):
+            # Saves give steps increasing numbers, unless a run goes back; then `latest` names the newest.
+            if newest is None or step == named or (step > newest.step and each.modified >= newest.saved):
+                return _with_advice(each.error, step, newest)
+        if named is not None and named not in looked.steps:
+            return CheckpointNotFoundError(
+                f"{self.root.root / LATEST[0]} names {name_of_step(named)}, which has no checkpoint that the manager "
+                f"reads (no manifest); {_advice(newest)}, or correct or remove the file {LATEST[0]}"
+            )
+        return None
 
     def uncopied(self) -> list[Record]:
         """The local checkpoints of which the root has no copy, or an older one; the oldest first."""
         if self.local is None:
             return []
         return not_copied(self.local.catalog.read(), self.root.catalog.read())
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The checkpoints of a run.
+
+    Attributes:
+        there: those that can be read, with their tiers, the newest last.
+        unreadable: the others, by step.
+    """
+
+    there: Sequence[tuple[Record, Tier]]
+    unreadable: Mapping[int, Unreadable]
+
+    @property
+    def records(self) -> list[Record]:
+        """The records, the newest last."""
+        return [record for record, _ in self.there]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that can be read, in order."""
+        return sorted(record.step for record, _ in self.there)
+
+
+def _with_advice(error: CheckpointError, step: int, newest: Record | None) -> CheckpointError:
+    text = f"{name_of_step(step)} cannot be read, and it may be the newest checkpoint: {error}; {_advice(newest)}"
+    found = type(error)(text)
+    found.__cause__ = error
+    return found
+
+
+def _advice(newest: Record | None) -> str:
+    if newest is None:
+        return "use a release that reads it, or another folder"
+    return f"to go on from an older one, call restore({newest.step}), and move away what cannot be read"
 
 
 def open_tiers(
@@ -181,10 +262,13 @@ def in_order_of_merit(best: Best | None, records: list[Record]) -> list[Record]:
     return best.order(records)
 
 
-def choose(which: Which, there: list[tuple[Record, Tier]], best: Best | None, root: str) -> tuple[int, Tier]:
+def choose(which: Which, looked: Looked, tiers: Tiers, best: Best | None) -> tuple[int, Tier]:
     """The step that `which` means, and its tier."""
-    records = [record for record, _ in there]
+    records, root = looked.records, tiers.root.root
     if which == "latest":
+        unknown = tiers.why_no_latest(looked)
+        if unknown is not None:
+            raise unknown
         found = records[-1:]
     elif which == "best":
         found = in_order_of_merit(best, records)[:1]
@@ -193,7 +277,9 @@ def choose(which: Which, there: list[tuple[Record, Tier]], best: Best | None, ro
     else:
         number = checked_step(which)
         found = [record for record in records if record.step == number]
+        if not found and number in looked.unreadable:
+            raise looked.unreadable[number].error
     if not found:
-        steps = ", ".join(map(str, sorted(record.step for record in records)))
+        steps = ", ".join(map(str, looked.steps))
         raise CheckpointNotFoundError(f"{root} has no checkpoint {which}; it has " + (steps or "none"))
-    return found[0].step, there[records.index(found[0])][1]
+    return found[0].step, looked.there[records.index(found[0])][1]

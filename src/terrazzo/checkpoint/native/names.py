@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from terrazzo.checkpoint.stores import Place
@@ -52,14 +53,17 @@ def name_as_latest(folder: Place, name: str) -> None:
     folder.store.put(LATEST[0], name.encode())
 
 
-def named_by_latest(folder: Place) -> list[Place]:
+def named_by_latest(folder: Place, names: Sequence[str] = LATEST) -> list[Place]:
     """The folders that the files `latest` and `latest_universal` name, whether they exist or not."""
     found: list[Place] = []
-    for name in LATEST:
+    for name in names:
         file = folder / name
-        if not file.is_file():
+        if file.local is not None and file.local.is_dir():
             continue
-        opened = file.open()
+        try:
+            opened = file.open()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
         try:
             data = bytearray(min(opened.size, _LONGEST_TAG))
             opened.read_into(0, [memoryview(data)])

@@ -84,8 +84,13 @@ class NativeWriter(StorageWriter):
                 named = decode_manifest(data, self.store.location).data_files
             except FileNotFoundError:
                 self._replacing = ABSENT
-            except (CheckpointCorruptError, CheckpointFormatError):
+            except CheckpointCorruptError:
                 pass  # it is replaced, and what it needed stays until then
+            except CheckpointFormatError as error:
+                raise CheckpointExistsError(
+                    f"{self.store.location} holds a checkpoint that this release cannot read, so it is not replaced: "
+                    f"{error}; save elsewhere, or move it away"
+                ) from error
             if not self.overwrite and not isinstance(self._replacing, Absent):
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint; save elsewhere, or with overwrite=True"

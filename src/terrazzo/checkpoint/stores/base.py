@@ -339,6 +339,10 @@ class Store(abc.ABC):
         """The store of a folder in this one, which need not exist."""
         raise OSError(errno.ENOTSUP, f"{self.location} is a store without folders, so it has no", name)
 
+    def is_link(self, name: str) -> bool:
+        """Whether a folder in this store is a link or a mount point: what it leads to is not this store's."""
+        return False
+
     def remove_folder(self, name: str) -> None:  # noqa: B027  # most stores have no folders without files
         """Remove a folder in this store if it is empty."""
 

@@ -95,6 +95,13 @@ class FsspecStore(Store):
     def folders(self) -> Sequence[str]:
         return [self._name(info) for info in self._listing() if info["type"] == "directory"]
 
+    def is_link(self, name: str) -> bool:
+        try:
+            info = self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return False
+        return bool(info.get("islink")) or info["type"] == "link"
+
     def beneath(self, name: str) -> FsspecStore:
         return FsspecStore(f"{self._url}/{name}", self._fs, lease_seconds=self.lease_seconds)
 

@@ -164,9 +164,12 @@ class LocalStore(Store):
 
     def folders(self) -> Sequence[str]:
         try:
-            return [name for name in self._os.listdir(self._path) if os.path.isdir(self._path / name)]
+            return [name for name in self._os.listdir(self._path) if _is_folder(self._path / name)]
         except FileNotFoundError:
             return []
+
+    def is_link(self, name: str) -> bool:
+        return os.path.islink(self._path / name) or _is_mount(self._path / name)
 
     def beneath(self, name: str) -> LocalStore:
         return LocalStore(self._path / name, self._os, durable=self._durable)
@@ -175,7 +178,8 @@ class LocalStore(Store):
         try:
             self._os.rmdir(self._path / name)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):  # some systems say the last
+            # Some systems say the last for a folder that is not empty; links and mount points stay.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR, errno.EBUSY, errno.EEXIST):
                 raise
 
     def sync(self) -> None:
@@ -297,6 +301,11 @@ class LocalStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
+            outer = os.path.dirname(key)
+            if outer and os.path.realpath(self._path / outer) != os.path.join(os.path.realpath(self._path), outer):
+                raise PermissionError(
+                    errno.EPERM, "it is not removed, because a link leads to it", str(self._path / key)
+                )
             with suppress(FileNotFoundError):
                 self._os.unlink(self._path / key)
 
@@ -352,6 +361,30 @@ def _local_store(path: Path, durable: bool) -> LocalStore:
 
 def _version(data: bytes | bytearray | memoryview) -> Version:
     return Version(f"{xxhash.xxh3_128_hexdigest(data)}-{len(data)}")
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is a folder, or may be one: a link that leads nowhere, or what cannot be looked at."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return os.path.islink(path)
+    except OSError:
+        return True
+
+
+def _is_mount(path: Path) -> bool:
+    """Whether something is mounted there, even a folder of the same file system, which `ismount` does not see."""
+    if os.path.ismount(path):
+        return True
+    try:
+        table = Path("/proc/self/mountinfo").read_bytes()
+    except OSError:  # not on Linux
+        return False
+    there = os.fsencode(os.path.realpath(path))
+    for plain, escaped in ((b"\\", rb"\134"), (b" ", rb"\040"), (b"\t", rb"\011"), (b"\n", rb"\012")):
+        there = there.replace(plain, escaped)
+    return any(line.split()[4] == there for line in table.splitlines())
 
 
 def _is_file_at(path: Path, fd: int) -> bool:
