@@ -14,12 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
 from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery
 from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
-from terrazzo.errors import CheckpointException, CheckpointManagerError
+from terrazzo.errors import (
+    CheckpointException,
+    CheckpointExistsError,
+    CheckpointFormatError,
+    CheckpointManagerError,
+)
 from terrazzo.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 LIMIT = timedelta(seconds=60)
@@ -131,6 +137,56 @@ def test_what_is_not_whole_is_not_used(tmp_path: Path):
     run_ranks(2, resume, str(tmp_path), 2, 2)
     assert folders(tmp_path / "host0") == [3], "of the damaged step 3 nothing stays but what has replaced it"
     assert (tmp_path / "root" / "latest").read_text() == "global_step3"
+
+
+def go_on_without_a_folder(folder: str) -> None:
+    """Each host in turn lacks the folder of a step that is removed: it came back with an empty disk, for example."""
+    for lost in (0, 1):
+        local = local_of(f"{folder}/{lost}", 2)
+        with CheckpointManager(
+            Path(folder) / f"root{lost}", local=local, keep=1, keep_local=1, timeout=LIMIT
+        ) as manager:
+            manager.save(1, state(1))
+            manager.wait()
+            if dist.get_rank() == lost:
+                shutil.rmtree(local / "global_step1")
+            dist.barrier()
+            manager.save(2, state(2))
+            manager.wait()
+            check_restored(manager, "latest", 2)
+        assert manager.steps() == [2] and folders(local) == [2]
+
+
+def test_a_host_lacks_the_folder_of_a_step_that_is_removed(tmp_path: Path):
+    run_ranks(2, go_on_without_a_folder, str(tmp_path))
+
+
+def meet_what_cannot_be_read(folder: str) -> None:
+    """The local step 3, of which the root has no copy, is of another release on some hosts."""
+    local = local_of(folder, 2)
+    before = {path.name: path.read_bytes() for path in (local / "global_step3").iterdir()}
+    with CheckpointManager(Path(folder) / "root", local=local, keep_local=1, timeout=LIMIT) as manager:
+        assert manager.steps() == [2]
+        with pytest.raises(CheckpointFormatError, match=r"global_step3 cannot be read.*restore\(2\)"):
+            manager.latest_step()
+        with pytest.raises(CheckpointFormatError, match="format version 3"):
+            manager.restore("latest", state(0))
+        with pytest.raises(CheckpointExistsError, match="global_step3 cannot be replaced"):
+            manager.save(3, state(3))
+        check_restored(manager, 2, 2)
+        manager.save(4, state(4))
+    assert manager.latest_step() == 4 and folders(local) == [3, 4]
+    assert {path.name: path.read_bytes() for path in (local / "global_step3").iterdir()} == before
+
+
+def test_a_local_step_of_another_release(tmp_path: Path):
+    run_ranks(2, save_and_die, str(tmp_path / "before"), 2)
+    for newer in ([0, 1], [1]):
+        now = tmp_path / f"newer-{len(newer)}"
+        shutil.copytree(tmp_path / "before", now)
+        for host in newer:
+            make_newer(now / f"host{host}" / "global_step3")
+        run_ranks(2, meet_what_cannot_be_read, str(now))
 
 
 def connect_pair(tmp_path: Path) -> tuple[PeerServer, PeerStore]:
