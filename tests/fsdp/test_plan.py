@@ -18,7 +18,7 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp import MixedPrecisionPolicy, PlanError, explain, report, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.check import check
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream, collectives
+from terrazzo.fsdp.plan.operations import HANDED_OVER, Buffer, Kind, Operation, Stream, collectives
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Sizes, Spec, UnitSpec
 from terrazzo.fsdp.run.root import root_of
@@ -73,7 +73,8 @@ def without(operations: Iterable[Operation], what: str) -> list[Operation]:
         ("packed", {}, "packed of . is read while pack .* may write it"),
         ("reduced", {}, "reduced of . is read while reduce .* may write it|packed of . was given back"),
         ("all-reduced", {"replicated": True}, "may"),
-        ("finished", {}, "reduced of . is read while finish .* may write it"),
+        ("finished", {}, "result of . is read while finish .* may write it"),
+        ("handed over", {}, "result of . was given back, and its memory is taken while hand over .* may read it"),
     ],
 )
 def test_every_wait_is_needed(what, settings, message):
@@ -108,6 +109,23 @@ def test_replicas_are_reduced_over_in_a_second_stage_on_a_stream_of_its_own():
     between = [(each.kind, each.unit) for each in operations[first:second]]
     assert (Kind.ALL_REDUCE, operations[first].unit) in between
     assert (Kind.FINISH, operations[first].unit) not in between, "nobody waits for it before the next are packed"
+
+
+def test_gradients_may_be_read_and_freed_while_reductions_run():
+    """With `set_is_last_backward(False)` the next backward takes memory on streams that have not seen these reads."""
+    for settings in ({}, {"replicated": True}):
+        spec = spec_of(settings, streams=True)
+        operations = list(plan_steps(spec, 2, micro_batches=2).operations)
+        noted = next(i for i, each in enumerate(operations) if each.kind is Kind.USE and each.records == HANDED_OVER)
+        last = max(i for i in range(noted) if operations[i].kind is Kind.HAND_OVER)
+        result = Buffer("result", operations[last].unit)
+        kept = tuple(buffer for buffer in operations[last].gives if buffer != result)
+        operations[last] = dataclasses.replace(operations[last], gives=kept)  # it became `.grad`
+        operations.insert(noted, Operation(Kind.USE, result.unit, reads=(result,), gives=(result,)))
+        check(operations, spec)
+        del operations[noted + 1]
+        with pytest.raises(PlanError, match="result of . was given back, and its memory is taken while use .* may read"):
+            check(operations, spec)
 
 
 def test_memory_is_bounded_and_nothing_is_used_without():

@@ -96,8 +96,8 @@ TOUCHED: dict[str, tuple[str, str, str, str]] = {
     "all_reduce": ("reduced partial", "reduced", "", ""),
     "store": ("reduced partial", "partial", "partial", "reduced"),
     "release": ("", "", "", "packed"),
-    "finish": ("reduced", "reduced", "", ""),
-    "hand_over": ("reduced", "shard gradients", "", "packed reduced partial"),
+    "finish": ("reduced", "reduced result", "result", ""),
+    "hand_over": ("result", "shard gradients", "", "packed reduced partial result"),
 }
 
 

@@ -49,6 +49,7 @@ class Buffer(NamedTuple):
     kept              this rank's part over the smaller mesh
     gradients         unsharded gradients, from backward
     packed, reduced   the input and the result of a reduction
+    result            what becomes the gradients of the sharded parameters, or is added to them; counted as those
     partial           gradients that are reduced over the shards, not yet over the replicas
     shard gradients   gradients of the sharded parameters
     """
@@ -103,6 +104,10 @@ class Operation:
 
 
 WRITTEN = Mark("written", -1)
+
+# The compute stream has read all results of reductions that were freed so far. Their memory belongs to the streams of
+# reductions.
+HANDED_OVER = Mark("handed over", -1)
 
 # Gathers wait for everything that was queued before, such as the optimizer's writes to the shards.
 FOLLOWING = (

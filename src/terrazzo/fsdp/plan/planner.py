@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.operations import FOLLOWING, HANDED_OVER, Buffer, Kind, Mark, Operation, Stream
 from terrazzo.fsdp.plan.state import Phase, Reducing, State, Where
 from terrazzo.fsdp.plan.units import Sizes, Spec
 
@@ -128,8 +128,14 @@ class _Planner:
 
     # ------------------------------------------------------------------ backward
 
-    def reach(self, unit: int, before: tuple[int, ...]) -> None:
+    def _begin_backward(self) -> None:
+        if self.spec.streams and self.reducing and not self.state.in_backward:
+            # Users may have read and freed gradients since the last backward, which did not wait for its reductions.
+            self._emit(Kind.USE, -1, records=HANDED_OVER)
         self.changes["in_backward"] = True
+
+    def reach(self, unit: int, before: tuple[int, ...]) -> None:
+        self._begin_backward()
         self.phase[unit] = Phase.BACKWARD
         if unit in self.held:  # a module of the unit ran more than once
             self._reduce_held(self.spec.together[unit])
@@ -147,7 +153,7 @@ class _Planner:
         self._use(unit)
 
     def reach_end(self, unit: int) -> None:
-        self.changes["in_backward"] = True
+        self._begin_backward()
         self._leave_backward(unit)
 
     def _leave_backward(self, unit: int, keep: bool = False) -> None:
@@ -167,6 +173,7 @@ class _Planner:
             self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
 
     def backward_ends(self, with_gradients: tuple[int, ...], last: bool, graph: bool = False) -> None:
+        self._begin_backward()
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
             ready = unit in with_gradients and spec.gradient_sync and unit not in self.held
@@ -202,6 +209,8 @@ class _Planner:
         self._free(unit)
 
     def reduce(self) -> None:
+        self._begin_backward()
+        self.changes["in_backward"] = False
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
             if spec.sizes is not None and spec.trainable:
@@ -452,7 +461,8 @@ class _Planner:
         reduced, partial = one.buffers("reduced"), one.buffers("partial")
         packed = () if one.released else one.buffers("packed")
         stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
-        waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit),)
+        # The stream takes new memory, which may be that of an earlier result: one that was added to a gradient and freed.
+        waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit), HANDED_OVER)
         finished = Mark("finished", unit)
         if one.stored:
             self._emit(
@@ -470,14 +480,26 @@ class _Planner:
             if packed:
                 self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,), along=along)
             return
-        self._emit(Kind.FINISH, unit, stream, reads=reduced, writes=reduced, waits=waits, records=finished, along=along)
+        result = one.buffers("result")
+        self._emit(
+            Kind.FINISH,
+            unit,
+            stream,
+            reads=reduced,
+            writes=(*reduced, *result),
+            takes=result,
+            waits=waits,
+            records=finished,
+            along=along,
+        )
         self._emit(
             Kind.HAND_OVER,
             unit,
-            reads=reduced,
+            reads=result,
             writes=one.buffers("shard gradients"),
-            gives=(*packed, *reduced, *partial),
+            gives=(*packed, *reduced, *partial, *result),
             waits=(finished,),
+            records=HANDED_OVER,
             along=along,
         )
 

@@ -58,14 +58,10 @@ class _Flat:
         if counts is not None:
             counts[[self.params.index(param) for param in other.params]] += section[without:]
 
-    def sum(self, section: Tensor, other: _Flat, others: Tensor) -> Tensor:
-        """A section, added to one with another plan."""
-        if other is self:
-            return section + others
-        total = section.clone()
-        without = total.numel() - self.plan.extra
-        self.add(total[:without], total[without:] if self.plan.extra else None, other, others)
-        return total
+    def add_section(self, section: Tensor, other: _Flat, others: Tensor) -> None:
+        """`add` to a section of this plan."""
+        without = section.numel() - self.plan.extra
+        self.add(section[:without], section[without:] if self.plan.extra else None, other, others)
 
 
 class Gradients:
@@ -343,7 +339,7 @@ class Gradients:
         if partial is not None:
             assert self._flat is not None
             self._held.append(partial[1])
-            self._reduced = self._flat.sum(self._reduced, *partial)
+            self._flat.add_section(self._reduced, *partial)  # in place: this stream must take no memory
         if replicate is not None:
             self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
 
@@ -353,8 +349,9 @@ class Gradients:
         if self._reduced is not None:
             assert self._flat is not None
             partial = self._take_partial()
-            total = self._reduced if partial is None else self._flat.sum(self._reduced, *partial)
-            self._partial = self._flat, total, self._division
+            if partial is not None:
+                self._flat.add_section(self._reduced, *partial)
+            self._partial = self._flat, self._reduced, self._division
             self._reduced = self._flat = None
 
     def release(self) -> None:
