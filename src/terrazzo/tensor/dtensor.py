@@ -256,7 +256,10 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                         hashable, loc, kw = _general_key(func, args, kw)
                 else:
                     hashable, loc, kw = _general_key(func, args, kw)
-            route = routes.get(hashable)
+            try:
+                route = routes.get(hashable)
+            except TypeError:  # a bound of a slice is unhashable: an array
+                hashable, route = None, None
         except Unkeyable:
             hashable, route = None, None
         if route is not None:

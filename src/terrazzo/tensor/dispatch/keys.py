@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from terrazzo.comm.mesh import when_groups_end
+from terrazzo.layout import Layout
 
 Route = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]], Any]
 """(function, args, args with locals, kwargs with locals, kwargs) -> result"""
@@ -65,12 +66,25 @@ class Unkeyable(TypeError):
 
 
 def remember(key: tuple[Any, ...] | None, route: Route) -> None:
-    """Cache a route; the cache has a maximum size."""
-    if key is None:
+    """Cache a route, unless its key holds an object that may change; the cache has a maximum size."""
+    if key is None or not _lasts(key[1:]):
         return
     if len(routes) >= ROUTE_LIMIT:
         routes.clear()
     routes[key] = route
+
+
+def _lasts(item: Any) -> bool:
+    """Whether two equal items of keys are, and stay, the same for every decision.
+
+    Objects without a value of their own are compared by identity, and so are tensors: they may be changed.
+    """
+    if isinstance(item, tuple):
+        return all(map(_lasts, item))
+    if isinstance(item, torch.Tensor):
+        return False
+    kind: Any = type(item)
+    return kind.__hash__ is not object.__hash__ or kind in PLAIN_KEYS or isinstance(item, (Layout, Tag, type))
 
 
 def float_key(value: float) -> tuple[Any, ...]:
@@ -81,7 +95,7 @@ def float_key(value: float) -> tuple[Any, ...]:
 def append_basic_index(index: tuple[Any, ...], key: list[Any]) -> bool:
     """Append a tuple of slices and plain values to a key; False if it has other items, which makes the key useless.
 
-    A bound that is a tensor is appended, too, which is harmless: no route is ever cached under such a key.
+    A bound that is a tensor is appended, too, which is harmless: `remember` caches no route under such a key.
     """
     for i in index:
         kind = type(i)
