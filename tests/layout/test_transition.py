@@ -184,3 +184,88 @@ def test_a_transition_keeps_the_tensor() -> None:
     mesh = Mesh((2,), (0,))
     with pytest.raises(LayoutError, match="keeps mesh and shape"):
         plan_transition(Layout.of(mesh, [Shard(0)], (4, 4)), Layout.of(mesh, [Shard(0)], (4, 5)))
+
+
+# ------------------------------------------------------------------ terms of several reductions
+
+REDUCE = {"sum": np.sum, "avg": np.mean, "product": np.prod, "max": np.max, "min": np.min}
+
+
+class WithReductions(Simulation):
+    """Ranks that reduce by each step's own operation."""
+
+    def _one(self, me: Coord, held: dict[Coord, np.ndarray], steps: dict[Coord, object]) -> np.ndarray:
+        step = steps[me]
+        if isinstance(step, ToPartial):
+            first = self.line(me, step.mesh_dims).index(me) == 0
+            other = {"sum": np.zeros_like, "product": np.ones_like}.get(step.op, np.array)
+            return held[me] if first else other(held[me])
+        if isinstance(step, (AllReduce, ReduceScatter)):
+            line = self.line(me, step.mesh_dims)
+            total = REDUCE[step.op](np.stack([held[c] for c in line]), axis=0)
+            if isinstance(step, AllReduce):
+                return total
+            return np.split(total, np.cumsum(step.sizes)[:-1], step.dim)[line.index(me)]
+        return super()._one(me, held, steps)
+
+
+def tensor_of(held: dict[Coord, np.ndarray], layouts: dict[Coord, Layout], shape: Coord) -> np.ndarray:
+    """The tensor that the ranks hold: its terms are reduced along the last mesh dim first."""
+    values = {}
+    for c, part in held.items():
+        values[c] = np.full(shape, np.nan)
+        values[c][layouts[c].box().slices()] = part
+    placements = next(iter(layouts.values())).placements
+    for m in reversed(range(len(placements))):
+        p = placements[m]
+        # Replicas are equal; of shards, one has the element, the others have NaN.
+        reduce = REDUCE[p.reduce_op] if isinstance(p, Partial) else np.fmax.reduce
+        lines: dict[Coord, list[np.ndarray]] = {}
+        for c, value in values.items():
+            lines.setdefault((*c[:m], 0, *c[m + 1 :]), []).append(value)
+        values = {c: reduce(np.stack(line), axis=0) for c, line in lines.items()}
+    (whole,) = values.values()
+    return whole
+
+
+def check_reductions(mesh_shape: Coord, src: list[Placement], dst: list[Placement]) -> list[object]:
+    shape = (4,)
+    simulation = WithReductions(mesh_shape)
+    before = {c: Layout.of(Mesh(mesh_shape, c), src, shape) for c in simulation.coords}
+    after = {c: Layout.of(Mesh(mesh_shape, c), dst, shape) for c in simulation.coords}
+    drawn = np.random.default_rng(0)
+    terms = {c: drawn.integers(1, 6, shape).astype(float) for c in simulation.coords}
+    held = {}
+    for c, layout in before.items():
+        alike = tuple(i if isinstance(p, Partial) else 0 for i, p in zip(c, src, strict=True))
+        held[c] = terms[alike][layout.box().slices()]
+    expected = tensor_of(held, before, shape)
+    plans = {c: plan_transition(before[c], after[c]) for c in simulation.coords}
+    for i in range(len(plans[simulation.coords[0]])):
+        held = simulation.step(held, {c: p[i] for c, p in plans.items()})
+    np.testing.assert_allclose(tensor_of(held, after, shape), expected, err_msg=f"{src} -> {dst}")
+    for c in simulation.coords:  # every rank has the replicas
+        alike = tuple(0 if isinstance(p, Replicate) else i for i, p in zip(c, dst, strict=True))
+        np.testing.assert_allclose(held[c], held[alike], err_msg=f"{src} -> {dst}")
+    return list(plans[simulation.coords[0]])
+
+
+def test_terms_of_several_reductions_keep_their_order() -> None:
+    choices = [Replicate(), Shard(0), *map(Partial, ("sum", "avg", "product", "max"))]
+    for src, dst in product(product(choices, repeat=2), repeat=2):
+        check_reductions((2, 2), list(src), list(dst))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_terms_of_several_reductions_on_three_mesh_dims(data: st.DataObject) -> None:
+    choices = [Replicate(), Shard(0), *map(Partial, REDUCE)]
+    src, dst = (data.draw(st.lists(st.sampled_from(choices), min_size=3, max_size=3)) for _ in range(2))
+    check_reductions((2, 3, 2), src, dst)
+
+
+def test_only_terms_that_do_not_commute_are_reduced_early() -> None:
+    sums, most, r = Partial(), Partial("max"), Replicate()
+    assert check_reductions((2, 2), [most, sums], [most, Shard(0)]) == [ReduceScatter((1,), 0, (2, 2), "sum")]
+    assert check_reductions((2, 2), [sums, most], [sums, r]) == [AllReduce((1,), "max")]
+    assert check_reductions((2, 2), [sums, sums], [r, sums]) == [AllReduce((0,), "sum")]

@@ -196,15 +196,22 @@ class _Planner:
     # --- the phases
 
     def _resolve_mixed_partials(self) -> None:
-        """Terms of different reductions do not commute: reduce them from the last mesh dim to the first."""
-        ops = {p.reduce_op for p in self.at if isinstance(p, Partial)}
-        changing = [m for m, p in enumerate(self.at) if isinstance(p, Partial) and p is not self.dst.placements[m]]
-        if not changing or (len(ops) == 1) or ops <= {"sum", "avg"}:
-            if all(not isinstance(self.dst.placements[m], Partial) for m in changing):
-                return
-        for m in reversed(range(len(self.at))):
+        """Terms of different reductions do not commute: reduce them from the last mesh dim to the first.
+
+        A tensor's terms are reduced along the last mesh dim first. So before a mesh dim gets other terms, or none, those
+        of all later mesh dims are reduced; `_to_partials` makes new ones where `dst` has terms, too.
+        """
+        goal = self.dst.placements
+        pairs = list(zip(self.at, goal, strict=True))
+        changing = [m for m, (p, q) in enumerate(pairs) if p is not q and (p.is_partial() or q.is_partial())]
+        if not changing:
+            return
+        later = range(changing[0], len(self.at))
+        ops = {p.reduce_op for m in later for p in pairs[m] if isinstance(p, Partial)}
+        commute = len(ops) == 1 or ops <= {"sum", "avg"}
+        for m in reversed(later):
             p = self.at[m]
-            if m in changing and isinstance(p, Partial):
+            if isinstance(p, Partial) and (not commute or (m in changing and goal[m].is_partial())):
                 self.steps.append(AllReduce((m,), p.reduce_op))
                 self._place(m, _R)
 
@@ -285,15 +292,17 @@ class _Planner:
         return length
 
     def _to_partials(self) -> None:
-        groups: dict[str, list[int]] = {}
+        groups: list[tuple[Partial, list[int]]] = []  # in the order of mesh dims, which is that of the reductions
         for m in self._pending(Replicate, Partial):
             target = self.dst.placements[m]
             assert isinstance(target, Partial)
-            groups.setdefault(target.reduce_op, []).append(m)
-        for op, ms in groups.items():
-            self.steps.append(ToPartial(tuple(ms), op))
+            if not groups or groups[-1][0] is not target:
+                groups.append((target, []))
+            groups[-1][1].append(m)
+        for target, ms in groups:
+            self.steps.append(ToPartial(tuple(ms), target.reduce_op))
             for m in ms:
-                self._place(m, Partial(op))
+                self._place(m, target)
 
     def _fix_nesting(self) -> None:
         self._exchange(list(self.at), [m for m in self.dst.order if isinstance(self.at[m], Shard)])
