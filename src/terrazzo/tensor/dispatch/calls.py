@@ -31,7 +31,7 @@ from terrazzo.tensor.dispatch.shapes import check_shapes
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
-from terrazzo.tensor.ops.forms import Form, form_of, signatures
+from terrazzo.tensor.ops.forms import Form, form_of, signatures, with_integers
 from terrazzo.tensor.ops.table import Context, Operation, apply_rule, names_for, operation
 
 Key = tuple[Any, ...] | None
@@ -48,6 +48,9 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         form = form_of(func, args, kwargs)
         if form is not None:
             return _call_in_form(form, func, args, kwargs, key)
+    numbers = with_integers(func, args, kwargs)
+    if numbers is not None:
+        return func(*numbers[0], **numbers[1])
     name, inplace = canonical_name(func)
     entry = operation(name, inplace)
     if entry.context is not None and entry.context.depth:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ class Signature:
     """Whether numpy's names for arguments are accepted, as functions in C++ do."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """For functions in Python: the defaults that may fill a gap between given arguments."""
+    integers: frozenset[str] = frozenset()
+    """The arguments that are integers or lists of them."""
+    tensors: frozenset[str] = frozenset()
+    """The arguments that may be tensors, or numbers of any type."""
+    of_tensors: bool = True
+    """Whether it takes a tensor first; other overloads of operators are TorchScript's, for lists."""
 
     def name(self, given: str) -> str:
         """The signature's own name for an argument."""
@@ -106,14 +113,26 @@ def _of_python(func: Callable[..., Any]) -> tuple[Signature, ...]:
     positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     named = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return (Signature(positional, named, False, defaults),)
+    # torch's annotations of one or several integers, BroadcastingList, have the value None.
+    said = {p.name: "Tensor" if p.annotation is p.empty else inspect.formatannotation(p.annotation) for p in parameters}
+    tensors = frozenset(name for name, kind in said.items() if "Tensor" in kind or "float" in kind)
+    integers = frozenset(name for name, kind in said.items() if "int" in kind or "None" in kind) - tensors
+    return (Signature(positional, named, False, defaults, integers, tensors),)
 
 
 def _of_schema(schema: Any, own: str) -> Signature:
     """`own` is what the function calls the argument that the schema calls self."""
     names = [(own if a.name == "self" else a.name, a.kwarg_only) for a in schema.arguments]
     positional = tuple(name for name, only in names if not only)
-    return Signature(positional, frozenset(name for name, only in names if only), own != "self")
+    kinds = [(name, str(a.type)) for (name, _), a in zip(names, schema.arguments, strict=True)]
+    integers = frozenset(name for name, kind in kinds if kind in _INTEGERS)
+    tensors = frozenset(name for name, kind in kinds if any(word in kind for word in ("Tensor", "number", "float")))
+    named = frozenset(name for name, only in names if only)
+    of_tensors = bool(kinds) and "Tensor" in kinds[0][1]
+    return Signature(positional, named, own != "self", {}, integers, tensors, of_tensors)
+
+
+_INTEGERS = {"int", "Optional[int]", "List[int]", "Optional[List[int]]"}
 
 
 def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
@@ -188,3 +207,70 @@ def place_of(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         if name in signature.positional[: len(args)] and _fit(signature, len(args), kwargs) is not None:
             return signature.positional.index(name)
     return None
+
+
+def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments with integers in place of the 0-d tensors that stand for them (`x.sum(t)`, `x.view(t, -1)`).
+
+    None if there are none. PyTorch's C++ reads their values, on which plans depend.
+    """
+    found = False
+    value_of_any = canonical_name(func)[0] in _VALUE_OF_ANY
+
+    def number(value: Any) -> Any:
+        nonlocal found
+        if type(value) in (list, tuple):
+            return type(value)([number(v) for v in value])
+        if not _may_be_integer(value):
+            return value
+        found = True
+        return operator.index(value)
+
+    given = [i for i, a in enumerate(args) if i and _holds_integer(a)]
+    named = [k for k, a in kwargs.items() if _holds_integer(a)]
+    if not given and not named:
+        return None
+    # What follows the last positional argument belongs to it, as in x.view(2, 3).
+    fitting = [
+        s
+        for s in signatures(func) or signatures(_chosen_by_flag(func))
+        if s.of_tensors
+        and (len(args) <= len(s.positional) or s.positional[-1] in s.integers)
+        and _fit(s, len(args), kwargs) is not None
+    ]
+
+    def means_number(name: Callable[[Signature], str]) -> bool:
+        names = [(s, name(s)) for s in fitting]
+        return value_of_any or (any(n in s.integers for s, n in names) and not any(n in s.tensors for s, n in names))
+
+    new_args = list(args)
+    for i in given:
+        if means_number(lambda s, i=i: s.positional[min(i, len(s.positional) - 1)]):
+            new_args[i] = number(args[i])
+    new_kwargs = {
+        k: number(a) if k in named and means_number(lambda s, k=k: s.name(k)) else a for k, a in kwargs.items()
+    }
+    return (new_args, new_kwargs) if found else None
+
+
+_VALUE_OF_ANY = {"narrow", "repeat_interleave", "split", "tensor_split", "unflatten"}
+"""Functions that read the value of every 0-d tensor after the first, though not all signatures say so."""
+
+
+def _chosen_by_flag(func: Any) -> Any:
+    """Of a function that calls one of two by the value of a flag (`max_pool2d` by `return_indices`), one of the two."""
+    return inspect.getclosurevars(func).nonlocals.get("if_false") if isinstance(func, types.FunctionType) else None
+
+
+def _holds_integer(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(map(_holds_integer, value))
+    return _may_be_integer(value)
+
+
+def _may_be_integer(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 0
+        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    )
