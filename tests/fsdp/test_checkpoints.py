@@ -16,7 +16,7 @@ from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from terrazzo.fsdp import fully_shard
-from terrazzo.tensor import Shard, init_device_mesh
+from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 
 
 def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -112,15 +112,18 @@ def test_a_full_state_dict():
 def save_on_two_dims(path: str) -> None:
     torch.manual_seed(0)
     model = parallel(Stack())
-    assert model.layers[0].up.weight.placements == (Shard(0), Shard(0))
-    save({"model": model.state_dict()}, checkpoint_id=path)
+    assert model.layers[0].up.weight._layout.shard_order(0) == (1, 0), "tensor parallelism cuts first"
+    up = model.layers[0].up.weight
+    other = distribute_tensor(torch.arange(72.0).view(12, 6), up.device_mesh, [Shard(0), Shard(0)])  # cut otherwise
+    save({"model": model.state_dict(), "other": other}, checkpoint_id=path)
 
 
 def load_plainly(path: str) -> None:
     torch.manual_seed(0)
     expected = Stack().state_dict()
-    state = {"model": Stack().state_dict()}
+    state = {"model": Stack().state_dict(), "other": torch.zeros(12, 6)}
     load(state, checkpoint_id=path)
+    assert torch.equal(state["other"], torch.arange(72.0).view(12, 6))
     for name, value in expected.items():
         assert torch.equal(state["model"][name], value), name
 

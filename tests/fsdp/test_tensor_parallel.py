@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from fsdp.compare import adamw, mine
 from ranks import run_ranks
-from terrazzo.errors import FSDPError
+from terrazzo.checkpoint.state_dict import set_model_state_dict
+from terrazzo.errors import DTensorArgumentError, FSDPError, PlacementsError
 from terrazzo.fsdp import fully_shard
 from terrazzo.layout import Layout
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.experimental import local_map
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -83,7 +85,8 @@ def check_order() -> None:
     parallel(model)
     up = model.layers[0].up.weight
     mesh = up.device_mesh
-    assert mesh.mesh_dim_names == ("dp", "tp") and up.placements == (Shard(0), Shard(0)) and up.shape == (12, 6)
+    assert mesh.mesh_dim_names == ("dp", "tp") and up.shape == (12, 6)
+    assert str(list(up.placements)) == "[_StridedShard(dim=0, sf=2), Shard(dim=0)]", "as PyTorch's fully_shard shows it"
     dp, tp = mesh.get_coordinate()
     expected = whole["layers.0.up.weight"].chunk(2)[tp].chunk(2)[dp]
     assert torch.equal(up.to_local(), expected)
@@ -110,6 +113,77 @@ def check_order() -> None:
 
 def test_tensor_parallelism_cuts_first():
     run_ranks(4, check_order)
+
+
+def check_order_is_never_lost() -> None:
+    """What `.placements` shows is all that there is: another order is another layout, wherever placements are given."""
+    torch.manual_seed(0)
+    model, reference = Stack(), Stack()
+    reference.load_state_dict(model.state_dict())
+    parallel(model)
+    x = torch.randn(2, 6)
+    up = model.layers[0].up.weight
+    mesh, whole = up.device_mesh, up.full_tensor().detach()
+    natural = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+    assert natural.placements == (Shard(0), Shard(0)) != up.placements
+    assert not torch.equal(natural.to_local(), up.to_local()) or mesh.get_rank() in (0, 3)
+    # Made again from its parts.
+    again = DTensor.from_local(up.to_local(), mesh, up.placements)
+    assert again.placements == up.placements and torch.equal(again.full_tensor(), whole)
+    given = distribute_tensor(whole, mesh, list(up.placements))
+    assert torch.equal(given.to_local(), up.to_local())
+    for other in (up.redistribute(placements=up.placements), natural.redistribute(placements=up.placements)):
+        assert torch.equal(other.to_local(), up.to_local())
+    assert torch.equal(up.redistribute(placements=[Shard(0), Shard(0)]).to_local(), natural.to_local())
+    assert DTensor.from_local(natural.to_local(), mesh, natural.placements).placements == natural.placements
+    with pytest.raises(PlacementsError, match=r"_StridedShard\(dim=0, sf=3\) on mesh dim 0 of \(2, 2\)"):
+        DTensor.from_local(up.to_local(), mesh, [type(up.placements[0])(0, split_factor=3), Shard(0)])
+    # Another order is redistributed or refused.
+    with pytest.raises(DTensorArgumentError, match=r"placed \[_StridedShard.*list, \[Shard\(dim=0\), Shard\(dim=0\)\]"):
+        distribute_tensor(up, mesh, [Shard(0), Shard(0)])
+    up.data = natural + 1
+    reference.layers[0].up.weight.data += 1
+    torch.testing.assert_close(model(x), reference(x))
+    assert torch.equal(up.full_tensor(), whole + 1) and up._layout.shard_order(0) == (1, 0)
+    with torch.no_grad():
+        up.copy_(natural)
+    assert torch.equal(up.full_tensor(), whole)
+    model.load_state_dict({"layers.0.up.weight": natural + 2}, strict=False)
+    assert torch.equal(up.full_tensor(), whole + 2)
+    set_model_state_dict(model, {**model.state_dict(), "layers.0.up.weight": natural})
+    assert torch.equal(up.full_tensor(), whole)
+    up.grad = natural + 3
+    assert torch.equal(up.grad.to_local(), distribute_tensor(whole + 3, mesh, up.placements).to_local())
+    torch.optim.SGD([up], lr=1.0).step()
+    torch.testing.assert_close(up.full_tensor(), torch.full_like(whole, -3.0))
+    with pytest.raises(FSDPError, match="must have the shape"):
+        up.data = distribute_tensor(torch.zeros(8, 6), mesh, up.placements)
+        model(x)
+
+
+def check_order_in_differentiated_code() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(16.0).view(8, 2)
+    weight = torch.linspace(-1, 1, 16).view(8, 2)
+    first = Layout.of(mesh, [Shard(0), Shard(0)], (8, 2), order=(1, 0)).shown
+    for placements, other in ((first, [Shard(0), Shard(0)]), ([Shard(0), Shard(0)], first)):
+        x = distribute_tensor(whole, mesh, placements).requires_grad_()
+        w = distribute_tensor(weight, mesh, other)
+        part = x.to_local(grad_placements=other)  # whose gradient is another part of the tensor
+        part.backward(w.to_local())
+        assert torch.equal(x.grad.full_tensor(), weight)
+        x.grad = None
+        torch.autograd.backward(x * 1, w)
+        assert torch.equal(x.grad.full_tensor(), weight)
+        for out in (placements, other):
+            mapped = local_map(lambda a: a * 2, out_placements=[out], in_placements=[out], redistribute_inputs=True)
+            y = mapped(x)
+            assert y.placements == tuple(out) and torch.equal(y.full_tensor(), whole * 2)
+
+
+def test_the_order_is_never_lost():
+    run_ranks(4, check_order_is_never_lost)
+    run_ranks(4, check_order_in_differentiated_code)
 
 
 def check_strangers() -> None:

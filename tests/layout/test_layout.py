@@ -61,6 +61,9 @@ def test_a_box_is_what_the_cuts_leave(case) -> None:
         if expected.size:
             assert np.array_equal(whole[box.slices()], expected)
         assert layout.box(coord) == box
+        # What is shown of a layout is all of it.
+        again = Layout.of(layout.mesh, layout.shown, shape)
+        assert again.box() == box and again.shown == layout.shown and again.placements == layout.placements
 
 
 @given(placed())

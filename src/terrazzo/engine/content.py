@@ -175,11 +175,11 @@ def _cuts(frozen: Mapping[str, nn.Parameter], dims: int) -> Iterator[list[Any]]:
     for name, p in frozen.items():
         if isinstance(p, DTensor):
             by_data = dims - 1  # the mesh dim along which fully_shard cuts: its last
-            cut = p.placements[by_data]
+            cut = p._layout.placements[by_data]
             dim = cut.dim if isinstance(cut, Shard) else 0
             lengths = [p.shape[dim] if p.ndim else 1]
             for mesh_dim in (*range(by_data + 1, p.device_mesh.ndim), by_data):  # tensor parallelism has cut first
-                placement = p.placements[mesh_dim]
+                placement = p._layout.placements[mesh_dim]
                 if isinstance(placement, Shard) and placement.dim == dim:
                     lengths = [n for whole in lengths for n in chunk_sizes(whole, p.device_mesh.size(mesh_dim))]
             yield [name, dim, lengths]

@@ -97,13 +97,15 @@ class ShardedParameter:
     def place_again(self) -> None:
         """Bring the sharded parameter back to its layout, if users have set `.data` to a DTensor with another one."""
         face, layout = self.sharded, self.layout
-        if face._layout is layout or face._layout.placements == layout.placements:
+        if face._layout is layout:
             return
         if tuple(face.shape) != tuple(layout.shape) or face._layout.mesh != layout.mesh:
             raise FSDPError(
                 f".data of parameter {self.name!r} was set to a DTensor of shape {tuple(face.shape)} on "
                 f"{face._layout.mesh}; it must have the shape {tuple(layout.shape)}, on {layout.mesh}"
             )
+        if face._layout.shown == layout.shown:
+            return
         with torch.no_grad():
             local = redistribute_local(face._local.detach(), face._layout, layout)
         face.data = wrap(local, layout)

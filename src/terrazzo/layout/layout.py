@@ -20,7 +20,8 @@ from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
 from terrazzo.layout.drawing import caption_of, grid_html
 from terrazzo.layout.grid import Grid, grid_of
-from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, check_placement
+from terrazzo.layout.order import with_order, without_order
+from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, check_placement
 
 
 class MeshLike(Protocol):
@@ -39,8 +40,9 @@ _lock = threading.Lock()
 class Layout:
     """An interned description of a distributed tensor; make one with `Layout.of`.
 
-    Computed once and kept: `local_shape` (on this rank), `dual` (the layout of a gradient), and `varying` (the mesh
-    dims on which ranks hold different values).
+    Computed once and kept: `local_shape` (on this rank), `dual` (the layout of a gradient), `varying` (the mesh dims on
+    which ranks hold different values), and `shown` (the placements with the order written into them, as users see
+    them: two layouts of one mesh and shape that show the same placements give every rank the same part).
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class Layout:
         "varying",
         "dual",
         "is_replicated",
+        "shown",
         "__weakref__",
     )
     mesh: Any
@@ -68,12 +71,16 @@ class Layout:
     varying: tuple[int, ...]
     dual: Layout
     is_replicated: bool
+    shown: tuple[Placement, ...]
 
     @staticmethod
     def of(
         mesh: Any, placements: Iterable[Placement], shape: Sequence[int], order: Sequence[int] | None = None
     ) -> Layout:
-        """The layout of a tensor of `shape`, one placement per dimension of `mesh`."""
+        """The layout of a tensor of `shape`, one placement per dimension of `mesh`.
+
+        Placements with a `_StridedShard` say the order themselves; `order` is not used then.
+        """
         placements, shape = tuple(placements), tuple(shape)
         natural = tuple(range(len(placements)))
         order = natural if order is None else _canonical_order(tuple(order), placements, natural)
@@ -82,6 +89,8 @@ class Layout:
         found = _pool.get(key)
         if found is None:
             checked = _checked(mesh, placements, shape)
+            if any(isinstance(p, _StridedShard) for p in checked):
+                checked, order = without_order(checked, tuple(mesh.shape))
             if checked != placements:
                 return Layout.of(mesh, checked, shape, order)
             built = _build(mesh, placements, shape, order)
@@ -190,11 +199,11 @@ def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...
     result: list[Placement] = []
     for p in placements:
         check_placement(p)
-        if isinstance(p, Shard):
+        if isinstance(p, (Shard, _StridedShard)):
             dim = p.dim + len(shape) if p.dim < 0 else p.dim
             if not 0 <= dim < len(shape):
                 raise PlacementsError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")
-            p = Shard(dim)
+            p = Shard(dim) if isinstance(p, Shard) else _StridedShard(dim, split_factor=p.split_factor)
         result.append(p)
     return tuple(result)
 
@@ -215,6 +224,8 @@ def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...],
         built.local_shape = torch.Size(built.box().lengths)
     built.varying = tuple(m for m, p in enumerate(placements) if p is not _REPLICATE)
     built.is_replicated = not built.varying
+    natural = order == tuple(range(len(order)))
+    built.shown = placements if natural else with_order(placements, built.mesh_shape, order)
     if any(isinstance(p, Partial) for p in placements):
         built.dual = Layout.of(mesh, [_REPLICATE if isinstance(p, Partial) else p for p in placements], shape, order)
     else:

@@ -88,6 +88,45 @@ class Shard(Placement):
         return (Shard, (self.dim,))
 
 
+class _StridedShard(Placement):
+    """What a `Shard` is shown as if later mesh dims cut its tensor dim first, into `split_factor` parts in all.
+
+    The name is PyTorch's. As there, it is no `Shard`, and `is_shard()` is false.
+
+    >>> _StridedShard(0, split_factor=2) is _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2)
+    (True, _StridedShard(dim=0, sf=2))
+    """
+
+    __slots__ = ("dim", "split_factor")
+    dim: int
+    split_factor: int
+    _pool: dict[tuple[int, int], _StridedShard] = {}
+
+    def __new__(cls, dim: int, *, split_factor: int = 1) -> _StridedShard:
+        found = cls._pool.get((dim, split_factor))
+        if found is None:
+            if not all(isinstance(n, int) and not isinstance(n, bool) for n in (dim, split_factor)) or split_factor < 1:
+                raise LayoutError(f"_StridedShard needs an int dimension and factor, got {dim!r} and {split_factor!r}")
+            found = object.__new__(cls)
+            object.__setattr__(found, "dim", int(dim))
+            object.__setattr__(found, "split_factor", int(split_factor))
+            found = cls._pool.setdefault((int(dim), int(split_factor)), found)
+        return found
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_strided_shard, (self.dim, self.split_factor))
+
+
+def _strided_shard(dim: int, split_factor: int) -> _StridedShard:
+    return _StridedShard(dim, split_factor=split_factor)
+
+
 class Replicate(Placement):
     """Each rank of the mesh dimension holds the whole tensor.
 
@@ -151,8 +190,8 @@ class Partial(Placement):
 
 
 def check_placement(value: Any) -> None:
-    """Raise if `value` is not one of the three placements; for PyTorch's own, the message says what to import."""
-    if isinstance(value, (Shard, Replicate, Partial)):
+    """Raise if `value` is not a placement; for PyTorch's own, the message says what to import."""
+    if isinstance(value, (Shard, Replicate, Partial, _StridedShard)):
         return
     name = type(value).__name__
     if type(value).__module__.startswith("torch."):

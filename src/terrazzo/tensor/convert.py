@@ -21,7 +21,7 @@ from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import DTensorArgumentError, DTensorError, PlacementsError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
-from terrazzo.layout.placement import check_placement
+from terrazzo.layout.placement import _StridedShard, check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -77,7 +77,7 @@ def from_local(
     if run_check:
         _check_alike(local, layout)
     if grad_placements is not None and local.requires_grad:
-        needed = layout.with_placements(tuple(grad_placements), layout.order)
+        needed = layout.with_placements(tuple(grad_placements))
         local = _OfLeaf.apply(_GradTo.apply(local, layout.dual, needed))
         return wrap(_first_replica(local, layout) if run_check else local, layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
@@ -119,7 +119,7 @@ def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     shape = list(local.shape)
     for m, p in enumerate(placements[: mesh.ndim]):
         check_placement(p)
-        if isinstance(p, Shard):
+        if isinstance(p, (Shard, _StridedShard)):
             if not -len(shape) <= p.dim < len(shape):
                 raise PlacementsError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
             shape[p.dim] *= mesh.size(m)
@@ -184,7 +184,7 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
     if not torch.is_grad_enabled():
         return local.detach()
     if grad_placements is not None:
-        arrives = layout.with_placements(tuple(grad_placements), layout.order)
+        arrives = layout.with_placements(tuple(grad_placements))
         if arrives is not layout.dual:
             if type(tensor._memo) is Gathered and all(p == Replicate() or p == Partial() for p in arrives.placements):
                 # The gradient of a gather is partial, so it is reduce-scattered instead of reduced as a whole.
@@ -330,7 +330,7 @@ def chunk_list(tensor: DTensor) -> list[Any]:
     layout = tensor._layout
     if any(p.is_partial() for p in layout.placements):
         raise DTensorArgumentError(
-            f"a DTensor placed {list(layout.placements)} is partial, and partial terms cannot be stored in a "
+            f"a DTensor placed {list(layout.shown)} is partial, and partial terms cannot be stored in a "
             "checkpoint: redistribute it to Shard or Replicate first"
         )
     if layout.coord is None:

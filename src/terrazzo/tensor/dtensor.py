@@ -280,8 +280,12 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh dimension."""
-        return self._layout.placements
+        """One placement per mesh dimension.
+
+        If several mesh dims shard one tensor dim, the earlier ones cut first. `fully_shard` over tensor parallelism
+        leaves it to the later one, and the earlier one is shown as PyTorch shows it, as a `_StridedShard`.
+        """
+        return self._layout.shown
 
     # attrgetter runs in C, which is worth it here: every layer of a model asks for shapes.
     shape = property(attrgetter("_layout.shape"))
@@ -464,7 +468,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                 "DTensor.from_local or distribute_tensor"
             )
         if value._layout is not self._layout.dual:
-            value = value.redistribute(self.device_mesh, self._layout.dual.placements)
+            value = value.redistribute(self.device_mesh, self._layout.dual.shown)
         self._local.grad = value._local
         self._grad_wrapper = value
 

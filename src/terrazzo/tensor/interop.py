@@ -23,8 +23,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorError, PlacementsError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout.order import full_order, with_order, without_order
+from terrazzo.layout.placement import _StridedShard as OurStridedShard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
 
@@ -43,12 +45,11 @@ def to_torch_placements(
     """
     order = tuple(range(len(placements))) if order is None else tuple(order)
     result: list[Any] = []
-    for m, p in enumerate(placements):
+    for p in with_order(placements, mesh_shape, order):
         if isinstance(p, Shard):
-            before = order[: order.index(m)]
-            # A mesh dim that cuts earlier although it comes later in the mesh.
-            factor = prod(mesh_shape[k] for k in before if k > m and placements[k] is p)
-            result.append(theirs.Shard(p.dim) if factor == 1 else _StridedShard(p.dim, split_factor=factor))
+            result.append(theirs.Shard(p.dim))
+        elif isinstance(p, OurStridedShard):
+            result.append(_StridedShard(p.dim, split_factor=p.split_factor))
         elif isinstance(p, Partial):
             result.append(theirs.Partial(p.reduce_op))
         else:
@@ -64,26 +65,26 @@ def from_torch_placements(
     >>> from_torch_placements([_StridedShard(0, split_factor=4), theirs.Shard(0)], (2, 4))
     ((Shard(dim=0), Shard(dim=0)), (1, 0))
     """
-    ours = tuple(_placement(p) for p in placements)
-    nesting: dict[Placement, list[int]] = {}
-    for m in reversed(range(len(ours))):
-        p = placements[m]
-        if not isinstance(ours[m], Shard):
-            continue
-        outer = nesting.setdefault(ours[m], [])
-        factor = int(p.split_factor) if isinstance(p, _StridedShard) else 1
-        at = next((i for i in range(len(outer) + 1) if prod(mesh_shape[k] for k in outer[:i]) == factor), None)
-        if at is None:
-            raise DTensorError(
-                f"{p} on mesh dim {m} of {tuple(mesh_shape)} does not correspond to an order of the mesh dims that "
-                f"shard dim {p.dim}, in {list(placements)}: redistribute the tensor to ordinary placements first"
-            )
-        outer.insert(at, m)
-    return ours, _full_order(nesting.values(), len(ours))
+    try:
+        return without_order([from_torch_placement(p) for p in placements], mesh_shape)
+    except PlacementsError as error:
+        raise DTensorError(str(error)) from None
 
 
-def _placement(p: Any) -> Placement:
-    if isinstance(p, (theirs.Shard, _StridedShard)):
+def is_torch_placement(value: Any) -> bool:
+    """Whether this is a placement of PyTorch's."""
+    return isinstance(value, theirs.Placement)
+
+
+def from_torch_placement(p: Any) -> Placement:
+    """Our placement for one of PyTorch's; a `_StridedShard` stays one.
+
+    >>> from_torch_placement(theirs.Shard(1))
+    Shard(dim=1)
+    """
+    if isinstance(p, _StridedShard):
+        return OurStridedShard(p.dim, split_factor=int(p.split_factor))
+    if isinstance(p, theirs.Shard):
         return Shard(p.dim)
     if isinstance(p, theirs.Replicate):
         return Replicate()
@@ -92,17 +93,12 @@ def _placement(p: Any) -> Placement:
     raise DTensorError(f"{p!r} has no terrazzo counterpart: redistribute to Shard, Replicate or Partial first")
 
 
-def _full_order(groups: Any, ndim: int) -> tuple[int, ...]:
-    cutting = [m for group in groups for m in group]
-    return (*cutting, *(m for m in range(ndim) if m not in cutting))
-
-
 def _layout_of(spec: DTensorSpec, shape: Sequence[int]) -> Layout:
     mesh = current_mesh(spec.mesh)
     placements, order = from_torch_placements(spec.placements, tuple(mesh.shape))
     explicit = getattr(spec, "shard_order", None)  # newer versions of torch store the order, too
     if explicit and not any(isinstance(p, _StridedShard) for p in spec.placements):
-        order = _full_order([entry.mesh_dims for entry in explicit], mesh.ndim)
+        order = full_order([entry.mesh_dims for entry in explicit], mesh.ndim)
     layout = Layout.of(mesh, placements, tuple(shape), order)
     _check_order(layout)
     return layout
@@ -209,7 +205,9 @@ def _converted(tensor: torch.Tensor, to: str) -> torch.Tensor:
 __all__ = [
     "convert_module",
     "from_torch_dtensor",
+    "from_torch_placement",
     "from_torch_placements",
+    "is_torch_placement",
     "to_torch_dtensor",
     "to_torch_placements",
 ]

@@ -20,6 +20,7 @@ from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import _strided_shard
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.links import links
 
@@ -67,4 +68,4 @@ def rebuild(
 
 
 links.reduce = reduce
-torch.serialization.add_safe_globals([rebuild, Shard, Replicate, Partial])
+torch.serialization.add_safe_globals([rebuild, Shard, Replicate, Partial, _strided_shard])

@@ -299,7 +299,7 @@ class Unit:
             raise FSDPError(
                 f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape "
                 f"{tuple(found.shape)}; it must be a DTensor of shape {tuple(param.layout.shape)} with the placements "
-                f"{list(param.layout.placements)} on the same mesh"
+                f"{list(param.layout.shown)} on the same mesh"
             )
         param.sharded = found
 

@@ -232,7 +232,7 @@ def _attend_distributed(query: Any, key: Any, value: Any, is_causal: bool, scale
     if not all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors):
         raise DTensorError("attention on DTensors: query, key and value must all be DTensors on one mesh")
     mesh, sequence = query._layout.mesh, query.dim() - 2
-    placements = [_placement(m, p, query, key) for m, p in enumerate(query.placements)]
+    placements = [_placement(m, p, query, key) for m, p in enumerate(query._layout.placements)]
     layouts = [Layout.of(mesh, placements, tuple(t.shape), query._layout.order) for t in tensors]
     local_q, local_k, local_v = (
         redistribute_local(t._local, t._layout, layout) for t, layout in zip(tensors, layouts, strict=True)

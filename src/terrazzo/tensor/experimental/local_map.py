@@ -15,7 +15,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import LocalMapError, PlacementMismatchError, UnsupportedCallError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import check_placement
+from terrazzo.layout.placement import _StridedShard, check_placement
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor
 
@@ -216,7 +216,7 @@ class _Region:
         if gradient is None:
             gradient = [
                 Partial() if isinstance(p, Replicate) and m in self.varying else p
-                for m, p in enumerate(x._layout.dual.placements)
+                for m, p in enumerate(x._layout.dual.shown)
             ]
         return x.to_local(grad_placements=gradient)
 
@@ -248,7 +248,8 @@ class _Region:
         assert coordinate is not None
         shape = []
         for dim, length in enumerate(local.shape):
-            cut = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim % local.ndim == dim]
+            shards = [(m, p) for m, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
+            cut = [m for m, p in shards if p.dim % local.ndim == dim]
             line = tuple(slice(None) if m in cut else coordinate[m] for m in range(self.mesh.ndim))
             shape.append(int(table[(*line, dim)].sum()) if cut else length)
         return shape

@@ -43,7 +43,7 @@ def rounded(x: Any, dtype: torch.dtype) -> Any:
 def _without_terms(x: Any) -> Any:
     if not isinstance(x, DTensor) or x._layout.dual is x._layout:
         return x
-    return x.redistribute(placements=x._layout.dual.placements)
+    return x.redistribute(placements=x._layout.dual.shown)
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -56,7 +56,7 @@ def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
     """The reverse of `gradient_of`: the local gradient to pass to autograd for a local tensor of `layout`."""
     dual = layout.dual
     if gradient._layout is not dual:
-        gradient = gradient.redistribute(dual.mesh, dual.placements)
+        gradient = gradient.redistribute(dual.mesh, dual.shown)
     if dual is layout:
         return gradient._local
     return cast(gradient._local, axis_of(layout.mesh, _term_dims(layout)))
@@ -280,7 +280,7 @@ def _input_grad(user: type, gradient: Any, layout: Any) -> Any:
 def _sums(value: Any) -> Any:
     """A DTensor with terms of mean, max, ... reduced, as their gradient is not that of a sum; else the value itself."""
     if isinstance(value, DTensor) and not sums_only(value._layout):
-        return value.redistribute(placements=value._layout.dual.placements)
+        return value.redistribute(placements=value._layout.dual.shown)
     return value
 
 

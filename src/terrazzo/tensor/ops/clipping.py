@@ -44,7 +44,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
             groups.setdefault((None, ()), []).append(t)
             continue
         if t._layout.dual is not t._layout:
-            t = t.redistribute(placements=t._layout.dual.placements)
+            t = t.redistribute(placements=t._layout.dual.shown)
         layout = t._layout
         first = first or layout
         groups.setdefault((layout.mesh, layout.varying), []).append(t._local)

@@ -256,7 +256,7 @@ def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, 
     layout = reduced._layout
     if tuple(mask_shape) != tuple(layout.shape):
         placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
-        layout = Layout.of(layout.mesh, placements, mask_shape)
+        layout = Layout.of(layout.mesh, placements, mask_shape, layout.order)
     return reduced, random.keep_mask(layout, 1 - p)
 
 

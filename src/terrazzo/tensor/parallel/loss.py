@@ -85,7 +85,7 @@ def _parallel_cross_entropy(
         return NotImplemented
     placements = [Replicate() if isinstance(p, Partial) else p for p in input.placements]
     classes = 1 if input.ndim > 1 else 0
-    if Shard(classes) not in placements:
+    if Shard(classes) not in input._layout.placements:
         if isinstance(target, DTensor) or per_thread.implicit_replication:
             return NotImplemented  # not sharded over the classes: the usual way works for any placements
         raise PlacementMismatchError(
@@ -123,11 +123,11 @@ def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
     if isinstance(value, DTensor):
         if value._layout is layout:
             return value._local
-        return value.redistribute(layout.mesh, layout.placements)._local
+        return value.redistribute(layout.mesh, layout.shown)._local
     if not layout.is_replicated:
         raise MixedTensorError(
             f"cross_entropy: the logits are sharded over the samples, too, so {name} must be a DTensor, best placed "
-            f"{list(layout.placements)}, but it is a plain tensor"
+            f"{list(layout.shown)}, but it is a plain tensor"
         )
     return value
 
