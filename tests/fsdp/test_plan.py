@@ -124,7 +124,9 @@ def test_gradients_may_be_read_and_freed_while_reductions_run():
         operations.insert(noted, Operation(Kind.USE, result.unit, reads=(result,), gives=(result,)))
         check(operations, spec)
         del operations[noted + 1]
-        with pytest.raises(PlanError, match="result of . was given back, and its memory is taken while use .* may read"):
+        with pytest.raises(
+            PlanError, match="result of . was given back, and its memory is taken while use .* may read"
+        ):
             check(operations, spec)
 
 

@@ -31,7 +31,13 @@ from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import ABSENT, Absent, Place, Store
 from terrazzo.checkpoint.stores import Version as StoredVersion
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
-from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, ConflictError, PublishValueError
+from terrazzo.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ConflictError,
+    PublishValueError,
+)
 from terrazzo.publish.parts import RESERVED
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
