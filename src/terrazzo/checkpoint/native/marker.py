@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from terrazzo._torch import replaced
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores.base import ABSENT, Store
 from terrazzo.errors import CheckpointFormatError, ConflictError
@@ -26,6 +25,8 @@ _told = False  # in a process that saves for another process: whether that one w
 
 def wanted() -> bool:
     """Whether this process runs a program for PyTorch's checkpoints, which looks for the file."""
+    from terrazzo._torch import replaced  # imports PyTorch, for which who only looks at a checkpoint does not wait
+
     return _told or replaced.any_replaced()
 
 

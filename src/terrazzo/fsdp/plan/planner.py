@@ -461,7 +461,7 @@ class _Planner:
         reduced, partial = one.buffers("reduced"), one.buffers("partial")
         packed = () if one.released else one.buffers("packed")
         stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
-        # The stream takes new memory, which may be that of an earlier result: one that was added to a gradient and freed.
+        # The stream takes new memory: perhaps that of an earlier result, which was added to a gradient and freed.
         waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit), HANDED_OVER)
         finished = Mark("finished", unit)
         if one.stored:
