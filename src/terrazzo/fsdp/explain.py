@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import nn
 
 from terrazzo._torch.modules import children_of
-from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
 
@@ -32,7 +31,7 @@ def explain(model: nn.Module) -> Plan:
 
 def _run_of(module: nn.Module, positions: Mapping[nn.Module, int]) -> Run:
     inside = tuple([_run_of(each, positions) for each in _sharded_in(module, positions)])
-    return Run(positions[module], inside, _hands_on(module, positions))
+    return Run(positions[module], inside)
 
 
 def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[nn.Module]:
@@ -42,17 +41,3 @@ def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[n
         if child is not None:
             found += [child] if child in positions else _sharded_in(child, positions)
     return found
-
-
-def _hands_on(module: nn.Module, positions: Mapping[nn.Module, int]) -> bool:
-    """Whether the module returns what the last sharded module in it returns. Known for nn.Sequential only."""
-    is_usual = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
-    children = [child for child in children_of(module).values() if child is not None]
-    if not (is_usual and children):
-        return False
-    last = children[-1]
-    if last not in positions:
-        return _hands_on(last, positions)
-    own, inner = group_of(module), group_of(last)
-    wanted = None if own is None else own.settings.precision.output_dtype
-    return wanted is None or (inner is not None and inner.settings.precision.output_dtype is wanted)

@@ -181,9 +181,10 @@ class FSDPModule(_Module):
             group.options.all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Does nothing: a parameter without a gradient on this rank is always reduced, with zeros from this rank.
+        """Change nothing: parameters without a gradient on this rank are always reduced, with zeros from this rank.
 
-        Ranks agree on which parameters any rank used; a parameter that no rank used gets no gradient.
+        So are groups that this rank's loss does not reach, if they ran in the forward. Ranks agree on which parameters
+        any rank used; a parameter that no rank used gets no gradient.
         """
         _groups(self, recurse)
 

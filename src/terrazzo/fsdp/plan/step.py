@@ -107,7 +107,6 @@ class Run:
 
     module: int
     inside: tuple[Run, ...] = ()
-    hands_on: bool = False  # it returns the output of the last of them
 
 
 def one_after_the_other(spec: Spec) -> Run:
@@ -127,11 +126,10 @@ class _Ran:
 
     unit: int
     inside: list[_Ran]
-    hands_on: bool
     begins: bool  # whether it was the first of its unit's modules
     before: tuple[int, ...]  # units whose forwards ended before
-    inputs_have_gradients: bool
     outputs_have_gradients: bool
+    outermost: bool  # its unit is left at the end of backward
 
 
 class _Expected:
@@ -145,8 +143,7 @@ class _Expected:
 
     def events_of(self, run: Run) -> Iterator[tuple[Any, ...]]:
         self._tell(Event.FORWARD, run.module, False, ())
-        ran = self._forward(run)
-        ran.inputs_have_gradients = False  # the model's inputs are data
+        ran = self._forward(run, outermost=True)
         self._tell(Event.FORWARD_ENDS, False)
         self._backward(ran)
         self._tell(Event.BACKWARD_ENDS, (), True)
@@ -156,30 +153,24 @@ class _Expected:
         self._events.append(event)
         _, self._state = advance(self._spec, (), self._state, event)
 
-    def _forward(self, run: Run) -> _Ran:
+    def _forward(self, run: Run, outermost: bool = False) -> _Ran:
         unit = self._spec.modules[run.module]
         known = self._spec.units[unit]
         begins = self._state.phase[unit] is Phase.IDLE and known.sizes is not None
-        trained = self._trained
         self._tell(Event.ENTER, run.module, False)
         self._trained = self._trained or (known.sizes is not None and known.trainable)
         inside = [self._forward(each) for each in run.inside]
         before = self._state.ended
         self._tell(Event.LEAVE, run.module, True, False)
-        return _Ran(unit, inside, run.hands_on, begins, before, trained, self._trained)
+        return _Ran(unit, inside, begins, before, self._trained, outermost)
 
     def _backward(self, ran: _Ran) -> None:
-        self._reach(ran)
-        for each in reversed(ran.inside):
-            self._backward(each)
-        if ran.begins and ran.inputs_have_gradients and self._is_in_backward(ran.unit):
-            self._tell(Event.REACH_END, ran.unit)
-
-    def _reach(self, ran: _Ran) -> None:
-        if ran.hands_on and ran.inside:  # the hook of the module that returned a tensor first runs first
-            self._reach(ran.inside[-1])
         if ran.outputs_have_gradients and not self._is_in_backward(ran.unit):
             self._tell(Event.REACH, ran.unit, ran.before)
+        for each in reversed(ran.inside):
+            self._backward(each)
+        if ran.begins and not ran.outermost and self._is_in_backward(ran.unit):
+            self._tell(Event.REACH_END, ran.unit)
 
     def _is_in_backward(self, unit: int) -> bool:
         return self._state.phase[unit] is Phase.BACKWARD

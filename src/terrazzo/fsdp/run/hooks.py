@@ -13,6 +13,7 @@ from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.state import Event, Phase
+from terrazzo.fsdp.run.course import Spot
 from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.tree import map_tensors
@@ -36,13 +37,12 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copi
             device = root.device
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device, non_blocking=True), copies)
     first = root.state.phase[unit.index] is Phase.IDLE and bool(unit.params)
-    if first and not inside:
-        root.enter(unit)
+    spot = root.enter(unit, position) if first and not inside else None
     root.advance((Event.ENTER, position, inside))
     args, kwargs = _cast_inputs(group, args, kwargs, copies)
     if first and torch.is_grad_enabled():
         # A view, whose gradient is complete when the backward of everything in this forward has run.
-        watched = partial(_watched, partial(_after_backward, group))
+        watched = partial(_watched, partial(_after_backward, group, spot))
         args = map_tensors(args, watched, copies)
         if kwargs:
             kwargs = map_tensors(kwargs, watched, copies)
@@ -56,10 +56,14 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     state = root.state
     forward, recomputing = state.phase[unit.index] is not Phase.BACKWARD, in_backward()
     announced = forward and torch.is_grad_enabled()
-    hook = partial(_before_backward, group, state.ended) if announced else None
-    outputs, found = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
+    course = root.course if announced and not recomputing else None
+    spot = None if course is None else course.spot()
+    hook = partial(_before_backward, group, state.ended, spot) if announced else None
+    outputs, found, watched = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
     if not forward:
         return outputs
+    if course is not None and (watched or root.is_trained(unit)):
+        course.left_by(unit.index, state.ended)
     returns = announced and not recomputing
     # If no output can have a hook, backward may run without notice, and needs the parameters.
     keep = announced and (recomputing or not found)
@@ -82,20 +86,23 @@ def forward_failed(group: Group, module: nn.Module) -> None:
         root.end_forward(failed=True)
 
 
-def _leave(unit: Unit, dtype: torch.dtype | None, hook: Any, outputs: Any) -> tuple[Any, bool]:
-    """The outputs, cast and with hooks; and whether there are tensors among them."""
-    found = False
+def _leave(unit: Unit, dtype: torch.dtype | None, hook: Any, outputs: Any) -> tuple[Any, bool, bool]:
+    """The outputs, cast and with hooks; whether there are tensors among them, and whether any requires a gradient."""
+    found = watched = False
 
     def leave(tensor: Tensor) -> Tensor:
-        nonlocal found
+        nonlocal found, watched
         found = True
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         if unit.lends(tensor):  # a returned parameter, or a view of one, would lose its memory
             tensor = tensor.clone()
-        return tensor if hook is None else _announced(hook, tensor)
+        if hook is None or not with_graph(tensor).requires_grad:
+            return tensor
+        watched = True
+        return _announced(hook, tensor)
 
-    return map_tensors(outputs, leave), found
+    return map_tensors(outputs, leave), found, watched
 
 
 def _cast_inputs(group: Group, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
@@ -120,34 +127,32 @@ def _watched(hook: Any, tensor: Tensor) -> Tensor:
 
 def _announced(hook: Any, tensor: Tensor) -> Tensor:
     inner = with_graph(tensor)
-    if inner.requires_grad:
-        if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
-            tensor = tensor.view_as(tensor)
-            inner = with_graph(tensor)
-        watch_gradient(inner, hook)
+    if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
+        tensor = tensor.view_as(tensor)
+        inner = with_graph(tensor)
+    watch_gradient(inner, hook)
     return tensor
 
 
-def _before_backward(group: Group, before: tuple[int, ...], grad: Tensor) -> None:
+def _before_backward(group: Group, before: tuple[int, ...], spot: Spot | None, grad: Tensor) -> None:
     """Called when backward reaches an output of the modules; `before` are the units that ran before, latest first."""
     root: Root = group.root
     index: int = group.unit.index
     if _records_graph(grad):
         root.records_graph = True
         grad.register_hook(partial(_after_double_backward, group))
-    if root.state.phase[index] is Phase.BACKWARD:
-        return
+    root.come_to(spot)
     root.reach(index, before)
 
 
-def _after_backward(group: Group, grad: Tensor) -> None:
+def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
     """Called when backward leaves the modules through an input."""
     root: Root = group.root
     unit: Unit = group.unit
     if _records_graph(grad):
-        grad.register_hook(partial(_before_backward, group, ()))
+        grad.register_hook(partial(_before_backward, group, (), None))
+    root.come_to(spot)
     if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
-        root.begin_backward()
         if unit.index not in root.reached:
             root.look_for_unnoticed(unit.index)
         root.advance_without_graph((Event.REACH_END, unit.index))
@@ -164,7 +169,7 @@ def _records_graph(grad: Tensor) -> bool:
 def _after_double_backward(group: Group, grad: Tensor) -> None:
     """Backward through a backward leaves the modules; it may still run through their forward, so nothing is freed."""
     if _records_graph(grad):
-        grad.register_hook(partial(_before_backward, group, ()))
+        grad.register_hook(partial(_before_backward, group, (), None))
 
 
 for _hook in (before_forward, after_forward):

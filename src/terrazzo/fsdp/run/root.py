@@ -15,10 +15,11 @@ from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_ba
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
-from terrazzo.fsdp.plan.state import Event, State, Where
+from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
+from terrazzo.fsdp.run.course import Course, Spot
 from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.memory import free_memory_aside
@@ -66,7 +67,10 @@ class Root:
         self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
         self._entered: list[int] = []  # the units of this forward
-        self.reached: set[int] = set()  # the units that this backward has reached
+        self.course: Course | None = None  # of this forward
+        self.reached: set[int] = set()  # the units that this rank's backward has reached
+        self._courses: list[Course] = []  # those of the forwards that it has reached
+        self._in_backward = False
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
         self._gradients_wait = False  # for the step of an optimizer
         self._ran: set[int] = set()  # the units whose forwards this backward may run through
@@ -160,8 +164,9 @@ class Root:
             self._backward_ended = False
             self._ran.clear()
         self._passing.clear()
-        if self.state.in_backward:
+        if self._in_backward:
             self.recover()
+        self.course = Course(self)
         self.watch.settle()
         self._expect(self._orders.get(module, ()))
         where = self.state.where
@@ -234,22 +239,31 @@ class Root:
         if order != self._order:
             self._order, self._reordered = order, True
 
-    def enter(self, unit: Unit) -> None:
-        """Called when a unit's forward begins."""
+    def enter(self, unit: Unit, module: int) -> Spot | None:
+        """Called when a unit's forward begins, in `module`; returns the spot where backward leaves it, if one may."""
         self.watch.note(unit, "run")
         self._entered.append(unit.index)
-        if torch.is_grad_enabled():
-            self._ran.add(unit.index)
+        if self.course is None or not torch.is_grad_enabled():
+            return None
+        self._ran.add(unit.index)
+        return Spot(self.course, -1) if module == self.state.outermost else self.course.entered(unit.index)
+
+    def is_trained(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are reduced or accumulated."""
+        return self._spec.units[unit.index].trainable
 
     def end_forward(self, failed: bool = False) -> None:
         """Called when the outermost forward has ended."""
         inside, module = in_backward(), self.state.outermost
         self.advance((Event.FORWARD_ENDS, inside))
-        if not inside and self._gradients_wait and not torch.is_grad_enabled():
+        if inside:  # computed again, and perhaps not to the end
+            return
+        self.course = None
+        if self._gradients_wait and not torch.is_grad_enabled():
             self._rest(Unit.has_sharded_gradients)
         if failed:
             self.watch.forget()
-        elif not inside:
+        else:
             order = self._orders[module] = tuple(self._entered)
             self._expect(order)
             self.watch.compare()
@@ -258,16 +272,48 @@ class Root:
 
     def begin_backward(self) -> None:
         """Called once per backward."""
-        if not self.state.in_backward:
+        if not self._in_backward:
+            self._in_backward = True
             self._show_unsharded()
             self.watch.settle()
             self._follow_flags()
             at_end_of_backward(self._end_backward)
 
+    def come_to(self, spot: Spot | None) -> None:
+        """Called when backward comes to a spot: do what lies before it, which this rank's loss does not depend on."""
+        self.begin_backward()
+        if spot is None or spot.course.root is not self:  # not in a forward, or the module has another root now
+            return
+        course, index = spot
+        if not any(course is each for each in self._courses):
+            for each in self._courses:  # later forwards, through which backward has run
+                self._follow(each)
+            course.left = len(course.events)
+            self._courses.append(course)
+        if index < course.left:
+            self._follow(course, index + 1)
+            course.left = max(index, 0)
+
+    def _follow(self, course: Course, until: int = 0) -> None:
+        """Do the events of a course that no hook on this rank has done, down to `until`."""
+        while course.left > until:
+            course.left -= 1
+            kind, unit, *more = course.events[course.left]
+            is_inside = self.state.phase[unit] is Phase.BACKWARD
+            if kind is Event.REACH and not is_inside:
+                if unit not in self.reached and self.units[unit].with_own_gradients():
+                    self.look_for_unnoticed(unit)
+                self._reach(unit, *more)
+            elif kind is Event.REACH_END and is_inside and not (self.records_graph and unit in self.reached):
+                self.advance_without_graph((kind, unit))
+
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
-        self.begin_backward()
         self.reached.add(unit)
+        if self.state.phase[unit] is not Phase.BACKWARD:
+            self._reach(unit, before)
+
+    def _reach(self, unit: int, before: tuple[int, ...]) -> None:
         self.advance_without_graph((Event.REACH, unit, before))
         if Where.GATHERING not in self.state.where:
             free_memory_aside()  # the next ones are gathered already, or there are none
@@ -283,6 +329,10 @@ class Root:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
+        for course in self._courses:
+            self._follow(course)
+        self._courses = []
+        self._in_backward = False
         with_gradients = tuple(
             [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
         )
@@ -352,8 +402,9 @@ class Root:
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
-        self.records_graph = False
+        self.records_graph = self._in_backward = False
         self._entered = []
+        self.course, self._courses = None, []
         self.reached.clear()
         self._unnoticed = []
         self.watch.forget()

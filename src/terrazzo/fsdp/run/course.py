@@ -1,0 +1,46 @@
+"""The course of a forward: in which order it came to the groups, and so in which order every rank's backward does.
+
+Gathers and reductions are collectives, so ranks must start the same ones in the same order, although their losses may
+reach different modules: rank 0's one head and rank 1's another, or some experts. Autograd runs backward in the order
+opposite to that of forward, so hooks, where they run, run in the order of the course. A rank whose loss skips a group
+does what belongs to it when the next hook runs, or at the end: it gathers the group for the others, and reduces zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from terrazzo.fsdp.plan.state import Event
+
+
+class Course:
+    """The events of the backward of one forward, the last first. The outermost module's unit is left at the end of
+    backward, so this has no event here."""
+
+    __slots__ = ("events", "left", "root")
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.events: list[tuple[Any, ...]] = []
+        self.left = 0  # the number of events that the backward that runs has not come to
+
+    def spot(self) -> Spot:
+        """Where the next event will be."""
+        return Spot(self, len(self.events))
+
+    def entered(self, unit: int) -> Spot:
+        """The unit's forward begins."""
+        spot = self.spot()
+        self.events.append((Event.REACH_END, unit))
+        return spot
+
+    def left_by(self, unit: int, before: tuple[int, ...]) -> None:
+        """The forward of a module of the unit ends; `before` are the units whose forwards ended before."""
+        self.events.append((Event.REACH, unit, before))
+
+
+class Spot(NamedTuple):
+    """Where in a course an event is; before all others at -1."""
+
+    course: Course
+    index: int
