@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from ranks import run_ranks
 from terrazzo.checkpoint.manager import (
     Best,
+    CheckpointManager,
     KeepAny,
     KeepBest,
     KeepEvery,
     KeepLast,
+    KeepUntilCopied,
     KeepWhen,
     Moment,
     Record,
@@ -117,3 +122,47 @@ def test_what_is_refused():
     assert checked_metrics({"loss": torch.tensor(0.5)}) == {"loss": 0.5} and checked_step(torch.tensor(3)) == 3
     with pytest.raises(TypeError):
         SaveEvery(10) | KeepLast(1)
+
+
+def raise_once(root: str) -> None:
+    wrong = [KeyError("loss"), SystemExit(3)]
+
+    def judge(record: Record) -> bool:
+        if wrong and record.step == 2:
+            raise wrong.pop()
+        return False
+
+    with CheckpointManager(root, keep=KeepWhen(judge) | KeepLast(1)) as manager:
+        manager.save(1, {"w": torch.ones(2)})
+        manager.save(2, {"w": torch.ones(2)})
+        with pytest.raises(CheckpointManagerError, match="no checkpoint was removed.*raised SystemExit: 3"):
+            manager.wait()
+        assert {"global_step1", "global_step2"} <= set(os.listdir(root))
+        manager.wait()  # it is raised once
+        assert manager.steps() == [1, 2]
+        manager.save(3, {"w": torch.ones(2)})
+        while not manager._house.idle(1.0):
+            pass
+        with pytest.raises(CheckpointManagerError, match="raised KeyError: 'loss'"):
+            manager.save(4, {"w": torch.ones(2)})
+        manager.save(5, {"w": torch.ones(2)})  # step 4 was not saved, and removals go on
+    assert manager.steps() == [5]
+
+
+def test_a_policy_that_raises_is_heard(tmp_path: Path):
+    run_ranks(2, raise_once, str(tmp_path))
+    manager = CheckpointManager(tmp_path, best=Best(lambda metrics: 1 / metrics["loss"]))
+    manager.save(6, {"w": torch.ones(2)}, {"loss": 0.0})
+    with pytest.raises(CheckpointManagerError, match="raised ZeroDivisionError"):
+        manager.close()
+    manager = CheckpointManager(tmp_path)
+    assert manager.steps() == [5, 6]
+    manager.close()
+
+
+def test_where_copies_go_that_cannot_be_reached(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "copies").write_text("not a folder")
+    with CheckpointManager(tmp_path / "run", keep=KeepLast(1) | KeepUntilCopied(tmp_path / "copies")) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.ones(2)})
+    assert manager.steps() == [1, 2, 3] and "all checkpoints are kept" in caplog.text

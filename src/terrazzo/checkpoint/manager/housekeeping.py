@@ -19,7 +19,7 @@ from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
-from terrazzo.errors import CheckpointError, CheckpointExistsError
+from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -32,6 +32,7 @@ class Housekeeping:
         self._janitor = Worker("terrazzo-manager")
         self._copier = Worker("terrazzo-copier")
         self._under_way: set[Future[None]] = set()
+        self._failed: Exception | None = None  # the error of a policy that the run has not got yet
 
     def after(self, step: int, saving: Future[None]) -> None:
         """Start the work that follows the save of a step, when the save is committed."""
@@ -74,8 +75,16 @@ class Housekeeping:
     def _logged(self, work: Callable[[], None], what: str) -> None:
         try:
             work()
+        except CheckpointManagerError as error:  # a mistake in the run's program
+            self._failed = error
         except (CheckpointError, OSError) as error:  # the next save tries again
             LOGGER.warning("%s: checkpoints could not be %s: %s", self._tiers.root.root, what, error)
+
+    def raise_failed(self) -> None:
+        """Raise the error of a policy, once."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def remove(self, tier: Tier) -> None:
         """Remove checkpoints of a tier that are not kept; local ones only if they are not still to be copied."""

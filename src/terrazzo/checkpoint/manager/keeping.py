@@ -7,6 +7,7 @@ is always kept.
 from __future__ import annotations
 
 import abc
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ from typing import Literal
 from terrazzo.checkpoint.manager.records import Catalog, Record
 from terrazzo.checkpoint.manager.saving import check_period
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointManagerError
+from terrazzo.errors import CheckpointError, CheckpointManagerError
+
+LOGGER = logging.getLogger("terrazzo.checkpoint")
 
 NEWEST = "newest"
 UNTIL_COPIED = "until copied"
@@ -179,7 +182,13 @@ class KeepUntilCopied(KeepPolicy):
     to: str | os.PathLike[str] | Store
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        there = Catalog(Place(self.to)).read()
+        try:
+            there = Catalog(Place(self.to)).read()
+        except (CheckpointError, OSError) as error:
+            LOGGER.warning(
+                "all checkpoints are kept, because those that are copied to %s are not known: %s", self.to, error
+            )
+            there = []
         return {record.step: UNTIL_COPIED for record in not_copied(records, there)}
 
 

@@ -226,6 +226,8 @@ class CheckpointManager:
                 raise DivergentValueError(
                     f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
+            if self._house is not None:
+                self._house.raise_failed()
             looked = self._tiers.look()
             records, fast = looked.records, self._tiers.fast
             if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
@@ -425,6 +427,8 @@ class CheckpointManager:
                 return b""
             for future in copying:
                 future.result()
+            if self._house is not None:
+                self._house.raise_failed()
             return self._encoded(self._tiers.look())
 
         try:
@@ -462,7 +466,13 @@ class CheckpointManager:
         except Exception as failed:
             LOGGER.warning("%s: the last save failed too: %s", self.root, failed)
         finally:
+            house = self._house
             self._stop()
+        try:
+            if house is not None:
+                house.raise_failed()
+        except CheckpointManagerError as failed:
+            LOGGER.warning("%s", failed)
 
     def _check_open(self) -> None:
         if self._house is None:

@@ -58,7 +58,13 @@ class Tier:
             for each in unreadable.values():
                 if isinstance(each.error, OSError):  # it may be readable again, and the policies depend on all
                     raise each.error
-            reasons = reasons_to_keep(self._keep, self._best, records)
+            try:
+                reasons = reasons_to_keep(self._keep, self._best, records)
+            except BaseException as error:  # noqa: B036  # the next call of the run raises it
+                raise CheckpointManagerError(
+                    f"{self.root}: no checkpoint was removed, because the policy that says which to keep raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             for step, why in (needed or {}).items():
                 reasons.setdefault(step, []).append(why)
             for record in records:
