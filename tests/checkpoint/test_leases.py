@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.checkpoint import DefaultSavePlanner, FileSystemWriter
+from terrazzo.checkpoint import CheckpointManager, DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
+from terrazzo.checkpoint.native.storage import NativeWriter
+from terrazzo.checkpoint.stores import LocalStore
 
 
 def leases(folder: Path) -> list[str]:
@@ -38,3 +42,114 @@ def test_a_copy_of_a_writer_holds_no_lease(tmp_path: Path, kind: Any) -> None:
     _, metadata = planner.create_global_plan([plan])
     writer.finish(metadata, [results])
     assert leases(tmp_path) == []
+
+
+class OthersFiles:
+    """`os` as another user has it: files of some names are readable or not, and may be removed or not."""
+
+    def __init__(self, *names: str, readable: bool = True, sticky: bool = False) -> None:
+        self.names = names
+        self.readable = readable
+        self.sticky = sticky
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Any, flags: int, *mode: int) -> int:
+        others = os.path.basename(path) in self.names and os.path.exists(path)
+        if others and (flags & (os.O_RDWR | os.O_WRONLY) or not self.readable):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return os.open(path, flags, *mode)
+
+    def unlink(self, path: Any) -> None:
+        if self.sticky and os.path.basename(path) in self.names:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        os.unlink(path)
+
+
+LEASE, DATA, OTHER = "save-0123456789ab.lease", "data-0123456789ab-00000.safetensors", "save-ba9876543210.lease"
+
+
+def test_the_lease_of_another_user(tmp_path: Path) -> None:
+    """Whether its holder is alive, the lock says if the file may be read, else its age."""
+    held = LocalStore(tmp_path).lease(LEASE)
+    may_read, may_not = (LocalStore(tmp_path, OthersFiles(LEASE, readable=readable)) for readable in (True, False))
+    now = os.stat(tmp_path / LEASE).st_mtime
+    assert not may_read.lease_ended(LEASE, 0.0) and not may_not.lease_ended(LEASE, now)
+    assert may_not.lease_ended(LEASE, now - 2 * may_not.lease_seconds)
+    held.release()
+    (tmp_path / LEASE).touch()
+    assert may_read.lease_ended(LEASE, now) and not may_not.lease_ended(LEASE, now)
+
+
+@pytest.mark.parametrize("kind", [NativeWriter, DCPWriter, HuggingFaceWriter])
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("readable", [True, False])
+def test_what_another_users_save_left_stops_no_save(
+    tmp_path: Path, kind: Any, readable: bool, sticky: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = (LEASE, OTHER, *([DATA] if kind is NativeWriter else []))
+    for name in names:
+        (tmp_path / name).touch()
+    state = {"w": torch.arange(5.0)}
+    store = LocalStore(tmp_path, OthersFiles(*names, readable=readable, sticky=sticky))
+    save(state, storage_writer=kind(store))
+    left = {name for name in (LEASE, OTHER) if (tmp_path / name).exists()}
+    assert left == ({LEASE, OTHER} if sticky or not readable else set())
+    assert ("left stays" in caplog.text) == (sticky and readable)
+    target = {"w": torch.zeros(5)}
+    load(target, checkpoint_id=tmp_path)
+    assert target["w"].equal(state["w"])
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_the_lock_that_another_user_left_stops_no_save(tmp_path: Path, readable: bool) -> None:
+    lock = tmp_path / "manifest.terrazzo.lock"
+    lock.touch()
+    if not readable:  # then only its age says that its holder, who held it for one rename, is gone
+        os.utime(lock, (0, 0))
+    store = LocalStore(tmp_path, OthersFiles(lock.name, readable=readable))
+    save({"w": torch.ones(2)}, store=store)
+    assert not lock.exists() and (tmp_path / "manifest.terrazzo").exists()
+
+
+class ReadOnly:
+    """`os` for a file system that is mounted read-only, or belongs to another user."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getattr__(self, name: str) -> Any:
+        def refuse(*arguments: Any) -> None:
+            raise OSError(self.number, os.strerror(self.number), *map(str, arguments[:1]))
+
+        return refuse if name in ("unlink", "mkdir", "rmdir", "replace") else getattr(os, name)
+
+    def open(self, path: Any, flags: int, *mode: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(self.number, os.strerror(self.number), str(path))
+        return os.open(path, flags, *mode)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_place_that_cannot_be_written_to_is_read(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+    before = sorted(path for path in tmp_path.rglob("*"))
+    if number != errno.ENOSPC:  # a reader that died, and a removal
+        for name in ("read-0123456789ab.lease", "remove-0123456789ab.lease"):
+            (tmp_path / "global_step2" / name).touch()
+    with CheckpointManager(LocalStore(tmp_path, ReadOnly(number)), keep=1) as manager:
+        for which in ("latest", 1, 2):
+            target = {"w": torch.zeros(3)}
+            step = manager.restore(which, target)
+            assert target["w"].eq(step).all()
+        with manager.hold("latest") as store:
+            load(target, store=store)
+    assert manager.latest_step() == 2 and caplog.text.count("what is read there is not held") == 1
+    for name in ("read-0123456789ab.lease", "remove-0123456789ab.lease"):
+        (tmp_path / "global_step2" / name).unlink(missing_ok=True)
+    assert sorted(path for path in tmp_path.rglob("*")) == before

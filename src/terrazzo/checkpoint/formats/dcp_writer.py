@@ -26,6 +26,7 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.registry import check_is_found
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
+from terrazzo.checkpoint.native.cleaning import sweep
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.from_planner import data_of
 from terrazzo.checkpoint.native.leases import SaveLease, has_ended
@@ -255,4 +256,4 @@ def _remove_leftovers(store: Store) -> None:
     except FileNotFoundError:
         used = set()
     if used is not None:
-        store.delete([name for name in stale if name not in used])
+        sweep(store, [name for name in stale if name not in used])

@@ -144,7 +144,8 @@ class Catalog:
                 found = CheckpointIOError(f"{self.store_of(step).location}: {error}")
                 found.__cause__ = error
             unreadable[step] = Unreadable(found, modified)
-            self._tell(step, found)
+            where = self.store_of(step).location
+            self.tell(f"{where} cannot be read, so it is neither used, replaced nor removed", found)
         return sorted(records, key=lambda record: (record.saved, record.step)), unreadable
 
     def _entry(self, step: int) -> Entry | None:
@@ -170,11 +171,11 @@ class Catalog:
                 ) from error
         return known[1]
 
-    def _tell(self, step: int, error: CheckpointError) -> None:
-        text = f"{self.store_of(step).location} cannot be read, so it is neither used, replaced nor removed: {error}"
+    def tell(self, text: str, why: object) -> None:
+        """Log a warning, once."""
         if text not in self._told:
             self._told.add(text)
-            LOGGER.warning("%s", text)
+            LOGGER.warning("%s: %s", text, why)
 
 
 def _read_record(store: Store, step: int) -> Record:

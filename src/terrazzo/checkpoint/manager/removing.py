@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
-from terrazzo.checkpoint.native.cleaning import remove_leftovers
+from terrazzo.checkpoint.native.cleaning import remove_leftovers, sweep
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
 from terrazzo.checkpoint.stores import Entry, Lease, Store
@@ -36,15 +36,27 @@ _LEASE: Final = ".lease"
 
 
 def take_to_read(catalog: Catalog, step: int) -> Lease:
-    """Hold a checkpoint until the lease is released."""
+    """Hold a checkpoint until the lease is released.
+
+    Where nothing can be written, the lease is none: the checkpoint can be read, but may be removed meanwhile.
+    """
     store = catalog.store_of(step)
     gone = CheckpointNotFoundError(f"{store.location} has no complete checkpoint, or it is being removed")
     if not store.exists(MANIFEST):
         raise gone
-    lease: Lease = _Renewed(store, _READER)
+    try:
+        lease: Lease = _Renewed(store, _READER)
+    except (OSError, NotImplementedError) as error:
+        lease = _NoLease()
+        catalog.tell(
+            f"{catalog.root}: what is read there is not held, so that a run that saves there may remove it meanwhile, "
+            "and reading then raises an error",
+            error,
+        )
     if is_held(store, _REMOVER) or not store.exists(MANIFEST):
         lease.release()
-        catalog.root.store.remove_folder(name_of_step(step))
+        with suppress(OSError):  # it stays for a later removal
+            catalog.root.store.remove_folder(name_of_step(step))
         raise gone
     return lease
 
@@ -85,7 +97,7 @@ def clear(catalog: Catalog, step: int) -> None:
     remove_leftovers(store)
     left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
     left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
-    store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
+    sweep(store, [entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
     if not store.exists(MANIFEST):
         catalog.root.store.remove_folder(name_of_step(step))
 
@@ -99,10 +111,17 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
     files = [
         entry for name in (LATEST[0], KEPT, RUN) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)
     ]
-    root.delete([entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
+    sweep(root, [entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
     for step in catalog.steps():
         if step not in spared and not catalog.is_link(step):
             clear(catalog, step)
+
+
+class _NoLease(Lease):
+    """A lease that could not be written."""
+
+    def release(self) -> None:
+        """Do nothing."""
 
 
 class _Renewed(Lease):

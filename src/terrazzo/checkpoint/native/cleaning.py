@@ -10,6 +10,7 @@ between still has its lease, or its manifest is read.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
@@ -19,6 +20,8 @@ from terrazzo.checkpoint.native.manifest import Manifest, version_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Entry, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+
+LOGGER = logging.getLogger("terrazzo.checkpoint")
 
 
 def read_manifest(store: Store) -> Manifest | Root:
@@ -67,5 +70,17 @@ def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence
     except (CheckpointCorruptError, CheckpointFormatError):
         return []
     stale = [key for key in stale if key not in used]
-    store.delete(stale)
-    return stale
+    return stale if sweep(store, stale) else []
+
+
+def sweep(store: Store, keys: Sequence[str]) -> bool:
+    """Remove what ended saves and readers have left; returns whether all could be removed.
+
+    What another user does not let this one remove stays: no save fails for it.
+    """
+    try:
+        store.delete(keys)
+    except PermissionError as error:
+        LOGGER.warning("%s: what ended saves or readers have left stays: %s", store.location, error)
+        return False
+    return True

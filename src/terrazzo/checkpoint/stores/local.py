@@ -49,7 +49,8 @@ _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
 _WRITE_BEHIND: Final = 8 << 20
 _STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 _LOCK_SECONDS: Final = 60.0  # the lock is held for one rename
-_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# The last: NFS does not lock a file that may only be read.
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
 LOCK: Final = ".lock"
 
@@ -134,16 +135,21 @@ class LocalStore(Store):
         path = self._path / (key + LOCK)
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
-            fd = self._os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                locked = self._try_lock(fd)
-                # The last holder removed the file, so another file of the same name may be the lock now.
-                if locked is None or (locked and _is_file_at(path, fd)):
-                    break
-            except BaseException:
+            fd = self._open_to_lock(path, os.O_CREAT)
+            if fd is not None:
+                try:
+                    locked = self._try_lock(fd)
+                    # The last holder removed the file, so another file of the same name may be the lock now.
+                    if locked is None or (locked and _is_file_at(path, fd)):
+                        break
+                except BaseException:
+                    self._os.close(fd)
+                    raise
                 self._os.close(fd)
-                raise
-            self._os.close(fd)
+            else:
+                with suppress(FileNotFoundError):  # another user's, who may have died with it
+                    if self.lease_ended(key + LOCK, os.stat(path).st_mtime):
+                        self.delete([key + LOCK])
             if time.monotonic() > deadline:
                 raise ConflictError(f"{path} has been locked by another process for {_LOCK_SECONDS:.0f} seconds")
             time.sleep(0.01)
@@ -158,7 +164,8 @@ class LocalStore(Store):
     def stream(self, key: str) -> Upload:
         for left in self.list(f".{key}."):  # left by killed processes
             if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
-                self.delete([left.key])
+                with suppress(PermissionError):  # it is another user's
+                    self.delete([left.key])
         temporary, fd = self._create_locked(lambda: f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
         return _Replacing(self, LocalUpload(self._os, fd, self._path / temporary, durable=self._durable), key)
 
@@ -300,14 +307,21 @@ class LocalStore(Store):
         return Entry(key, found.st_size, found.st_mtime)
 
     def delete(self, keys: Iterable[str]) -> None:
+        refused: PermissionError | None = None
         for key in keys:
             outer = os.path.dirname(key)
             if outer and os.path.realpath(self._path / outer) != os.path.join(os.path.realpath(self._path), outer):
                 raise PermissionError(
                     errno.EPERM, "it is not removed, because a link leads to it", str(self._path / key)
                 )
-            with suppress(FileNotFoundError):
+            try:
                 self._os.unlink(self._path / key)
+            except FileNotFoundError:
+                pass
+            except PermissionError as error:  # another user's: remove the others first
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
         """Take over a file of another folder by a hard link: it exists as long as one of the folders has it."""
@@ -334,14 +348,33 @@ class LocalStore(Store):
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
         try:
-            fd = self._os.open(self._path / key, os.O_RDWR | os.O_CLOEXEC)
+            fd = self._open_to_lock(self._path / key)
         except FileNotFoundError:
             return True
-        try:
-            locked = self._try_lock(fd)
-        finally:
-            self._os.close(fd)
+        locked = None  # not known, if another user does not even let this one read
+        if fd is not None:
+            try:
+                locked = self._try_lock(fd)
+            finally:
+                self._os.close(fd)
         return time.time() - last_sign > self.lease_seconds if locked is None else locked
+
+    def _open_to_lock(self, path: Path, create: int = 0) -> int | None:
+        """Open a file that may be another user's or in a place that is only read; None if it may not be read either."""
+        refused: OSError | None = None
+        for flags in (os.O_RDWR | create, os.O_RDONLY):
+            try:
+                fd: int = self._os.open(path, flags | os.O_CLOEXEC, 0o644)
+                return fd
+            except FileNotFoundError:
+                if refused is None:
+                    raise
+                raise refused from None  # it could not be created
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                refused = error
+        return None
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in `folder` survive a power failure."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
+from terrazzo.checkpoint.native.cleaning import sweep
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.run.events import LOGGER
@@ -218,7 +219,7 @@ class Claim:
                 if not known or self._store.lease_ended(lease_name(holder), mark.modified):
                     stale.append(self._mark)
         stale += [e.key for e in self._leases() if self._store.lease_ended(e.key, e.modified)]
-        self._store.delete(stale)
+        sweep(self._store, stale)
 
     def _stat(self, name: str) -> Entry | None:
         try:
