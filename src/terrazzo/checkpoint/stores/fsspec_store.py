@@ -3,6 +3,10 @@
 `fsspec` cannot compare and replace a file atomically. So the root is compared just before it is replaced, and read
 again afterwards. If two jobs commit at the same moment, both may get an error, but neither gets a wrong success. For
 S3, Google Cloud and Azure use `ObjectStore`, which replaces atomically.
+
+A file that may exist is written under a temporary name and moved. Where the file system renames, readers get the old
+file or the new one. Where it copies instead, or cannot move over an existing file, a process that is killed at that
+moment can leave a file that is cut off, but then the temporary one has all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
 )
+from terrazzo.checkpoint.stores.local import TEMPORARY
 from terrazzo.errors import CheckpointValueError, ConflictError
 
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
@@ -81,14 +86,14 @@ class FsspecStore(Store):
     def upload(self, key: str, size: int) -> Upload:
         if self.exists(key):
             raise FileExistsError(f"{self._url}/{key} exists already")
-        return MemoryUpload(size, lambda data: self.put(key, data))
+        return MemoryUpload(size, lambda data: self._fs.pipe_file(self._path(key), bytes(data)))
 
     def stream(self, key: str) -> Upload:
         def begin() -> _Opened:
             for left in self.list(f".{key}."):  # left by killed processes
                 if self.lease_ended(left.key, left.modified):
                     self.delete([left.key])
-            return _Opened(self._fs, self._path(f".{key}.{uuid.uuid4().hex[:12]}.tmp"), self._path(key))
+            return _Opened(self, f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}", key)
 
         return GrowingUpload(lambda data: self.put(key, data), begin)
 
@@ -131,10 +136,28 @@ class FsspecStore(Store):
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
         if only_if is not None and self._present(key) != only_if:
             raise ConflictError(f"{self._url}/{key} was replaced by another save since this one began")
-        self._fs.pipe_file(self._path(key), bytes(data))
+        self._write(key, bytes(data))
         if only_if is not None and self._present(key) != _version(data):
             raise ConflictError(f"{self._url}/{key} was replaced by another save at the same time")
         return _version(data)
+
+    def _write(self, key: str, data: bytes) -> None:
+        if not data:  # it cannot be cut off
+            self._fs.pipe_file(self._path(key), data)
+            return
+        temporary = f"{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}"
+        self._fs.pipe_file(self._path(temporary), data)
+        try:
+            self.move(temporary, key)
+        except Exception:  # of whatever type in each file system
+            self._fs.pipe_file(self._path(key), data)  # raises if that is not the cause
+            self.delete([temporary])
+
+    def move(self, temporary: str, key: str) -> None:
+        """Rename a file, over another one if there is one; raises if the file system cannot."""
+        self._fs.mv(self._path(temporary), self._path(key))
+        if self.exists(temporary):  # some file systems do nothing if the other one exists
+            raise FileExistsError(f"{self._url}/{key} cannot be replaced: remove it, or use another name")
 
     def _present(self, key: str) -> Absent | Version:
         try:
@@ -181,22 +204,22 @@ class FsspecStore(Store):
 class _Opened:
     """A temporary file that is renamed when it is complete."""
 
-    def __init__(self, fs: Any, temporary: str, path: str) -> None:
-        self._fs = fs
+    def __init__(self, store: FsspecStore, temporary: str, key: str) -> None:
+        self._store = store
         self._temporary = temporary
-        self._path = path
-        self._file = fs.open(temporary, "wb")
+        self._key = key
+        self._file = store._fs.open(store._path(temporary), "wb")
 
     def write(self, data: memoryview) -> None:
         self._file.write(data)
 
     def commit(self) -> None:
         self._file.close()
-        self._fs.mv(self._temporary, self._path)
+        self._store.move(self._temporary, self._key)
 
     def discard(self) -> None:
         self._file.close()
-        self._fs.rm_file(self._temporary)
+        self._store.delete([self._temporary])
 
 
 def _version(data: bytes | memoryview) -> Version:
