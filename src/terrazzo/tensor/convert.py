@@ -24,7 +24,7 @@ from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import _StridedShard, check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.links import links
 from terrazzo.tensor.pending import pending
@@ -78,7 +78,7 @@ def from_local(
         _check_alike(local, layout)
     if grad_placements is not None and local.requires_grad:
         needed = layout.with_placements(tuple(grad_placements))
-        local = _OfLeaf.apply(_GradTo.apply(local, layout.dual, needed))
+        local = _OfLeaf.apply(_GradTo.apply(local, gradient_layout(layout), needed))
         return wrap(_first_replica(local, layout) if run_check else local, layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
@@ -249,8 +249,12 @@ def _redistribute_as(
         )
     placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
     dst = Layout.of(src.mesh, placed, src.shape, order)
-    made = _RedistributeAs.apply(local, src, dst, forward_dtype or local.dtype, backward_dtype or local.dtype)
-    return wrap(made, dst)
+    # Terms of other reductions than sums have other gradients than the tensor, so they are made and reduced apart.
+    if not sums_only(src):
+        local, src = redistribute_local(local, src, src.dual), src.dual
+    between = dst if sums_only(dst) else dst.dual
+    made = _RedistributeAs.apply(local, src, between, forward_dtype or local.dtype, backward_dtype or local.dtype)
+    return wrap(redistribute_local(made, between, dst), dst)
 
 
 def _redistribute(

@@ -24,7 +24,7 @@ from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.comm.mesh import ranks_of
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Layout, Placement
+from terrazzo.layout import Layout, Partial, Placement
 from terrazzo.tensor.attributes import OwnAttributes, define_attributes
 from terrazzo.tensor.dispatch.keys import (
     FALSE,
@@ -49,6 +49,8 @@ from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_stride
 
 WRITTEN = "_on_write"
 """An attribute of some DTensors: a function to call before they can be written to past all version counters."""
+
+_SUM, _AVERAGE = Partial(), Partial("avg")
 
 _STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 
@@ -85,6 +87,23 @@ def sums_only(layout: Layout) -> bool:
     if layout.dual is layout:
         return True
     return all(not p.is_partial() or p.is_partial("sum") for p in layout.placements)
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor in `layout`, as autograd finds it for the local tensors.
+
+    Every term of a sum has the sum's gradient. A term of an average, a maximum or a minimum has a part of the tensor's
+    gradient: these parts are terms of a sum, the same for every term of another mesh dim's sum.
+    """
+    if sums_only(layout):
+        return layout.dual
+    if any(p.is_partial("product") for p in layout.placements):
+        raise DTensorError(
+            f"the gradient of a tensor placed {list(layout.placements)} is not known: the factors of a product have "
+            "gradients of their own. Redistribute the tensor to Replicate first, and ask for the gradient of the result"
+        )
+    placements = [(_AVERAGE if p is _SUM else _SUM) if p.is_partial() else p for p in layout.placements]
+    return layout.with_placements(placements, layout.order)
 
 
 def key_of(value: Any, key: list[Any], func: Any) -> Any:
@@ -454,7 +473,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
             return w
         if g.requires_grad and self._layout.dual is not self._layout:
             return links.gradient_of(g, self._layout)
-        w = self._grad_wrapper = wrap(g, self._layout.dual)
+        w = self._grad_wrapper = wrap(g, gradient_layout(self._layout))
         return w
 
     @grad.setter
@@ -467,8 +486,9 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                 f"the gradient of a DTensor must be a DTensor, got {type(value).__name__}: wrap it with "
                 "DTensor.from_local or distribute_tensor"
             )
-        if value._layout is not self._layout.dual:
-            value = value.redistribute(self.device_mesh, self._layout.dual.shown)
+        wanted = gradient_layout(self._layout)
+        if value._layout is not wanted:
+            value = value.redistribute(self.device_mesh, wanted.shown)
         self._local.grad = value._local
         self._grad_wrapper = value
 

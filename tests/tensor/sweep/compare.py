@@ -146,13 +146,10 @@ def compare_gradient(
     what: str,
     mine: Any,
     theirs: Any,
-    terms: int,
     precise: Callable[[], torch.Tensor | None],
     rounding: Callable[[], torch.Tensor | float],
 ) -> None:
-    """Raise unless a gradient is that of one device; the input was the mean of `terms` terms."""
-    # A leaf's gradient is that of what each rank holds: of a mean's term, a share of that of the mean.
-    theirs = None if theirs is None else theirs / terms
+    """Raise unless a gradient is that of one device."""
     if mine is None:
         if theirs is not None:  # on other ranks it may be there: optimizers would part ways
             raise Mismatch(f"{what} is missing")
@@ -162,9 +159,4 @@ def compare_gradient(
         theirs = torch.zeros_like(whole)
     if whole.dtype != theirs.dtype or whole.shape != theirs.shape:
         raise Mismatch(f"{what}: {whole.dtype} {tuple(whole.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}")
-
-    def share() -> torch.Tensor | None:
-        true = precise()
-        return None if true is None else true / terms
-
-    compare_values(what, whole, theirs, share, rounding)
+    compare_values(what, whole, theirs, precise, rounding)

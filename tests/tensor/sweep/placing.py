@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -17,6 +16,8 @@ MESHES: dict[str, tuple[int, ...]] = {"4": (4,), "2x2": (2, 2)}
 # The terms of x are x times these. Every sum of neighbours is 0 or +-1 or 2, so that no reduction rounds, and no odd or
 # even homogeneous function of the terms adds up to that of x by accident.
 _FACTORS = {4: (2.0, -1.0, 1.0, -1.0), 2: (2.0, -1.0)}
+_FACTORS_OF_PRODUCT = {4: (2.0, 0.5, 4.0, 0.25), 2: (2.0, 0.5)}
+_TERMS = ("sum",) * 5 + ("avg", "avg", "max", "min", "product")
 
 
 def choose(
@@ -38,25 +39,25 @@ def choose(
         return rng.choice(([shard, other], [shard, shard], [shard, Replicate()], [Replicate(), shard]))
     if not floating:
         return [Replicate()] * mesh_ndim
-    term = Partial("avg") if rng.random() < 0.2 else Partial()
+    term, other = Partial(rng.choice(_TERMS)), Partial(rng.choice(_TERMS))
     if mesh_ndim == 1:
         return [term]
-    return rng.choice(([term, term], [term, shard], [shard, term], [term, Replicate()]))
+    return rng.choice(([term, term], [term, other], [term, shard], [shard, term], [term, Replicate()]))
 
 
 def distribute(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
     """`tensor`, which every rank holds, as a DTensor; a leaf if it requires a gradient."""
     if tensor.layout is not torch.strided:
         return DTensor.from_local(tensor, mesh, placements)  # says why not
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.isnan().any()):  # these have no order
+        placements = [Partial() if p.is_partial("max") or p.is_partial("min") else p for p in placements]
     layout = Layout.of(mesh, placements, tuple(tensor.shape))
-    local = tensor.detach()[layout.box().slices()].clone()
-    for m, p in enumerate(layout.placements):
+    local = tensor.detach()
+    for m, p in enumerate(layout.placements):  # the first mesh dim's terms first: they are reduced last
         if isinstance(p, Partial):
             n, k = layout.mesh_shape[m], layout.coord[m]  # type: ignore[index]  # every rank is in the mesh
-            factor = _FACTORS[n][k] * (n if p.reduce_op == "avg" else 1)
-            # Infinities, and what would become one, have no terms of either sign: one rank keeps them, or all the mean.
-            alone = local if k == 0 or p.reduce_op == "avg" else torch.zeros_like(local)
-            local = torch.where((local * (2 * n)).isfinite(), local * factor, alone)
+            local = _term(local, p.reduce_op, m, n, k)
+    local = local[layout.box().slices()].clone()
     result = DTensor.from_local(local, mesh, list(layout.placements), shape=tuple(tensor.shape))
     return result.requires_grad_() if tensor.requires_grad else result
 
@@ -74,7 +75,14 @@ def kinds(layout: Layout) -> set[str]:
     return found or {"replicate"}
 
 
-def terms_in_mean(layout: Layout) -> int:
-    """How many terms share a mean: those of all mesh dims that hold `Partial("avg")`."""
-    counts = [n for p, n in zip(layout.placements, layout.mesh_shape, strict=True) if p.is_partial("avg")]
-    return math.prod(counts)
+def _term(whole: torch.Tensor, op: str, m: int, n: int, k: int) -> torch.Tensor:
+    """Term number `k` of `n`, along mesh dim `m`."""
+    if op in ("max", "min"):  # one rank has each element, the others have less, or more
+        turn = (torch.arange(whole.numel()) + m).view(whole.shape) % n
+        return torch.where(turn == k, whole, whole - 1.5 if op == "max" else whole + 1.5)
+    if op == "product":
+        return whole * _FACTORS_OF_PRODUCT[n][0] if k == 0 else torch.full_like(whole, _FACTORS_OF_PRODUCT[n][k])
+    factor = _FACTORS[n][k] * (n if op == "avg" else 1)
+    # Infinities, and what would become one, have no terms of either sign: one rank keeps them, or all the mean.
+    alone = whole if k == 0 or op == "avg" else torch.zeros_like(whole)
+    return torch.where((whole * (2 * n)).isfinite(), whole * factor, alone)

@@ -61,7 +61,7 @@ def summary(reports: Sequence[Report], extent: str, arguments: str) -> str:
         "operator, with `out=`, and in place, on a",
         "one-dimensional mesh of 4 and on a 2 x 2 mesh, with its tensors replicated, sharded evenly, unevenly and "
         "with empty shards, as",
-        "terms (sum and avg), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are "
+        "terms (of every reduction), and mixed. Values, shapes, dtypes and gradients (of a fixed random cotangent) are "
         "compared with one",
         "device of the same dtype, and where these differ with double precision. What is random must not depend on the "
         "placements.",

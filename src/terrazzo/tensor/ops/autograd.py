@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
-from terrazzo.tensor.dtensor import DTensor, sums_only, wrap
+from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.links import links
 from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
@@ -42,24 +43,31 @@ def _term_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
-    """The gradient that autograd found for a local tensor of `layout`, as a DTensor; for partial, that of the sum.
+    """The gradient that autograd found for a local tensor of `layout`, as a DTensor; for partial, that of the tensor.
 
-    Inside autograd each rank may have a different gradient of a term; outside it is one replicated value. This matters
-    for the backward of the backward, where gradients of that value on several ranks are summed.
+    Inside autograd each rank may have a different gradient of a sum's term; outside it is one replicated value. This
+    matters for the backward of the backward, where gradients of that value on several ranks are summed.
     """
-    if layout.dual is not layout:
+    if layout.dual is not layout and sums_only(layout):
         local = first_of(local, axis_of(layout.mesh, _term_dims(layout)))
-    return wrap(local, layout.dual)
+    return wrap(local, gradient_layout(layout))
 
 
 def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
     """The reverse of `gradient_of`: the local gradient to pass to autograd for a local tensor of `layout`."""
     dual = layout.dual
+    if any(p.is_partial() and p.reduce_op not in ("sum", "avg") for p in layout.placements):
+        raise DTensorError(
+            f"the gradient of a tensor placed {list(layout.placements)} cannot be replaced: how its terms share it is "
+            "not known. Redistribute the tensor to Replicate first, and replace the gradient of the result"
+        )
     if gradient._layout is not dual:
         gradient = gradient.redistribute(dual.mesh, dual.shown)
     if dual is layout:
         return gradient._local
-    return cast(gradient._local, axis_of(layout.mesh, _term_dims(layout)))
+    terms = prod(layout.mesh_shape[m] for m, p in enumerate(layout.placements) if p.is_partial("avg"))
+    own = gradient._local if terms == 1 else gradient._local / terms
+    return cast(own, axis_of(layout.mesh, _term_dims(layout)))
 
 
 links.gradient_of, links.gradient_for = gradient_of, gradient_for

@@ -36,6 +36,7 @@ def moved(
     localize: Any = None,
     even: Mapping[int, tuple[int, ...]] | None = None,
     keeps_terms: bool = False,
+    moves_only: bool = True,
 ) -> Spec:
     """The spec of a view with these input dims as its output dims (None: new, or not shardable)."""
     ins = tuple(d if d in out else None for d in range(input.ndim))
@@ -44,7 +45,7 @@ def moved(
         [tuple(out)],
         [tuple(shape)],
         linear=[(0,)],
-        moves_only=True,
+        moves_only=moves_only,
         localize=localize,
         even=even or {},
         is_view=True,
@@ -244,7 +245,7 @@ def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec | None:
 
 @rule("view_as_complex")
 def view_as_complex(call: Call, input: Operand) -> Spec | None:
-    """The real and imaginary parts are along the last dim."""
+    """The real and imaginary parts are along the last dim. Sums may pass; a product of pairs is none of their parts."""
     if not input.ndim or input.shape[-1] != 2:
         return None
 
@@ -257,13 +258,13 @@ def view_as_complex(call: Call, input: Operand) -> Spec | None:
 
         return run
 
-    return moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize)
+    return moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize, moves_only=False)
 
 
 @rule("view_as_real")
 def view_as_real(call: Call, input: Operand) -> Spec:
-    # Twice as many elements of half the size, so partial terms may pass.
-    return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True)
+    # Twice as many elements of half the size, so terms of sums may pass; those of products would mix the parts.
+    return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True, moves_only=False)
 
 
 @rule("diagonal", "linalg_diagonal")

@@ -1,0 +1,150 @@
+"""Terms (`Partial`) of every reduction: what passes them, and their gradients. One device gives what is expected."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from terrazzo.errors import DTensorError
+from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+R = Replicate()
+
+
+def check_views_as_other_types() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    numbers = torch.tensor([[1 + 2j, 2 - 1j], [3 - 1j, 4 + 1j]])
+    x = distribute_tensor(numbers, mesh, [Shard(0)])
+    for reduce in (torch.prod, torch.sum, torch.mean):
+        terms = reduce(x, 0)
+        assert terms.placements[0].is_partial()
+        torch.testing.assert_close(torch.view_as_real(terms).full_tensor(), torch.view_as_real(reduce(numbers, 0)))
+    pairs = torch.tensor([[1.0, -2.0], [-3.0, 4.0]])
+    y = distribute_tensor(pairs, mesh, [Shard(0)])
+    for reduce in (torch.prod, torch.sum, torch.mean, torch.amax, torch.amin):
+        terms = reduce(y, 0)
+        assert terms.placements[0].is_partial()
+        expected = torch.view_as_complex(reduce(pairs, 0))
+        torch.testing.assert_close(torch.view_as_complex(terms).full_tensor(), expected)
+    # Sums still pass.
+    assert torch.view_as_real(x.sum(0)).placements == torch.view_as_complex(y.sum(0)).placements == (Partial(),)
+
+
+def check_gradients() -> None:
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    i, j = divmod(rank, 2)
+    local = torch.tensor([[[3.0, -1.0], [5.0, 0.5]], [[-7.0, 2.0], [4.0, 6.0]]])[i, j] + torch.tensor(
+        [0.0, i + 2.0 * j]
+    )
+    weight = torch.tensor([2.0, -3.0])
+    ops = ("sum", "avg", "max", "min")
+    for placements in [*product([R, *map(Partial, ops)], repeat=2), *product([Shard(0)], map(Partial, ops))]:
+        where = f"placed {placements}"
+        own = local if R not in placements else torch.zeros(2) + (i if placements[1] is R else j) * torch.ones(2)
+        own = own[:1] if Shard(0) in placements else own
+
+        def leaf(own=own, placements=placements) -> DTensor:
+            return DTensor.from_local(own.clone(), mesh, list(placements)).requires_grad_()
+
+        def agree(gradient: DTensor, times: float, where=where) -> None:
+            torch.testing.assert_close(gradient.full_tensor(), times * weight, msg=lambda m: f"{where}: {m}")
+
+        def loss(x: DTensor) -> Any:
+            return (x.redistribute(placements=[R, R]) * distribute_tensor(weight, mesh, [R, R])).sum()
+
+        x = leaf()
+        loss(x).backward()
+        agree(x.grad, 1.0)
+        loss(x).backward()  # accumulates
+        agree(x.grad, 2.0)
+        x.grad.mul_(2)
+        agree(x.grad, 4.0)
+        x.grad = distribute_tensor(weight, mesh, [R, R])
+        agree(x.grad, 1.0)
+        loss(x).backward()
+        agree(x.grad, 2.0)
+
+        x = leaf()
+        (gradient,) = torch.autograd.grad(loss(x), x)
+        agree(gradient, 1.0)
+        (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        agree(gradient, 1.0)
+
+        seen: list[DTensor] = []
+        x.register_hook(seen.append)
+        loss(x).backward()
+        agree(seen[0], 1.0)
+
+        y = x.clone()  # terms that an operation gave
+        y.retain_grad()
+        loss(y).backward()
+        agree(y.grad, 1.0)
+
+        if not any(p.is_partial() and p.reduce_op in ("max", "min") for p in placements):
+            x = leaf()
+            x.register_hook(lambda g: g * 2)
+            loss(x).backward()
+            agree(x.grad, 2.0)
+        else:
+            x = leaf()
+            x.register_hook(lambda g: g * 2)
+            with pytest.raises(DTensorError, match="cannot be replaced"):
+                loss(x).backward()
+
+        # The gradient of the local tensor, where its placements are asked for.
+        start = own.clone().requires_grad_()
+        placed = [p if p.is_shard() else R for p in placements]
+        loss(DTensor.from_local(start, mesh, list(placements), grad_placements=placed)).backward()
+        agree(DTensor.from_local(start.grad, mesh, placed), 1.0)
+
+
+def check_gradients_of_conversions() -> None:
+    """redistribute(forward_dtype=...) has the gradients of `to(dtype)` and a redistribution."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    own = torch.tensor([1.0, 3.0]) * (rank - 1)
+    weight = distribute_tensor(torch.tensor([2.0, -3.0], dtype=torch.float64), mesh, [R])
+    for src, dst in product([R, Shard(0), *map(Partial, ("sum", "avg", "max"))], repeat=2):
+        local = own if src.is_partial() else torch.tensor([1.0, 3.0])
+        local = local[rank : rank + 1] if src.is_shard() else local
+        found = []
+        for convert in (
+            lambda x, dst=dst: x.redistribute(placements=[dst], forward_dtype=torch.float64),
+            lambda x, dst=dst: x.redistribute(placements=[R]).to(torch.float64).redistribute(placements=[dst]),
+        ):
+            x = DTensor.from_local(local.clone(), mesh, [src], shape=(2,)).requires_grad_()
+            (convert(x) * weight).sum().backward()
+            found.append(x.grad.full_tensor())
+        torch.testing.assert_close(*found, msg=lambda m, src=src, dst=dst: f"{src} to {dst}: {m}")
+
+
+def check_products() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = DTensor.from_local(torch.tensor([2.0 + dist.get_rank()]), mesh, [Partial("product")]).requires_grad_()
+    x.redistribute(placements=[R]).sum().backward()
+    with pytest.raises(DTensorError, match="factors of a product"):
+        _ = x.grad
+    x.grad = None
+    start = torch.tensor([2.0 + dist.get_rank()], requires_grad=True)  # of a local tensor it is known
+    DTensor.from_local(start, mesh, [Partial("product")]).redistribute(placements=[R]).sum().backward()
+    torch.testing.assert_close(start.grad, 120 / start.detach())
+
+
+def test_views_as_other_types_pass_sums_only() -> None:
+    run_ranks(2, check_views_as_other_types)
+
+
+def test_a_gradient_is_the_tensors_whatever_its_terms() -> None:
+    run_ranks(4, check_gradients)
+
+
+def test_a_conversion_while_redistributing_keeps_the_gradient() -> None:
+    run_ranks(4, check_gradients_of_conversions)
+
+
+def test_the_gradient_of_a_product_is_refused() -> None:
+    run_ranks(4, check_products)
